@@ -1,0 +1,1 @@
+"""NATS and Kafka: subjects, codec, jobs and leases, frame streams, worker directory, outbox."""

@@ -1,0 +1,220 @@
+"""What the other packages see of the bus: one narrow protocol per concern.
+
+``bus.nats`` speaks to a real nats-server, ``bus.memory`` is the double; both pass the same test
+classes. Callbacks named ``on_*`` are plain functions that must return at once: they run on the
+event loop's read path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from schemas.control import (
+    Cancel,
+    QueueStatus,
+    ResumePoint,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from schemas.frames import Frame
+from schemas.jobs import DeadJob, Job, JobResult
+from schemas.records import Record
+
+
+class Subscription(Protocol):
+    """Something that delivers to a callback until it is closed."""
+
+    async def close(self) -> None: ...
+
+
+class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that this process now holds, and the lease to keep it by.
+
+    The holder extends the lease well within AckWait, or hands the lease string to another process
+    which does. ``num_deliveries`` is 1 for a job that nobody held before.
+    """
+
+    job: Job
+    lease: str
+    num_deliveries: int
+    stream_sequence: int
+
+
+class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue has stored the job; ``duplicate``: it had it already, nothing was added."""
+
+    stream_sequence: int
+    duplicate: bool
+
+
+class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs that wait in the stream, and jobs that somebody holds."""
+
+    num_queued: int
+    num_leased: int
+
+
+class OutboxMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A record in the outbox. ``payload`` is its MessagePack encoding, ``sequence`` its place."""
+
+    sequence: int
+    subject: str
+    payload: bytes
+    lease: str
+
+
+class JobQueue(Protocol):
+    """The work queue ``JOBS`` and its leases."""
+
+    async def publish(self, job: Job) -> PublishedJob:
+        """Store a job; once this returns the job will be answered.
+
+        Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was stored.
+        """
+
+    async def pull(self, model: str, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+        """Up to ``max_jobs`` jobs, as soon as there is one; an empty list after ``timeout_s``.
+
+        A message that cannot be decoded is moved to the dead letters and never returned.
+        """
+
+    async def depth(self, model: str) -> QueueDepth: ...
+
+    async def shed_newest(self, model: str, count: int) -> list[Job]:
+        """Take up to ``count`` of the newest waiting jobs out of the queue; each job is handed to
+        one caller only, who must answer it."""
+
+    async def extend(self, lease: str) -> None:
+        """Hold the job for another AckWait. Any process may, by the lease alone."""
+
+    async def ack(self, lease: str) -> None:
+        """The job is answered; it leaves the queue for good. Returns when the server knows."""
+
+    async def release(self, lease: str, delay_s: float = 0.0) -> None:
+        """Give the job back, to be delivered again after ``delay_s``."""
+
+    async def bury(self, dead: DeadJob, lease: str) -> None:
+        """Store a job among the dead letters, then take it out of the queue."""
+
+
+class FrameStreams(Protocol):
+    """Frames on ``tok.<reply>.<request>``: at most once, in order, never waiting for a reader."""
+
+    async def publish(
+        self, reply: str, frames: Sequence[tuple[str, Frame]], *, batch: bool
+    ) -> None:
+        """Send (request_id, frame) pairs to one listener; as one envelope if ``batch``.
+
+        Frames sent while the server is away may be lost: readers ask for a replay.
+        """
+
+    async def subscribe(
+        self, reply: str, on_frame: Callable[[str, Frame], None]
+    ) -> Subscription: ...
+
+
+class Control(Protocol):
+    """Requests to workers and gateways, cancels and queue status for everybody."""
+
+    async def command(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float
+    ) -> WorkerReply | None:
+        """A worker's answer, or None if it gave none in time."""
+
+    async def serve_commands(
+        self, worker_id: str, handler: Callable[[WorkerCommand], Awaitable[WorkerReply]]
+    ) -> Subscription: ...
+
+    async def cancel(self, cancel: Cancel) -> None:
+        """Tell every scheduler and worker to stop a request."""
+
+    async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription: ...
+
+    async def resume_point(
+        self, reply: str, request_id: str, timeout_s: float
+    ) -> ResumePoint | None:
+        """What the client has, or None if nobody answered in time."""
+
+    async def serve_resume_points(
+        self, reply: str, handler: Callable[[str], ResumePoint | None]
+    ) -> Subscription:
+        """Answer for the streams of ``reply``; the handler gets a request id, None stays silent."""
+
+    async def publish_queue_status(self, status: QueueStatus) -> None: ...
+
+    async def subscribe_queue_status(
+        self, on_status: Callable[[QueueStatus], None]
+    ) -> Subscription: ...
+
+    async def query_telemetry(
+        self, query: TelemetryQuery, timeout_s: float
+    ) -> TelemetryAnswer | None: ...
+
+    async def serve_telemetry(
+        self, handler: Callable[[TelemetryQuery], Awaitable[TelemetryAnswer]]
+    ) -> Subscription: ...
+
+
+class WorkerDirectory(Protocol):
+    """Who works: the KV bucket ``workers`` for newcomers, heartbeats for those who watch."""
+
+    async def announce(self, status: WorkerStatus) -> None:
+        """Send a heartbeat; a status with ``retired`` removes the worker at once."""
+
+    async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
+        """The known workers first, then every heartbeat. Silence is for the watcher to notice."""
+
+
+class Results(Protocol):
+    """Final results of asynchronous jobs, kept for a day."""
+
+    async def store(self, result: JobResult) -> None:
+        """Returns when it is stored; a second result of the same request is ignored."""
+
+    async def fetch(self, tenant: str, request_id: str) -> JobResult | None: ...
+
+
+class Outbox(Protocol):
+    """Records on their way to Kafka, kept until they are old."""
+
+    async def publish(self, record: Record) -> None:
+        """Returns when it is stored; a request's second record of the same kind is ignored."""
+
+    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
+        """The next records that the bridge has not acknowledged yet."""
+
+    async def ack(self, messages: Sequence[OutboxMessage]) -> None: ...
+
+    async def rewind(self, sequence: int) -> None:
+        """Deliver again every record after ``sequence``, in order, to the bridge."""
+
+    async def last_sequence(self) -> int:
+        """The newest record's sequence; 0 when there is none."""
+
+
+class Bus(Protocol):
+    """All of it, over one connection."""
+
+    jobs: JobQueue
+    frames: FrameStreams
+    control: Control
+    workers: WorkerDirectory
+    results: Results
+    outbox: Outbox
+
+    @property
+    def max_payload_bytes(self) -> int: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Call back after each time that the connection came back: frames may be missing."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,134 @@
+"""The one typed configuration tree. ``bus.settings`` reads it from a file and the environment."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class NatsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``url`` may list several servers, comma separated. ``ack_wait_s`` is the lease: how long a
+    dead holder's job waits before it is delivered again."""
+
+    url: str = "nats://127.0.0.1:4222"
+    replicas: int = 1
+    ack_wait_s: float = 6.0
+    max_deliver: int = 8
+    max_stored_jobs: int = 200_000
+    results_ttl_s: float = 86_400.0
+    outbox_max_age_s: float = 7 * 86_400.0
+    connect_timeout_s: float = 5.0
+
+
+class RedisConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str = "redis://127.0.0.1:6379/0"
+
+
+class KafkaConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``partitions`` and ``replication_factor`` are used when the topics are created."""
+
+    bootstrap_servers: str = "127.0.0.1:9092"
+    partitions: int = 3
+    replication_factor: int = 1
+    group: str = "millrace-sink"
+
+
+class ClickHouseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rows go: ``url`` of a server, or ``path`` of an embedded store that the telemetry
+    process owns and serves to others on ``serve_host:serve_port``."""
+
+    url: str = ""
+    path: str = ""
+    database: str = "millrace"
+    username: str = "default"
+    password: str = ""
+    serve_host: str = "127.0.0.1"
+    serve_port: int = 8123
+
+
+class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``gateway_id`` empty: one is drawn at start. Sizes bound what one client may send or make
+    us hold."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    gateway_id: str = ""
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_ws_message_bytes: int = 1024 * 1024
+    max_generations_per_socket: int = 64
+    client_buffer_bytes: int = 256 * 1024
+    client_stall_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    replay_probe_s: float = 2.0
+    drain_timeout_s: float = 8.0
+    telemetry_timeout_s: float = 5.0
+
+
+class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``max_queued_jobs`` is the bound per model over which the newest jobs are shed."""
+
+    scheduler_id: str = ""
+    models: tuple[str, ...] = ()
+    max_queued_jobs: int = 2_000
+    heartbeat_timeout_s: float = 2.0
+    lease_extend_s: float = 2.0
+    dispatch_timeout_s: float = 1.0
+    resume_timeout_s: float = 0.5
+    max_attempts: int = 16
+    cancel_memory_s: float = 600.0
+    status_interval_s: float = 0.25
+
+
+class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's bounds. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``;
+    ``num_threads`` 0 chooses by the machine and what else runs on it."""
+
+    max_num_sequences: int = 64
+    max_batch_tokens: int = 512
+    block_size_tokens: int = 16
+    num_blocks: int = 0
+    kv_cache_bytes: int = 1 << 30
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int = 0
+
+
+class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``max_num_waiting`` is how many jobs beyond the running ones a worker takes, so that a free
+    slot never waits for the bus."""
+
+    name: str = "worker-1"
+    model: str = "demo"
+    flush_interval_ms: float = 15.0
+    heartbeat_s: float = 0.5
+    lease_extend_s: float = 2.0
+    max_num_waiting: int = 8
+    replay_memory_s: float = 120.0
+    sample_interval_s: float = 1.0
+    drain_timeout_s: float = 8.0
+    engine: EngineConfig = EngineConfig()
+
+
+class TelemetryConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    batch_rows: int = 5_000
+    batch_interval_s: float = 0.5
+
+
+class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a Millrace process can be told. ``catalogue`` is a models.yaml; empty means
+    the built-in catalogue with the demo model."""
+
+    catalogue: str = ""
+    log_level: str = "info"
+    metrics_port: int = 0
+    nats: NatsConfig = NatsConfig()
+    redis: RedisConfig = RedisConfig()
+    kafka: KafkaConfig = KafkaConfig()
+    clickhouse: ClickHouseConfig = ClickHouseConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

@@ -1,0 +1,135 @@
+"""How scheduler, workers and gateways steer one another (``ctl.*``, ``resume.*``, ``hb.*``)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from schemas.jobs import Job, Tier
+
+# An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
+# scheduler that holds one counts its attempts, so epochs rise without any shared counter.
+EPOCHS_PER_DELIVERY = 64
+
+
+class CancelReason(StrEnum):
+    """Why work is stopped."""
+
+    CLIENT = "client"
+    DISCONNECT = "disconnect"
+    DEADLINE = "deadline"
+    SUPERSEDED = "superseded"
+
+
+class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="dispatch"):
+    """Run this job and hold its lease from now on.
+
+    ``job`` has ``prompt_token_ids``, ``sampling.max_tokens`` and ``sampling.seed`` filled in.
+    ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
+    delivered to the client: prefill them behind the prompt and go on from the next index.
+    """
+
+    job: Job
+    epoch: int
+    lease: str
+    resume_token_ids: tuple[int, ...] = ()
+    dispatched_ns: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
+    """Stop a request. With ``below_epoch``, only runs of an older epoch: they are superseded and
+    must neither ack nor send a terminal frame."""
+
+    request_id: str
+    reason: CancelReason = CancelReason.CLIENT
+    below_epoch: int | None = None
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="replay"):
+    """Send frames of a request again, from token ``from_index`` on, to ``reply``."""
+
+    request_id: str
+    from_index: int
+    reply: str
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
+    """Take no new work; finish what runs."""
+
+    reason: str = ""
+
+
+WorkerCommand = Dispatch | Cancel | Replay | Drain
+
+
+class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to a command.
+
+    ``reason`` is a stable word when it did not comply: ``full``, ``draining``, ``wrong_model``,
+    ``stale_epoch``, ``unknown_request`` or ``bad_request``.
+    """
+
+    ok: bool
+    reason: str = ""
+    message: str = ""
+
+
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which tokens the client has; ``open`` False: the client is gone, do not run it again."""
+
+    token_ids: tuple[int, ...] = ()
+    open: bool = True
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's capacity and load, sent every heartbeat.
+
+    ``worker_id`` is unique to one life of the process; ``name`` stays over restarts, so a status
+    with a known name and a new id says that the former life is over. ``max_tokens_per_request``
+    is the longest prompt + completion that its KV cache can ever hold.
+    """
+
+    worker_id: str
+    name: str
+    model: str
+    max_num_sequences: int
+    num_running: int = 0
+    num_waiting: int = 0
+    block_size_tokens: int = 16
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    max_tokens_per_request: int = 0
+    outstanding_tokens: int = 0
+    tokens_per_s: float = 0.0
+    draining: bool = False
+    retired: bool = False
+    started_ns: int = 0
+    sent_ns: int = 0
+
+
+class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model's queue stands, from the schedulers to the gateways a few times a second."""
+
+    model: str
+    num_queued: int
+    bound: int
+    retry_after_s: float = 0.0
+    num_workers: int = 0
+    eta_s: float | None = None
+    sent_ns: int = 0
+    queued_by_tier: dict[Tier, int] = {}
+
+
+class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A saved query of ``telemetry/queries`` by name, for the operations page."""
+
+    name: str
+    params: dict[str, str | int | float] = {}
+
+
+class TelemetryAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Rows as a JSON array of objects, or why not."""
+
+    rows_json: bytes = b"[]"
+    error: str = ""

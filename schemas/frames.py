@@ -1,0 +1,124 @@
+"""What streams back to the holder of a request.
+
+``Accepted -> Queued -> Started -> Delta* -> Usage -> Done``, or one of ``Shed``, ``Cancelled``,
+``Expired``, ``Failed``: every request ends in exactly one terminal frame. A reader keeps the
+highest epoch it saw, drops frames of an older one, drops token indices that it has and asks for a
+replay when it sees a gap.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its natural-log probability, and the most likely alternatives as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class _Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+    epoch: int = 0
+
+
+class Accepted(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
+    """The job is stored and will be answered."""
+
+
+class Queued(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="queued"):
+    """The job waits; ``position`` counts from 0, ``eta_s`` is a guess of the wait left."""
+
+    position: int
+    eta_s: float | None = None
+
+
+class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
+    """A worker has it. A higher epoch than before: another worker goes on with it."""
+
+    worker_id: str
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
+    """New tokens from ``index`` (of the first of them) on, and the text that they add.
+
+    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader which has
+    the first few tokens can cut exactly; it is empty when there is one token.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str = ""
+    text_ends: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
+    """Tokens as the worker counted them; nobody else counts."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
+    """The generation ended well. ``num_tokens`` lets a reader see that it has them all."""
+
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
+    """The owner did not want it any more."""
+
+    num_tokens: int = 0
+
+
+class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expired"):
+    """The deadline passed."""
+
+    num_tokens: int = 0
+
+
+class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
+    """Refused for overload; come back after ``retry_after_s``."""
+
+    retry_after_s: float
+
+
+class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
+    """It cannot be answered; ``retryable`` says whether asking again may help."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+TerminalFrame = Done | Cancelled | Expired | Shed | Failed
+Frame = Accepted | Queued | Started | Delta | Usage | TerminalFrame
+TERMINAL_FRAMES = (Done, Cancelled, Expired, Shed, Failed)
+
+
+class Addressed(msgspec.Struct, frozen=True, array_like=True):
+    """A frame and the request that it belongs to."""
+
+    request_id: str
+    frame: Frame
+
+
+class FrameBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Frames of many requests for one listener in one message: what one engine step made."""
+
+    frames: tuple[Addressed, ...]

@@ -1,0 +1,106 @@
+"""What enters the system, and what an asynchronous caller gets back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from schemas.frames import FinishReason, Usage
+from schemas.sampling import SamplingParams
+
+PUBLIC_MODEL_AUTO = "auto"
+
+
+class Tier(StrEnum):
+    """Service tiers, from the most to the least urgent."""
+
+    ENTERPRISE = "enterprise"
+    PRO = "pro"
+    FREE = "free"
+    BATCH = "batch"
+
+
+class Source(StrEnum):
+    """The door through which a request came."""
+
+    HTTP = "http"
+    WEBSOCKET = "websocket"
+    NATS = "nats"
+    BENCH = "bench"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class Job(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """One request for one generation, as it waits in ``jobs.<model>.<tier>``.
+
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` says what to continue; the
+    gateway always sends token ids, other services may leave tokenising to the scheduler.
+    ``request_id`` is the identity that everything else is keyed by: publishing the same id twice
+    is accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to;
+    empty means that nobody listens. ``batch_frames``: the listener also reads envelopes (see
+    ``schemas.frames.FrameBatch``). ``store_result`` keeps the final result for 24 h.
+    ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
+    when an answer is of no use any more.
+    """
+
+    request_id: str
+    model: str
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = SamplingParams()
+    reply: str = ""
+    batch_frames: bool = False
+    store_result: bool = False
+    tenant: str = "local"
+    user: str = ""
+    session_id: str = ""
+    tier: Tier = Tier.FREE
+    source: Source = Source.NATS
+    model_requested: str = ""
+    received_ns: int = 0
+    deadline_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.prompt, self.messages, self.prompt_token_ids) if x is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
+        if not self.request_id or len(self.request_id) > 128:
+            raise ValueError("request_id must have 1 to 128 characters")
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h."""
+
+    request_id: str
+    tenant: str
+    model: str
+    status: str
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error_code: str = ""
+    error_message: str = ""
+    done_ns: int = 0
+
+
+class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job given up on, with why; ``payload`` is the message as it was published."""
+
+    reason: str
+    message: str
+    subject: str
+    payload: bytes
+    request_id: str = ""
+    num_deliveries: int = 0
+    died_ns: int = 0

@@ -1,0 +1,27 @@
+"""Waiting for a condition with a deadline, instead of sleeping and hoping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+_POLL_S = 0.01
+
+
+async def eventually(
+    predicate: Callable[[], bool] | Callable[[], Awaitable[bool]],
+    timeout_s: float = 10.0,
+    what: str = "the condition",
+) -> None:
+    """Return as soon as ``predicate`` holds; AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        outcome = predicate()
+        if isinstance(outcome, Awaitable):
+            outcome = await outcome
+        if outcome:
+            return
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not hold within {timeout_s} s")
+        await asyncio.sleep(_POLL_S)
