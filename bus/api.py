@@ -107,7 +107,12 @@ class FrameStreams(Protocol):
     """Frames on ``tok.<reply>.<request>``: at most once, in order, never waiting for a reader."""
 
     async def publish(
-        self, reply: str, frames: Sequence[tuple[str, Frame]], *, batch: bool
+        self,
+        reply: str,
+        frames: Sequence[tuple[str, Frame]],
+        *,
+        batch: bool = False,
+        as_json: bool = False,
     ) -> None:
         """Send (request_id, frame) pairs to one listener; as one envelope if ``batch``.
 

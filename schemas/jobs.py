@@ -48,7 +48,8 @@ class Job(
     ``request_id`` is the identity that everything else is keyed by: publishing the same id twice
     is accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to;
     empty means that nobody listens. ``batch_frames``: the listener also reads envelopes (see
-    ``schemas.frames.FrameBatch``). ``store_result`` keeps the final result for 24 h.
+    ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
+    came in as JSON gets. ``store_result`` keeps the final result for 24 h.
     ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
     when an answer is of no use any more.
     """
@@ -61,6 +62,7 @@ class Job(
     sampling: SamplingParams = SamplingParams()
     reply: str = ""
     batch_frames: bool = False
+    frames_as_json: bool = False
     store_result: bool = False
     tenant: str = "local"
     user: str = ""
