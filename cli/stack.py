@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import random
@@ -15,10 +16,10 @@ from typing import Any
 
 import msgspec
 import yaml
+from bus.binaries import nats_server_path, redis_server_path
 
 from bus import nats as nats_bus
 from bus.api import Bus
-from bus.binaries import nats_server_path, redis_server_path
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
 from schemas.config import (
@@ -31,7 +32,7 @@ from schemas.config import (
     SchedulerConfig,
 )
 from schemas.control import WorkerStatus
-from schemas.frames import Frame
+from schemas.frames import TERMINAL_FRAMES, Frame
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 
@@ -258,8 +259,6 @@ async def _serve_one(bus: Bus, model: str) -> None:
     ended = asyncio.get_running_loop().create_future()
 
     def on_frame(_request_id: str, frame: Frame) -> None:
-        from schemas.frames import TERMINAL_FRAMES
-
         if isinstance(frame, TERMINAL_FRAMES) and not ended.done():
             ended.set_result(frame)
 
@@ -319,5 +318,15 @@ def _port_of(url: str) -> int:
 
 
 def _url(host: str, port: int) -> str:
-    shown = _LOOPBACK if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
+    """An address that a local client can open, also for a server that listens on all."""
+    everywhere = ipaddress.ip_address(host).is_unspecified if _is_ip(host) else False
+    shown = _LOOPBACK if everywhere else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}"
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -31,7 +31,8 @@ class Process:
     """One supervised process.
 
     ``before_start`` runs before each start, ``ready`` is polled until it holds, ``on_restart`` runs
-    after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may take to end after SIGTERM.
+    after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
+    take to end after SIGTERM.
     """
 
     name: str

@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     from cli.models import catalogue_for
+
     from cli.stack import Plan
 
     catalogue, models = catalogue_for(
@@ -105,7 +106,8 @@ async def _run(plan: Plan) -> int:
 
 
 def _greet(endpoints: Endpoints, plan: Plan) -> None:
-    body = f'{{"model":"{plan.models[0]}","stream":true,"messages":[{{"role":"user","content":"What is TTFT?"}}]}}'
+    question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
+    body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'
     _say(
         f"""
 Millrace is ready.

@@ -1,0 +1,87 @@
+"""MessagePack inside, JSON for those who say so by their Content-Type header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+import msgspec
+
+from schemas.control import (
+    Cancel,
+    QueueStatus,
+    ResumePoint,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from schemas.errors import MalformedMessageError
+from schemas.frames import Frame, FrameBatch
+from schemas.jobs import DeadJob, Job, JobResult
+from schemas.records import Record
+
+CONTENT_TYPE = "Content-Type"
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
+
+_MSGPACK_ENCODER = msgspec.msgpack.Encoder()
+_JSON_ENCODER = msgspec.json.Encoder()
+
+T = TypeVar("T")
+
+
+def encode(message: object) -> bytes:
+    """MessagePack, which is what a message without Content-Type is."""
+    return _MSGPACK_ENCODER.encode(message)
+
+
+def encode_json(message: object) -> bytes:
+    return _JSON_ENCODER.encode(message)
+
+
+def is_json(content_type: str | None) -> bool:
+    """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
+    return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+
+
+class Codec(Generic[T]):
+    """Decodes one kind of message."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self.kind = kind
+        self._msgpack = msgspec.msgpack.Decoder(kind)
+        self._json = msgspec.json.Decoder(kind)
+
+    def decode(self, payload: bytes, content_type: str | None = None) -> T:
+        """Raises MalformedMessageError, whose message names the field but quotes no text."""
+        try:
+            if content_type is None or content_type == MSGPACK:
+                return self._msgpack.decode(payload)
+            if is_json(content_type):
+                return self._json.decode(payload)
+            if content_type.partition(";")[0].strip().lower() == MSGPACK:
+                return self._msgpack.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedMessageError(str(error)) from error
+        raise MalformedMessageError(
+            f"the Content-Type must be {JSON} or {MSGPACK}, or absent for MessagePack"
+        )
+
+
+JOB: Codec[Job] = Codec(Job)
+JOB_RESULT: Codec[JobResult] = Codec(JobResult)
+DEAD_JOB: Codec[DeadJob] = Codec(DeadJob)
+FRAME: Codec[Frame] = Codec(Frame)  # type: ignore[arg-type]  # a union is a type to msgspec
+FRAME_BATCH: Codec[FrameBatch] = Codec(FrameBatch)
+WORKER_COMMAND: Codec[WorkerCommand] = Codec(WorkerCommand)  # type: ignore[arg-type]
+WORKER_REPLY: Codec[WorkerReply] = Codec(WorkerReply)
+WORKER_STATUS: Codec[WorkerStatus] = Codec(WorkerStatus)
+CANCEL: Codec[Cancel] = Codec(Cancel)
+RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
+QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)
+TELEMETRY_QUERY: Codec[TelemetryQuery] = Codec(TelemetryQuery)
+TELEMETRY_ANSWER: Codec[TelemetryAnswer] = Codec(TelemetryAnswer)
+RECORD: Codec[Record] = Codec(Record)  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""Commands, cancels, resume points, queue status and telemetry queries over a transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from bus import codec, subjects
+from bus.api import Subscription
+from bus.codec import Codec, T
+from bus.transport import Message, Transport
+from schemas.control import (
+    Cancel,
+    QueueStatus,
+    ResumePoint,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerCommand,
+    WorkerReply,
+)
+from schemas.errors import MalformedMessageError
+
+_log = logging.getLogger(__name__)
+
+
+class _Server:
+    """A subscription and the answers that are being made for it; closing cancels those."""
+
+    def __init__(self) -> None:
+        self.subscription: Subscription | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, answer: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(answer)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self) -> None:
+        if self.subscription is not None:
+            await self.subscription.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+class CoreControl:
+    """Request and reply, and broadcasts, on ``ctl.*`` and ``resume.*``.
+
+    ``num_malformed`` counts messages that could not be read.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.num_malformed = 0
+
+    # --- workers ---
+
+    async def command(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float
+    ) -> WorkerReply | None:
+        """Raises PayloadTooLargeError for a command that the server would not take."""
+        subject = subjects.worker_commands(worker_id)
+        answer = await self._transport.request(subject, codec.encode(command), timeout_s)
+        return self._read(codec.WORKER_REPLY, answer)
+
+    async def serve_commands(
+        self, worker_id: str, handler: Callable[[WorkerCommand], Awaitable[WorkerReply]]
+    ) -> Subscription:
+        """Handlers start in the order of the commands and may overlap."""
+
+        async def answer(message: Message) -> None:
+            try:
+                command = codec.WORKER_COMMAND.decode(message.payload, message.content_type)
+                reply = await handler(command)
+            except MalformedMessageError as error:
+                reply = WorkerReply(ok=False, reason="bad_request", message=error.message)
+            except Exception as error:
+                _log.exception("a command failed", extra={"worker_id": worker_id})
+                reply = WorkerReply(ok=False, reason="failed", message=type(error).__name__)
+            await self._answer(message, reply)
+
+        return await self._serve(subjects.worker_commands(worker_id), answer)
+
+    # --- cancels ---
+
+    async def cancel(self, cancel: Cancel) -> None:
+        await self._transport.publish(subjects.cancel(cancel.request_id), codec.encode(cancel))
+
+    async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
+        return await self._listen(subjects.ALL_CANCELS, codec.CANCEL, on_cancel)
+
+    # --- resume points ---
+
+    async def resume_point(
+        self, reply: str, request_id: str, timeout_s: float
+    ) -> ResumePoint | None:
+        answer = await self._transport.request(subjects.resume(reply, request_id), b"", timeout_s)
+        return self._read(codec.RESUME_POINT, answer)
+
+    async def serve_resume_points(
+        self, reply: str, handler: Callable[[str], ResumePoint | None]
+    ) -> Subscription:
+        async def answer(message: Message) -> None:
+            try:
+                point = handler(subjects.last_token(message.subject))
+            except Exception:
+                _log.exception("a resume point could not be told")
+                return
+            if point is not None:
+                await self._answer(message, point)
+
+        return await self._serve(subjects.resumes_of(reply), answer)
+
+    # --- queue status ---
+
+    async def publish_queue_status(self, status: QueueStatus) -> None:
+        await self._transport.publish(subjects.queue_status(status.model), codec.encode(status))
+
+    async def subscribe_queue_status(
+        self, on_status: Callable[[QueueStatus], None]
+    ) -> Subscription:
+        return await self._listen(subjects.ALL_QUEUE_STATUS, codec.QUEUE_STATUS, on_status)
+
+    # --- telemetry ---
+
+    async def query_telemetry(
+        self, query: TelemetryQuery, timeout_s: float
+    ) -> TelemetryAnswer | None:
+        answer = await self._transport.request(
+            subjects.TELEMETRY, codec.encode(query), timeout_s
+        )
+        return self._read(codec.TELEMETRY_ANSWER, answer)
+
+    async def serve_telemetry(
+        self, handler: Callable[[TelemetryQuery], Awaitable[TelemetryAnswer]]
+    ) -> Subscription:
+        """Several processes may serve; each query goes to one of them."""
+
+        async def answer(message: Message) -> None:
+            try:
+                query = codec.TELEMETRY_QUERY.decode(message.payload, message.content_type)
+                found = await handler(query)
+            except MalformedMessageError as error:
+                found = TelemetryAnswer(error=error.message)
+            except Exception as error:
+                _log.exception("a telemetry query failed")
+                found = TelemetryAnswer(error=type(error).__name__)
+            await self._answer(message, found)
+
+        return await self._serve(subjects.TELEMETRY, answer, group=subjects.TELEMETRY_GROUP)
+
+    # --- shared ---
+
+    async def _serve(
+        self, subject: str, answer: Callable[[Message], Awaitable[None]], group: str = ""
+    ) -> Subscription:
+        server = _Server()
+        server.subscription = await self._transport.subscribe(
+            subject, lambda message: server.spawn(answer(message)), group
+        )
+        return server
+
+    async def _answer(self, message: Message, reply: object) -> None:
+        if not message.reply:
+            return
+        if codec.is_json(message.content_type):
+            await self._transport.publish(
+                message.reply, codec.encode_json(reply), codec.JSON_HEADERS
+            )
+        else:
+            await self._transport.publish(message.reply, codec.encode(reply))
+
+    async def _listen(
+        self, subject: str, kind: Codec[T], callback: Callable[[T], None]
+    ) -> Subscription:
+        def on_message(message: Message) -> None:
+            item = self._read(kind, message)
+            if item is None:
+                return
+            try:
+                callback(item)
+            except Exception:
+                _log.exception("a listener failed", extra={"subject": message.subject})
+
+        return await self._transport.subscribe(subject, on_message)
+
+    def _read(self, kind: Codec[T], message: Message | None) -> T | None:
+        if message is None:
+            return None
+        try:
+            return kind.decode(message.payload, message.content_type)
+        except MalformedMessageError:
+            self.num_malformed += 1
+            _log.warning(
+                "dropped a message that could not be read",
+                extra={"subject": message.subject, "size_bytes": len(message.payload)},
+            )
+            return None

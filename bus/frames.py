@@ -1,0 +1,86 @@
+"""Frame streams over a transport: single frames, envelopes, JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from bus import codec, subjects
+from bus.api import Subscription
+from bus.transport import Message, Transport
+from schemas.errors import MalformedMessageError, PayloadTooLargeError
+from schemas.frames import Addressed, Frame, FrameBatch
+
+_log = logging.getLogger(__name__)
+
+
+class CoreFrameStreams:
+    """Frames on ``tok.<reply>.<request>``; envelopes on ``tok.<reply>._``.
+
+    ``num_malformed`` counts messages that were not frames; they are dropped, the stream goes on.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.num_malformed = 0
+
+    async def publish(
+        self,
+        reply: str,
+        frames: Sequence[tuple[str, Frame]],
+        *,
+        batch: bool = False,
+        as_json: bool = False,
+    ) -> None:
+        """Raises PayloadTooLargeError if a single frame is larger than the server takes."""
+        if batch and len(frames) > 1:
+            await self._publish_envelope(reply, frames, as_json=as_json)
+            return
+        for request_id, frame in frames:
+            await self._send(subjects.frames(reply, request_id), frame, as_json=as_json)
+
+    async def _publish_envelope(
+        self, reply: str, frames: Sequence[tuple[str, Frame]], *, as_json: bool
+    ) -> None:
+        envelope = FrameBatch(tuple(Addressed(request_id, frame) for request_id, frame in frames))
+        try:
+            await self._send(subjects.envelope(reply), envelope, as_json=as_json)
+        except PayloadTooLargeError:
+            middle = len(frames) // 2
+            for half in (frames[:middle], frames[middle:]):
+                await self.publish(reply, half, batch=True, as_json=as_json)
+
+    async def _send(self, subject: str, message: Frame | FrameBatch, *, as_json: bool) -> None:
+        if as_json:
+            await self._transport.publish(subject, codec.encode_json(message), codec.JSON_HEADERS)
+        else:
+            await self._transport.publish(subject, codec.encode(message))
+
+    async def subscribe(self, reply: str, on_frame: Callable[[str, Frame], None]) -> Subscription:
+        envelope_subject = subjects.envelope(reply)
+
+        def deliver(request_id: str, frame: Frame) -> None:
+            try:
+                on_frame(request_id, frame)
+            except Exception:
+                _log.exception("a frame's reader failed", extra={"request_id": request_id})
+
+        def on_message(message: Message) -> None:
+            try:
+                if message.subject == envelope_subject:
+                    batch = codec.FRAME_BATCH.decode(message.payload, message.content_type)
+                    for addressed in batch.frames:
+                        deliver(addressed.request_id, addressed.frame)
+                    return
+                request_id = subjects.last_token(message.subject)
+                frame = codec.FRAME.decode(message.payload, message.content_type)
+            except (MalformedMessageError, ValueError):
+                self.num_malformed += 1
+                _log.warning(
+                    "dropped a message that is not a frame",
+                    extra={"subject": message.subject, "size_bytes": len(message.payload)},
+                )
+                return
+            deliver(request_id, frame)
+
+        return await self._transport.subscribe(subjects.frames_of(reply), on_message)

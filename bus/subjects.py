@@ -1,0 +1,227 @@
+"""Every name on the wire: subjects, streams, consumers, buckets, topics and Redis keys.
+
+Free strings (models, request ids, tenants, listeners) enter subjects through ``token`` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from schemas.jobs import Tier
+from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+
+# --- streams, consumers, buckets -------------------------------------------------------------
+
+JOBS_STREAM = "JOBS"
+DEAD_STREAM = "DEAD"
+RESULTS_STREAM = "RESULTS"
+OUTBOX_STREAM = "OUTBOX"
+WORKERS_BUCKET = "workers"
+WORKERS_STREAM = f"KV_{WORKERS_BUCKET}"
+BRIDGE_CONSUMER = "bridge"
+TELEMETRY_GROUP = "telemetry"
+
+ALL_JOBS = "jobs.*.*"
+ALL_DEAD = "dead.jobs.*"
+ALL_RESULTS = "results.*.*"
+ALL_RECORDS = "rec.*"
+ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
+ALL_CANCELS = "ctl.cancel.*"
+ALL_QUEUE_STATUS = "ctl.queue.*"
+ALL_HEARTBEATS = "hb.*"
+TELEMETRY = "ctl.telemetry"
+
+# The last token of an envelope's subject. ``token`` never yields it.
+ENVELOPE = "_"
+
+# --- Kafka -----------------------------------------------------------------------------------
+
+REQUESTS_TOPIC = "millrace.requests.v1"
+DELIVERIES_TOPIC = "millrace.deliveries.v1"
+WORKERS_TOPIC = "millrace.workers.v1"
+DEAD_TOPIC = "millrace.dlq"
+RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC)
+ALL_TOPICS = (*RECORD_TOPICS, DEAD_TOPIC)
+
+# --- free strings ----------------------------------------------------------------------------
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+_ENCODED = re.compile(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+")
+_EMPTY = "%"
+_MAX_CONSUMER_NAME = 128
+
+
+def token(text: str) -> str:
+    """``text`` as one subject token: percent-encoded UTF-8, one to one.
+
+    Letters, digits, ``-`` and ``_`` stay; the empty string is ``%``; ``_`` alone is encoded, as it
+    is the envelope's own token.
+    """
+    if _PLAIN.fullmatch(text) and text != ENVELOPE:
+        return text
+    if not text:
+        return _EMPTY
+    if text == ENVELOPE:
+        return "%5F"
+    return "".join(
+        chr(byte) if chr(byte).isascii() and _PLAIN.fullmatch(chr(byte)) else f"%{byte:02X}"
+        for byte in text.encode("utf-8", "surrogatepass")
+    )
+
+
+def untoken(encoded: str) -> str:
+    """The text that ``token`` encoded. Raises ValueError for what ``token`` cannot have made."""
+    if encoded == _EMPTY:
+        return ""
+    if not _ENCODED.fullmatch(encoded):
+        raise ValueError("not an encoded subject token")
+    if "%" not in encoded and encoded != ENVELOPE:
+        return encoded
+    raw = re.sub(r"%([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), encoded)
+    try:
+        text = raw.encode("latin-1").decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ValueError("not an encoded subject token") from error
+    if token(text) != encoded:
+        raise ValueError("not an encoded subject token")
+    return text
+
+
+# --- jobs and results ------------------------------------------------------------------------
+
+
+def job(model: str, tier: Tier) -> str:
+    return f"jobs.{token(model)}.{tier.value}"
+
+
+def jobs_of(model: str) -> str:
+    """All tiers of one model."""
+    return f"jobs.{token(model)}.*"
+
+
+def model_and_tier(job_subject: str) -> tuple[str, str]:
+    """What a job's subject says. Raises ValueError for another subject."""
+    parts = job_subject.split(".")
+    if len(parts) != 3 or parts[0] != "jobs":
+        raise ValueError("not a job subject")
+    return untoken(parts[1]), untoken(parts[2])
+
+
+def jobs_consumer(model: str) -> str:
+    """The durable consumer of one model; a long name is cut and told apart by its digest."""
+    name = f"model-{token(model)}"
+    if len(name) <= _MAX_CONSUMER_NAME:
+        return name
+    digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return f"{name[: _MAX_CONSUMER_NAME - 33]}-{digest}"
+
+
+def dead_job(reason: str) -> str:
+    return f"dead.jobs.{token(reason)}"
+
+
+def result(tenant: str, request_id: str) -> str:
+    return f"results.{token(tenant)}.{token(request_id)}"
+
+
+# --- frames, control -------------------------------------------------------------------------
+
+
+def frames(reply: str, request_id: str) -> str:
+    return f"tok.{token(reply)}.{token(request_id)}"
+
+
+def envelope(reply: str) -> str:
+    """Where frames of many requests of one listener go in one message."""
+    return f"tok.{token(reply)}.{ENVELOPE}"
+
+
+def frames_of(reply: str) -> str:
+    """Everything that one listener gets."""
+    return f"tok.{token(reply)}.>"
+
+
+def worker_commands(worker_id: str) -> str:
+    return f"ctl.worker.{token(worker_id)}"
+
+
+def cancel(request_id: str) -> str:
+    return f"ctl.cancel.{token(request_id)}"
+
+
+def resume(reply: str, request_id: str) -> str:
+    return f"resume.{token(reply)}.{token(request_id)}"
+
+
+def resumes_of(reply: str) -> str:
+    return f"resume.{token(reply)}.*"
+
+
+def queue_status(model: str) -> str:
+    return f"ctl.queue.{token(model)}"
+
+
+def last_token(subject: str) -> str:
+    """The free string at the end of a subject. Raises ValueError if it is not one."""
+    return untoken(subject[subject.rfind(".") + 1 :])
+
+
+# --- workers ---------------------------------------------------------------------------------
+
+
+def heartbeat(worker_id: str) -> str:
+    return f"hb.{token(worker_id)}"
+
+
+def worker_entry(worker_id: str) -> str:
+    """The worker's key in the bucket; keys may not hold ``%``, and ``token`` never yields ``=``."""
+    return f"$KV.{WORKERS_BUCKET}.{token(worker_id).replace('%', '=')}"
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def record(item: Record) -> str:
+    match item:
+        case RequestRecord():
+            return "rec.request"
+        case DeliveryRecord():
+            return "rec.delivery"
+        case WorkerSample():
+            return "rec.worker"
+
+
+def record_identity(item: Record) -> str:
+    """What makes a record the same record, when it is published twice."""
+    match item:
+        case RequestRecord():
+            return f"request:{token(item.request_id)}"
+        case DeliveryRecord():
+            return f"delivery:{token(item.request_id)}"
+        case WorkerSample():
+            return f"worker:{token(item.worker_id)}:{item.sampled_ns}"
+
+
+def topic(record_subject: str) -> str:
+    """The Kafka topic of a record's subject. Raises KeyError for another subject."""
+    return _TOPICS[record_subject]
+
+
+_TOPICS = {
+    "rec.request": REQUESTS_TOPIC,
+    "rec.delivery": DELIVERIES_TOPIC,
+    "rec.worker": WORKERS_TOPIC,
+}
+
+# --- Redis -----------------------------------------------------------------------------------
+
+
+def generation_key(request_id: str) -> str:
+    """Who runs a request."""
+    return f"gen:{request_id}"
+
+
+def session_key(session_id: str) -> str:
+    """A conversation."""
+    return f"ctx:{session_id}"

@@ -1,0 +1,43 @@
+"""Core messaging below frames, control and heartbeats: at most once, by subject.
+
+``bus.nats`` and ``bus.memory`` implement it; what is said over it is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from bus.api import Subscription
+
+
+class Message(NamedTuple):
+    """One message as it came. ``reply`` is where an answer goes, empty if none is wanted."""
+
+    subject: str
+    payload: bytes
+    content_type: str | None
+    reply: str
+
+
+OnMessage = Callable[[Message], None]
+
+
+class Transport(Protocol):
+    """One connection."""
+
+    @property
+    def max_payload_bytes(self) -> int: ...
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Hand a message over; while the server is away it is dropped."""
+
+    async def subscribe(
+        self, subject: str, on_message: OnMessage, group: str = ""
+    ) -> Subscription:
+        """Once this returns every later message arrives; one member of ``group`` gets each."""
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        """The first answer, or None if nobody gave one in time."""

@@ -1,0 +1,113 @@
+"""docker-compose.yml cannot be started here; what can be checked without an engine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from bus.settings import load_config
+
+ROOT = Path(__file__).parents[2]
+
+# The part of the Compose specification that the file uses, closed against anything else.
+_STRING_MAP = {"type": "object", "additionalProperties": {"type": "string"}}
+_SERVICE = {
+    "type": "object",
+    "additionalProperties": False,
+    "anyOf": [{"required": ["image"]}, {"required": ["build"]}],
+    "properties": {
+        "image": {"type": "string", "pattern": r"^[a-z0-9./_-]+:[A-Za-z0-9._-]+$"},
+        "build": {
+            "type": "object",
+            "required": ["context", "dockerfile"],
+            "additionalProperties": False,
+            "properties": {"context": {"type": "string"}, "dockerfile": {"type": "string"}},
+        },
+        "command": {"type": "array", "items": {"type": "string"}},
+        "environment": _STRING_MAP,
+        "volumes": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[^:]+:/[^:]+(:ro)?$"},
+        },
+        "ports": {"type": "array", "items": {"type": "string"}},
+        "restart": {"enum": ["unless-stopped"]},
+        "ulimits": {"type": "object"},
+        "depends_on": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "required": ["condition"],
+                "properties": {"condition": {"enum": ["service_healthy", "service_started"]}},
+            },
+        },
+        "healthcheck": {
+            "type": "object",
+            "required": ["test", "interval", "timeout", "retries"],
+            "additionalProperties": False,
+            "properties": {
+                "test": {"type": "array", "items": {"type": "string"}, "minItems": 2},
+                "interval": {"type": "string", "pattern": r"^\d+s$"},
+                "timeout": {"type": "string", "pattern": r"^\d+s$"},
+                "retries": {"type": "integer"},
+            },
+        },
+    },
+}
+_FILE = {
+    "type": "object",
+    "required": ["services"],
+    "additionalProperties": False,
+    "patternProperties": {"^x-": {}},
+    "properties": {
+        "services": {"type": "object", "additionalProperties": _SERVICE},
+        "volumes": {"type": "object"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    tree = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert isinstance(tree, dict)
+    return tree
+
+
+def test_the_file_fits_the_schema(compose: dict[str, Any]) -> None:
+    jsonschema.validate(compose, _FILE)
+
+
+def test_everything_that_is_named_is_there(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for service in services.values():
+        for other, how in service.get("depends_on", {}).items():
+            assert other in services
+            assert how["condition"] != "service_healthy" or "healthcheck" in services[other]
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            known = (
+                (ROOT / source).exists()
+                if source.startswith("./")
+                else source in compose["volumes"]
+            )
+            assert known, source
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+            [module] = service["command"]
+            assert (ROOT / module / "__main__.py").is_file()
+
+
+def test_our_settings_are_ones_that_the_parts_know(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        ours = {
+            k: v for k, v in service.get("environment", {}).items() if k.startswith("MILLRACE_")
+        }
+        load_config(None, ours)
+
+
+def test_the_image_holds_every_package() -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    for package in ("schemas", "bus", "registry", "gateway", "scheduler", "workers", "telemetry"):
+        assert f"COPY {package} {package}\n" in dockerfile

@@ -1,0 +1,136 @@
+"""The three ways in, each as its users go: SSE over HTTP, WebSocket, and jobs on NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import websockets
+
+from bus.api import Bus
+from schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Usage
+from schemas.jobs import ChatMessage, Job
+from schemas.sampling import SamplingParams
+
+
+@dataclass
+class Answer:
+    """What a client got: the text, the usage it was told, and how it ended."""
+
+    request_id: str
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def chat_body(question: str, **options: Any) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        **options,
+    }
+
+
+async def ask_sse(http: httpx.AsyncClient, question: str, **options: Any) -> Answer:
+    """One streamed chat completion over server-sent events."""
+    body = chat_body(question, stream=True, stream_options={"include_usage": True}, **options)
+    pieces: list[str] = []
+    finish, usage, ended = "", {}, False
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise AssertionError((await response.aread()).decode())
+        request_id = response.headers["x-request-id"]
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                ended = True
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                pieces.append(choice["delta"].get("content") or "")
+                finish = choice["finish_reason"] or finish
+    assert ended, "the stream ended without [DONE]"
+    return Answer(
+        request_id, "".join(pieces), finish, usage["prompt_tokens"], usage["completion_tokens"]
+    )
+
+
+async def ask_websocket(url: str, question: str, **options: Any) -> Answer:
+    """One generation on a WebSocket of its own, checking that the token indices are exact."""
+    async with websockets.connect(
+        url, subprotocols=[websockets.Subprotocol("millrace.v1")]
+    ) as socket:
+        await socket.send(
+            json.dumps({"type": "generate", "id": "1", **chat_body(question, **options)})
+        )
+        text, next_index = "", 0
+        async for raw in socket:
+            message = json.loads(raw)
+            match message["type"]:
+                case "delta":
+                    assert message["index"] == next_index, "a token is missing or repeated"
+                    next_index += message["num_tokens"]
+                    text += message["text"]
+                case "done":
+                    usage = message["usage"]
+                    assert next_index == usage["completion_tokens"]
+                    return Answer(
+                        message["request_id"],
+                        text,
+                        message["finish_reason"],
+                        usage["prompt_tokens"],
+                        usage["completion_tokens"],
+                    )
+                case "error":
+                    raise AssertionError(message)
+    raise AssertionError("the socket closed before the answer was done")
+
+
+async def ask_nats(bus: Bus, request_id: str, question: str, **sampling: Any) -> Answer:
+    """One job published on the bus, its frames read from a stream of its own."""
+    reply = f"svc-{request_id}"
+    frames: asyncio.Queue[Frame] = asyncio.Queue()
+    subscription = await bus.frames.subscribe(
+        reply, lambda _request, frame: frames.put_nowait(frame)
+    )
+    await bus.jobs.publish(
+        Job(
+            request_id=request_id,
+            model="demo",
+            messages=(ChatMessage("user", question),),
+            sampling=SamplingParams(temperature=0.0, **sampling),
+            reply=reply,
+            store_result=True,
+        )
+    )
+    text, next_index, usage = "", 0, Usage()
+    while True:
+        frame = await asyncio.wait_for(frames.get(), timeout=60.0)
+        match frame:
+            case Delta():
+                assert frame.index == next_index, "a token is missing or repeated"
+                next_index += len(frame.token_ids)
+                text += frame.text
+            case Usage():
+                usage = frame
+            case Done():
+                await subscription.close()
+                return Answer(
+                    request_id,
+                    text,
+                    str(frame.finish_reason),
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                )
+            case _ if isinstance(frame, TERMINAL_FRAMES):
+                raise AssertionError(frame)
+            case _:
+                continue

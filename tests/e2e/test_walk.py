@@ -1,0 +1,111 @@
+"""One request travels the whole way, by every door, and leaves one true record."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import httpx
+import openai
+import pytest
+
+from bus.api import Bus
+from schemas.control import WorkerStatus
+from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_body
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+QUESTIONS = (
+    "What is TTFT?",
+    "What happens when a worker dies?",
+    "How do I publish a job?",
+    "What is a KV cache?",
+)
+
+
+async def test_openai_client_streams_a_sensible_answer(system: System) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none")
+    stream = await client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "What is TTFT?"}],
+        temperature=0,
+        stream=True,
+    )
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert len(pieces) > 2, "it did not stream"
+    assert "first token" in "".join(pieces).lower()
+    await client.close()
+
+
+async def test_mixed_clients_each_leave_one_row_with_their_usage(
+    system: System, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    run = uuid.uuid4().hex[:8]
+
+    async def ask(i: int) -> Answer:
+        question = QUESTIONS[i % len(QUESTIONS)]
+        if i % 3 == 0:
+            return await ask_websocket(system.websocket, question)
+        if i % 3 == 1:
+            return await ask_sse(http, question)
+        return await ask_nats(bus, f"mixed-{run}-{i}", question)
+
+    answers = await asyncio.gather(*(ask(i) for i in range(32)))
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    assert len({answer.text for answer in answers}) == len(QUESTIONS)
+
+    ids = ", ".join(f"'{answer.request_id}'" for answer in answers)
+    query = (
+        "SELECT request_id, count() AS num_rows, any(prompt_tokens) AS prompt_tokens, "
+        "any(completion_tokens) AS completion_tokens, any(status) AS status, "
+        "any(ttft_ms) AS ttft_ms, any(cost) AS cost "
+        f"FROM requests FINAL WHERE request_id IN ({ids}) GROUP BY request_id"
+    )
+    await eventually(lambda: len(system.sql(query)) == 32, timeout_s=5.0, what="32 rows")
+    rows = {row["request_id"]: row for row in system.sql(query)}
+    for answer in answers:
+        row = rows[answer.request_id]
+        assert int(row["num_rows"]) == 1
+        assert row["status"] == "done"
+        assert row["prompt_tokens"] == answer.prompt_tokens
+        assert row["completion_tokens"] == answer.completion_tokens
+        assert row["ttft_ms"] > 0
+        assert float(row["cost"]) > 0
+
+
+async def test_a_job_of_another_service_can_be_fetched_later(bus: Bus) -> None:
+    request_id = f"later-{uuid.uuid4().hex[:8]}"
+    answer = await ask_nats(bus, request_id, "What is TTFT?")
+    result = None
+
+    async def stored() -> bool:
+        nonlocal result
+        result = await bus.results.fetch("local", request_id)
+        return result is not None
+
+    await eventually(stored)
+    assert result is not None
+    assert result.text == answer.text
+    assert result.usage is not None
+    assert result.usage.completion_tokens == answer.completion_tokens
+
+
+async def test_closing_a_client_frees_its_blocks(http: httpx.AsyncClient, bus: Bus) -> None:
+    latest: list[WorkerStatus] = []
+    watch = await bus.workers.watch(latest.append)
+    await eventually(lambda: bool(latest) and latest[-1].num_running == 0)
+    baseline = latest[-1].num_free_blocks
+    body = chat_body("What is TTFT?", stream=True, max_tokens=1500, ignore_eos=True)
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                break
+        await eventually(lambda: latest[-1].num_running == 1)
+        assert latest[-1].num_free_blocks < baseline
+    await eventually(
+        lambda: latest[-1].num_running == 0 and latest[-1].num_free_blocks == baseline,
+        what="the pool at its baseline",
+    )
+    await watch.close()

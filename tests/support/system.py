@@ -1,0 +1,107 @@
+"""The whole system as a user starts it: ``millrace up`` in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_START_WITHIN_S = 90.0
+_POLL_S = 0.05
+
+
+@dataclass
+class System:
+    """A running ``millrace up``. ``endpoints`` is what it wrote to endpoints.json."""
+
+    data: Path
+    arguments: tuple[str, ...] = ()
+    endpoints: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> System:
+        """Start it and wait until it says that it is ready."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        with (self.data / "up.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cli", "up", "--data", str(self.data), *self.arguments],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        file = self.data / "run" / "endpoints.json"
+        deadline = time.monotonic() + _START_WITHIN_S
+        while not file.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"millrace up did not come up:\n{self.output()}{self._logs()}")
+            time.sleep(_POLL_S)
+        self.endpoints = json.loads(file.read_text())
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM, as Ctrl-C does; the exit code. Kills it if it does not end in 15 s."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(15.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        return self._process.returncode
+
+    @property
+    def http(self) -> str:
+        return self.endpoints["http"]
+
+    @property
+    def websocket(self) -> str:
+        return self.http.replace("http://", "ws://") + "/v1/ws"
+
+    def pid(self, name: str) -> int:
+        """The process id of a part, such as ``worker-1``."""
+        return int((self.data / "run" / f"{name}.pid").read_text())
+
+    def kill(self, name: str) -> int:
+        """kill -9 a part; the pid that it had."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def processes(self) -> list[psutil.Process]:
+        """``millrace up`` and all that runs under it."""
+        assert self._process is not None
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def sql(self, query: str) -> list[dict[str, Any]]:
+        """Rows of a query on the running store."""
+        parameters = urllib.parse.urlencode(
+            {"default_format": "JSONEachRow", "database": "millrace", "readonly": "1"}
+        )
+        request = urllib.request.Request(
+            f"{self.endpoints['clickhouse']}/?{parameters}", data=query.encode()
+        )
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            return [json.loads(line) for line in answer.read().splitlines() if line]
+
+    def output(self) -> str:
+        return (self.data / "up.log").read_text()
+
+    def _logs(self) -> str:
+        logs = sorted((self.data / "logs").glob("*.log"))
+        return "".join(f"\n--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
