@@ -1,4 +1,4 @@
-"""A closed-loop load of streamed chat completions, cheap enough to share two cores with a server."""
+"""A closed loop of streamed chat completions, cheap enough to share two cores with a server."""
 
 from __future__ import annotations
 

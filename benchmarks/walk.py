@@ -113,7 +113,8 @@ def _row(clients: int, alone: dict[str, float], path: LoadResult) -> dict[str, f
 
 def _line(row: dict[str, float]) -> str:
     return (
-        f"{row['clients']:>3.0f} clients: engine alone {row['engine_tokens_per_s']:>7.0f} tokens/s, "
+        f"{row['clients']:>3.0f} clients: "
+        f"engine alone {row['engine_tokens_per_s']:>7.0f} tokens/s, "
         f"whole path {row['path_tokens_per_s']:>7.0f} ({row['path_share']:.0%}); "
         f"TTFT p50 {row['path_ttft_p50_ms']:.1f} ms, p95 {row['path_ttft_p95_ms']:.1f} ms "
         f"(engine alone {row['engine_ttft_ms']:.1f} ms)"
