@@ -1,0 +1,109 @@
+"""Reading hyper-parameters from a JSON object, with errors that name the file and the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from schemas.errors import CheckpointError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. CheckpointError if there is none."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {_kind(data)}.")
+    return data
+
+
+class JsonFields:
+    """Typed access to the fields of one JSON object.
+
+    A field that is absent or null has its ``default``; without a default it is missing. Every
+    method raises CheckpointError naming the file and the field.
+    """
+
+    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
+        self.path = path
+        self._data = data
+
+    def bad(self, name: str, expected: str) -> CheckpointError:
+        """The error to raise for a field whose value is not what it must be."""
+        value = self._data.get(name)
+        if value is None:
+            return CheckpointError(f"{self.path}: field {name} is missing; it must be {expected}.")
+        return CheckpointError(f"{self.path}: field {name} must be {expected}, got {value!r:.80}.")
+
+    def get(self, name: str) -> Any:
+        """The raw value; None if absent."""
+        return self._data.get(name)
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._data.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.bad(name, "a positive integer")
+        return value
+
+    def positive_float(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._data.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.bad(name, "a positive number")
+        if not math.isfinite(value) or value <= 0:
+            raise self.bad(name, "a positive number")
+        return float(value)
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        """true or false."""
+        value = self._data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(name, "true or false")
+        return value
+
+    def string(self, name: str, default: str) -> str:
+        """A string."""
+        value = self._data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.bad(name, "a string")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """A JSON object, or None."""
+        value = self._data.get(name)
+        if value is None or isinstance(value, dict):
+            return value
+        raise self.bad(name, "a JSON object")
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them, as a tuple; empty if absent."""
+        value = self._data.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if any(not isinstance(x, int) or isinstance(x, bool) or x < 0 for x in ids):
+            raise self.bad(name, "a token id or a list of token ids")
+        return tuple(ids)
+
+
+def _kind(value: object) -> str:
+    return "an array" if isinstance(value, list) else f"{value!r:.40}"

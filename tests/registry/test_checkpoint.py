@@ -1,0 +1,203 @@
+"""config.json and safetensors files, good and bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from registry.checkpoint import CheckpointError, open_tensors, read_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "eos_token_id": [2, 3],
+    "bos_token_id": 1,
+}
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_llama_defaults(tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path))
+    assert config.head_dim == 16
+    assert config.rope_theta == 10_000.0
+    assert config.rope_scaling is None
+    assert not config.qk_norm
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 3))
+    assert config.dtype == "float32"
+
+
+def test_qwen3_has_qk_norm_and_its_own_head_dim(tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path, architectures=["Qwen3ForCausalLM"]))
+    assert config.qk_norm
+    assert config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        (
+            {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            2e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
+            5e5,
+            {"rope_type": "llama3", "factor": 8.0},
+        ),
+    ],
+)
+def test_rope_in_old_and_new_layout(
+    tmp_path: Path, changes: dict[str, Any], theta: float, scaling: dict[str, Any] | None
+) -> None:
+    config = read_model_config(write_config(tmp_path, **changes))
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_dtype_under_either_name(tmp_path: Path, field: str) -> None:
+    assert read_model_config(write_config(tmp_path, **{field: "bfloat16"})).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Llama", "Qwen3"]),
+        ({"architectures": ...}, ["architectures", "missing"]),
+        ({"hidden_size": ...}, ["hidden_size", "missing"]),
+        ({"vocab_size": "100"}, ["vocab_size", "positive integer", "'100'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "divisor"]),
+        ({"hidden_size": 66}, ["head_dim", "66"]),
+        ({"head_dim": 15}, ["head_dim", "even"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"dtype": "int8"}, ["dtype", "bfloat16"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
+        ({"eos_token_id": "two"}, ["eos_token_id"]),
+    ],
+)
+def test_a_bad_field_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model_config(write_config(tmp_path, **changes))
+    for word in ["config.json", *words]:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", b"\xff\xfe"])
+def test_a_bad_config_file_is_named(tmp_path: Path, content: str | bytes | None) -> None:
+    if isinstance(content, str):
+        (tmp_path / "config.json").write_text(content)
+    elif content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def write_shards(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {"a": torch.randn(2, 3), "b": torch.randn(4).to(torch.bfloat16)}
+    save_file({"a": tensors["a"]}, path / "one.safetensors")
+    save_file({"b": tensors["b"]}, path / "two.safetensors")
+    weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
+
+
+def test_single_file(tmp_path: Path) -> None:
+    weights = torch.randn(3, 5)
+    save_file({"w": weights}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    index = open_tensors(tmp_path)
+    assert list(index) == ["w"]
+    assert (index["w"].shape, index["w"].dtype) == ((3, 5), "F32")
+    assert torch.equal(index.load("w", (3, 5)), weights)
+
+
+def test_shards(tmp_path: Path) -> None:
+    tensors = write_shards(tmp_path)
+    index = open_tensors(tmp_path)
+    assert index["b"].dtype == "BF16"
+    for name, tensor in tensors.items():
+        assert torch.equal(index.load(name, tuple(tensor.shape)), tensor)
+
+
+def test_missing_and_wrong_shaped_tensors_are_named(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(3, 5)}, tmp_path / "model.safetensors")
+    index = open_tensors(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Tensor v is missing"):
+        index.load("v", (3, 5))
+    with pytest.raises(CheckpointError, match=r"Tensor w .*\[3, 5\].*\[5, 3\]"):
+        index.load("w", (5, 3))
+
+
+def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"Tensor w .* stored as I8"):
+        open_tensors(tmp_path).load("w", (2,))
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        open_tensors(tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks two\.safetensors"):
+        open_tensors(tmp_path)
+
+
+def test_shard_without_the_tensor_it_should_have(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    weight_map = {"a": "one.safetensors", "c": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"lack: c\."):
+        open_tensors(tmp_path)
+
+
+def test_index_may_not_leave_its_folder(tmp_path: Path) -> None:
+    weight_map = {"a": "../one.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"plain file names"):
+        open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 20, -1])
+def test_truncated_file(tmp_path: Path, kept_bytes: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.randn(3, 5)}, file)
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        open_tensors(tmp_path)
+
+
+def test_malformed_header(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"malformed header for w"):
+        open_tensors(tmp_path)
