@@ -21,7 +21,7 @@ from schemas.control import (
 )
 from schemas.errors import MalformedMessageError
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Server:
@@ -76,7 +76,7 @@ class CoreControl:
             except MalformedMessageError as error:
                 reply = WorkerReply(ok=False, reason="bad_request", message=error.message)
             except Exception as error:
-                _log.exception("a command failed", extra={"worker_id": worker_id})
+                logger.exception("a command failed", extra={"worker_id": worker_id})
                 reply = WorkerReply(ok=False, reason="failed", message=type(error).__name__)
             await self._answer(message, reply)
 
@@ -85,10 +85,20 @@ class CoreControl:
     # --- cancels ---
 
     async def cancel(self, cancel: Cancel) -> None:
+        """Others may publish an empty message on the request's subject instead."""
         await self._transport.publish(subjects.cancel(cancel.request_id), codec.encode(cancel))
 
     async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
-        return await self._listen(subjects.ALL_CANCELS, codec.CANCEL, on_cancel)
+        def read(message: Message) -> Cancel:
+            request_id = subjects.last_token(message.subject)
+            if not message.payload:
+                return Cancel(request_id=request_id)
+            cancel = codec.CANCEL.decode(message.payload, message.content_type)
+            if cancel.request_id != request_id:
+                raise MalformedMessageError("the cancel is not for the request in its subject")
+            return cancel
+
+        return await self._listen(subjects.ALL_CANCELS, read, on_cancel)
 
     # --- resume points ---
 
@@ -105,7 +115,7 @@ class CoreControl:
             try:
                 point = handler(subjects.last_token(message.subject))
             except Exception:
-                _log.exception("a resume point could not be told")
+                logger.exception("a resume point could not be told")
                 return
             if point is not None:
                 await self._answer(message, point)
@@ -120,16 +130,17 @@ class CoreControl:
     async def subscribe_queue_status(
         self, on_status: Callable[[QueueStatus], None]
     ) -> Subscription:
-        return await self._listen(subjects.ALL_QUEUE_STATUS, codec.QUEUE_STATUS, on_status)
+        def read(message: Message) -> QueueStatus:
+            return codec.QUEUE_STATUS.decode(message.payload, message.content_type)
+
+        return await self._listen(subjects.ALL_QUEUE_STATUS, read, on_status)
 
     # --- telemetry ---
 
     async def query_telemetry(
         self, query: TelemetryQuery, timeout_s: float
     ) -> TelemetryAnswer | None:
-        answer = await self._transport.request(
-            subjects.TELEMETRY, codec.encode(query), timeout_s
-        )
+        answer = await self._transport.request(subjects.TELEMETRY, codec.encode(query), timeout_s)
         return self._read(codec.TELEMETRY_ANSWER, answer)
 
     async def serve_telemetry(
@@ -144,7 +155,7 @@ class CoreControl:
             except MalformedMessageError as error:
                 found = TelemetryAnswer(error=error.message)
             except Exception as error:
-                _log.exception("a telemetry query failed")
+                logger.exception("a telemetry query failed")
                 found = TelemetryAnswer(error=type(error).__name__)
             await self._answer(message, found)
 
@@ -172,16 +183,18 @@ class CoreControl:
             await self._transport.publish(message.reply, codec.encode(reply))
 
     async def _listen(
-        self, subject: str, kind: Codec[T], callback: Callable[[T], None]
+        self, subject: str, read: Callable[[Message], T], callback: Callable[[T], None]
     ) -> Subscription:
         def on_message(message: Message) -> None:
-            item = self._read(kind, message)
-            if item is None:
+            try:
+                item = read(message)
+            except (MalformedMessageError, ValueError):
+                self._count_malformed(message)
                 return
             try:
                 callback(item)
             except Exception:
-                _log.exception("a listener failed", extra={"subject": message.subject})
+                logger.exception("a listener failed", extra={"subject": message.subject})
 
         return await self._transport.subscribe(subject, on_message)
 
@@ -191,9 +204,12 @@ class CoreControl:
         try:
             return kind.decode(message.payload, message.content_type)
         except MalformedMessageError:
-            self.num_malformed += 1
-            _log.warning(
-                "dropped a message that could not be read",
-                extra={"subject": message.subject, "size_bytes": len(message.payload)},
-            )
+            self._count_malformed(message)
             return None
+
+    def _count_malformed(self, message: Message) -> None:
+        self.num_malformed += 1
+        logger.warning(
+            "dropped a message that could not be read",
+            extra={"subject": message.subject, "size_bytes": len(message.payload)},
+        )

@@ -11,7 +11,7 @@ from bus.transport import Message, Transport
 from schemas.errors import MalformedMessageError, PayloadTooLargeError
 from schemas.frames import Addressed, Frame, FrameBatch
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class CoreFrameStreams:
@@ -63,7 +63,7 @@ class CoreFrameStreams:
             try:
                 on_frame(request_id, frame)
             except Exception:
-                _log.exception("a frame's reader failed", extra={"request_id": request_id})
+                logger.exception("a frame's reader failed", extra={"request_id": request_id})
 
         def on_message(message: Message) -> None:
             try:
@@ -76,7 +76,7 @@ class CoreFrameStreams:
                 frame = codec.FRAME.decode(message.payload, message.content_type)
             except (MalformedMessageError, ValueError):
                 self.num_malformed += 1
-                _log.warning(
+                logger.warning(
                     "dropped a message that is not a frame",
                     extra={"subject": message.subject, "size_bytes": len(message.payload)},
                 )

@@ -34,9 +34,7 @@ class Transport(Protocol):
     ) -> None:
         """Hand a message over; while the server is away it is dropped."""
 
-    async def subscribe(
-        self, subject: str, on_message: OnMessage, group: str = ""
-    ) -> Subscription:
+    async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscription:
         """Once this returns every later message arrives; one member of ``group`` gets each."""
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:

@@ -1,0 +1,88 @@
+"""Who works: heartbeats over a transport, and a bucket that newcomers read first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from bus import codec, subjects
+from bus.api import Subscription
+from bus.transport import Message, Transport
+from schemas.control import WorkerStatus
+from schemas.errors import MalformedMessageError
+
+logger = logging.getLogger(__name__)
+
+# A worker that stopped its heartbeats leaves the bucket after this.
+ENTRY_TTL_S = 5.0
+
+
+class WorkerBucket(Protocol):
+    """Last values by key, each forgotten ``ENTRY_TTL_S`` after it was put."""
+
+    async def put(self, subject: str, payload: bytes) -> None: ...
+
+    async def remove(self, subject: str) -> None: ...
+
+    async def entries(self) -> Sequence[bytes]: ...
+
+
+class CoreWorkerDirectory:
+    """The bucket ``workers`` and the heartbeats ``hb.<worker>``.
+
+    ``num_malformed`` counts heartbeats that could not be read.
+    """
+
+    def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
+        self._transport = transport
+        self._bucket = bucket
+        self.num_malformed = 0
+
+    async def announce(self, status: WorkerStatus) -> None:
+        payload = codec.encode(status)
+        await self._transport.publish(subjects.heartbeat(status.worker_id), payload)
+        entry = subjects.worker_entry(status.worker_id)
+        if status.retired:
+            await self._bucket.remove(entry)
+        else:
+            await self._bucket.put(entry, payload)
+
+    async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
+        early: list[WorkerStatus] = []
+        live = False
+
+        def deliver(status: WorkerStatus) -> None:
+            try:
+                on_status(status)
+            except Exception:
+                logger.exception("a watcher failed", extra={"worker_id": status.worker_id})
+
+        def on_message(message: Message) -> None:
+            status = self._read(message.payload)
+            if status is None:
+                return
+            if live:
+                deliver(status)
+            else:
+                early.append(status)
+
+        subscription = await self._transport.subscribe(subjects.ALL_HEARTBEATS, on_message)
+        try:
+            entries = await self._bucket.entries()
+        except BaseException:
+            await subscription.close()
+            raise
+        known = [status for status in map(self._read, entries) if status is not None]
+        for status in (*known, *early):
+            deliver(status)
+        live = True
+        return subscription
+
+    def _read(self, payload: bytes) -> WorkerStatus | None:
+        try:
+            return codec.WORKER_STATUS.decode(payload)
+        except MalformedMessageError:
+            self.num_malformed += 1
+            logger.warning("dropped a heartbeat that could not be read")
+            return None

@@ -1,0 +1,195 @@
+"""A client of the in-memory broker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from bus import codec, subjects
+from bus.api import OutboxMessage
+from bus.control import CoreControl
+from bus.directory import CoreWorkerDirectory
+from bus.frames import CoreFrameStreams
+from bus.memory.broker import MemoryBroker, Subscriber
+from bus.memory.jobs import MemoryJobQueue
+from bus.refusals import Refusals
+from bus.transport import Message, OnMessage
+from schemas.jobs import JobResult
+from schemas.records import Record
+
+logger = logging.getLogger(__name__)
+
+
+class _MemoryTransport:
+    """See ``bus.transport.Transport``."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        self._subscribers: list[Subscriber] = []
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._broker.max_payload_bytes
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._broker.require_fits(len(payload))
+        self._broker.publish(subject, payload, headers)
+
+    async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscriber:
+        subscriber = self._broker.subscribe(subject, on_message, group)
+        self._subscribers.append(subscriber)
+        return subscriber
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        self._broker.require_fits(len(payload))
+        answers: list[Message] = []
+        answered = asyncio.Event()
+
+        def on_answer(message: Message) -> None:
+            answers.append(message)
+            answered.set()
+
+        inbox = self._broker.new_inbox()
+        subscriber = self._broker.subscribe(inbox, on_answer)
+        try:
+            if not self._broker.publish(subject, payload, reply=inbox):
+                return None
+            async with asyncio.timeout(timeout_s):
+                await answered.wait()
+        except TimeoutError:
+            return None
+        finally:
+            await subscriber.close()
+        return answers[0]
+
+    async def close(self) -> None:
+        for subscriber in self._subscribers:
+            await subscriber.close()
+
+
+class _MemoryBucket:
+    """See ``bus.directory.WorkerBucket``."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    async def put(self, subject: str, payload: bytes) -> None:
+        if self._broker.up:
+            self._broker.workers.put(subject, payload)
+
+    async def remove(self, subject: str) -> None:
+        if self._broker.up:
+            self._broker.workers.remove(subject)
+
+    async def entries(self) -> Sequence[bytes]:
+        self._broker.require_up()
+        return self._broker.workers.all()
+
+
+class _MemoryResults:
+    """See ``bus.api.Results``."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    async def store(self, result: JobResult) -> None:
+        payload = codec.encode_json(result)
+        self._broker.require_fits(len(payload))
+        self._broker.require_up()
+        self._broker.results.add(subjects.result(result.tenant, result.request_id), payload)
+
+    async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
+        self._broker.require_up()
+        payload = self._broker.results.get(subjects.result(tenant, request_id))
+        return None if payload is None else codec.JOB_RESULT.decode(payload, codec.JSON)
+
+
+class _MemoryOutbox:
+    """See ``bus.api.Outbox``."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    async def publish(self, record: Record) -> None:
+        payload = codec.encode(record)
+        self._broker.require_fits(len(payload))
+        self._broker.require_up()
+        identity = subjects.record_identity(record)
+        self._broker.outbox.add(subjects.record(record), payload, identity)
+
+    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
+        clock = self._broker.clock
+        deadline_s = clock.monotonic() + timeout_s
+        while True:
+            taken = self._broker.outbox.take(max_records) if self._broker.up else []
+            left_s = deadline_s - clock.monotonic()
+            if taken or left_s <= 0:
+                return [
+                    OutboxMessage(
+                        sequence=record.sequence,
+                        subject=record.subject,
+                        payload=record.payload,
+                        lease=str(record.sequence),
+                    )
+                    for record in taken
+                ]
+            await self._broker.outbox.wait(left_s)
+
+    async def ack(self, messages: Sequence[OutboxMessage]) -> None:
+        self._broker.require_up()
+        for message in messages:
+            self._broker.outbox.ack(message.sequence)
+
+    async def rewind(self, sequence: int) -> None:
+        self._broker.require_up()
+        self._broker.outbox.rewind(sequence)
+
+    async def last_sequence(self) -> int:
+        self._broker.require_up()
+        return self._broker.outbox.last_sequence
+
+
+class MemoryBus:
+    """See ``bus.api.Bus``. Closing it ends its own subscriptions only."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.broker = broker
+        self._transport = _MemoryTransport(broker)
+        self.frames = CoreFrameStreams(self._transport)
+        self.control = CoreControl(self._transport)
+        self.workers = CoreWorkerDirectory(self._transport, _MemoryBucket(broker))
+        self.results = _MemoryResults(broker)
+        self.outbox = _MemoryOutbox(broker)
+        refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
+        self.jobs = MemoryJobQueue(broker, refusals)
+        self._closed = False
+        broker.on_start.append(self._restarted)
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.broker.max_payload_bytes
+
+    @property
+    def connected(self) -> bool:
+        return self.broker.up and not self._closed
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def _restarted(self) -> None:
+        for callback in self._callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a reconnect callback failed")
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.broker.on_start.remove(self._restarted)
+        await self._transport.close()

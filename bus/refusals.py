@@ -1,0 +1,73 @@
+"""Answers for jobs that the queue itself gives up on, so that nobody waits for ever."""
+
+from __future__ import annotations
+
+from bus import intake
+from bus.api import FrameStreams, Outbox, Results
+from bus.clock import Clock
+from schemas.control import EPOCHS_PER_DELIVERY
+from schemas.frames import Failed
+from schemas.jobs import Job, JobResult
+from schemas.records import RequestRecord, Status
+
+
+class Refusals:
+    """Tells the owner of a buried job: terminal frame, stored result if asked for, and record."""
+
+    def __init__(
+        self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
+    ) -> None:
+        self._frames = frames
+        self._results = results
+        self._outbox = outbox
+        self._clock = clock
+
+    async def refuse_unreadable(
+        self, payload: bytes, content_type: str | None, code: str, message: str
+    ) -> None:
+        """For a message that is not a job: whoever can be made out in it is told."""
+        await self._tell(intake.read_owner(payload, content_type), code, message, epoch=0)
+
+    async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
+        """For a job that must not run: its record is stored, then its owner is told."""
+        epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
+        now_ns = self._clock.now_ns()
+        record = RequestRecord(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            user=job.user,
+            session_id=job.session_id,
+            source=job.source,
+            tier=job.tier,
+            model_requested=job.model_requested or job.model,
+            model_served=job.model,
+            total_ms=(now_ns - job.received_ns) / 1e6,
+            status=Status.FAILED,
+            error_code=code,
+            received_ns=job.received_ns,
+            done_ns=now_ns,
+            epoch=epoch,
+        )
+        await self._outbox.publish(record)
+        await self._tell(intake.owner_of(job), code, message, epoch)
+
+    async def _tell(self, owner: intake.Owner, code: str, message: str, epoch: int) -> None:
+        if not owner.request_id:
+            return
+        if owner.store_result:
+            await self._results.store(
+                JobResult(
+                    request_id=owner.request_id,
+                    tenant=owner.tenant,
+                    model=owner.model,
+                    status=Status.FAILED.value,
+                    error_code=code,
+                    error_message=message,
+                    done_ns=self._clock.now_ns(),
+                )
+            )
+        if owner.reply:
+            frame = Failed(code=code, message=message, epoch=epoch)
+            await self._frames.publish(
+                owner.reply, [(owner.request_id, frame)], as_json=owner.frames_as_json
+            )
