@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+
 from bus.settings import load_config
 
 ROOT = Path(__file__).parents[2]
