@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 import yaml
-from bus.binaries import nats_server_path, redis_server_path
 
 from bus import nats as nats_bus
 from bus.api import Bus
+from bus.binaries import nats_server_path, redis_server_path
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
 from schemas.config import (

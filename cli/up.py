@@ -56,7 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     from cli.models import catalogue_for
-
     from cli.stack import Plan
 
     catalogue, models = catalogue_for(

@@ -1,0 +1,106 @@
+"""``millrace up`` itself: ports, files, refusals, an orderly end, and a second life."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.clients import ask_sse
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+
+
+def test_the_files_that_others_read_are_there(system: System) -> None:
+    endpoints = json.loads((system.data / "run" / "endpoints.json").read_text())
+    assert set(endpoints) == {"http", "nats", "redis", "kafka", "clickhouse"}
+    running = {process.pid for process in system.processes()}
+    for part in (
+        *("nats", "redis", "kafka", "telemetry-1"),
+        *("scheduler-1", "worker-1", "gateway-1"),
+    ):
+        assert system.pid(part) in running
+        assert (system.data / "logs" / f"{part}.log").is_file()
+
+
+def test_a_second_one_on_the_same_folder_is_refused(system: System) -> None:
+    second = _cli("up", "--data", str(system.data))
+    assert second.returncode == 2
+    assert "already runs" in second.stderr
+
+
+def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
+    refused = _cli("up", "--data", str(tmp_path), "--model", "no-such-model")
+    assert refused.returncode == 2
+    assert "no-such-model" in refused.stderr
+    assert "demo" in refused.stderr
+
+
+def test_sql_reads_the_running_store(system: System) -> None:
+    rows = _cli(
+        *("sql", "SELECT 1 AS one, 'a' AS letter"),
+        *("--data", str(system.data), "--format", "json"),
+    )
+    assert rows.returncode == 0, rows.stderr
+    assert json.loads(rows.stdout) == [{"one": 1, "letter": "a"}]
+    refused = _cli("sql", "DROP TABLE requests", "--data", str(system.data))
+    assert refused.returncode != 0
+
+
+def test_publish_streams_and_fetches_later(system: System) -> None:
+    ask = ("publish", "--model", "demo", "--prompt", "What is TTFT?", "--temperature", "0")
+    where = ("--data", str(system.data))
+    streamed = _cli(*ask, "--stream", *where)
+    assert streamed.returncode == 0, streamed.stderr
+    assert "first token" in streamed.stdout.lower()
+    published = _cli(*ask, "--no-wait", *where)
+    assert published.returncode == 0, published.stderr
+    request_id = published.stdout.split()[-1]
+    deadline = time.monotonic() + 20.0
+    fetched = _cli("result", request_id, *where)
+    while fetched.returncode != 0 and time.monotonic() < deadline:
+        fetched = _cli("result", request_id, *where)
+    assert "first token" in fetched.stdout.lower()
+
+
+async def test_a_taken_port_moves_and_a_second_life_keeps_the_records(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        running = System(tmp_path / "data", ("--port", str(port))).start()
+        try:
+            assert f"port {port} is taken" in running.output()
+            async with httpx.AsyncClient(base_url=running.http, timeout=30.0) as http:
+                answer = await ask_sse(http, "What is TTFT?")
+            # Stop at once: the record may still be on its way, and must not be lost.
+        finally:
+            processes = running.processes()
+            began = time.monotonic()
+            assert running.stop() == 0
+            assert time.monotonic() - began < 10.0
+    assert [process for process in processes if process.is_running()] == []
+    running.start()
+    try:
+        query = f"SELECT count() AS n FROM requests FINAL WHERE request_id = '{answer.request_id}'"
+        await eventually(lambda: int(running.sql(query)[0]["n"]) == 1, timeout_s=10.0)
+    finally:
+        assert running.stop() == 0
