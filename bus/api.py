@@ -14,6 +14,7 @@ import msgspec
 
 from schemas.control import (
     Cancel,
+    Ended,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -86,6 +87,15 @@ class JobQueue(Protocol):
 
     async def depth(self, model: str) -> QueueDepth: ...
 
+    async def is_open(self, stream_sequence: int) -> bool:
+        """Whether the job is still in the queue, waiting or held; False once it was acked.
+
+        Raises BusUnavailableError when nobody can say.
+        """
+
+    async def waiting_models(self) -> list[str]:
+        """The models, known or not, of which there are jobs in the queue."""
+
     async def shed_newest(self, model: str, count: int) -> list[Job]:
         """Take up to ``count`` of the newest waiting jobs out of the queue; each job is handed to
         one caller only, who must answer it."""
@@ -140,6 +150,11 @@ class Control(Protocol):
         """Tell every scheduler and worker to stop a request."""
 
     async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription: ...
+
+    async def publish_ended(self, ended: Ended) -> None:
+        """Tell every scheduler which requests a worker holds no more."""
+
+    async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription: ...
 
     async def resume_point(
         self, reply: str, request_id: str, timeout_s: float

@@ -9,6 +9,7 @@ import msgspec
 
 from schemas.control import (
     Cancel,
+    Ended,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -80,6 +81,7 @@ WORKER_COMMAND: Codec[WorkerCommand] = Codec(WorkerCommand)  # type: ignore[arg-
 WORKER_REPLY: Codec[WorkerReply] = Codec(WorkerReply)
 WORKER_STATUS: Codec[WorkerStatus] = Codec(WorkerStatus)
 CANCEL: Codec[Cancel] = Codec(Cancel)
+ENDED: Codec[Ended] = Codec(Ended)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
 QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)
 TELEMETRY_QUERY: Codec[TelemetryQuery] = Codec(TelemetryQuery)

@@ -12,6 +12,7 @@ from bus.codec import Codec, T
 from bus.transport import Message, Transport
 from schemas.control import (
     Cancel,
+    Ended,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -99,6 +100,14 @@ class CoreControl:
             return cancel
 
         return await self._listen(subjects.ALL_CANCELS, read, on_cancel)
+
+    # --- ends ---
+
+    async def publish_ended(self, ended: Ended) -> None:
+        await self._transport.publish(subjects.ended(ended.worker_id), codec.encode(ended))
+
+    async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription:
+        return await self._listen(subjects.ALL_ENDED, codec.ENDED, on_ended)
 
     # --- resume points ---
 

@@ -28,6 +28,7 @@ ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"
 ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
 ALL_CANCELS = "ctl.cancel.*"
+ALL_ENDED = "ctl.ended.*"
 ALL_QUEUE_STATUS = "ctl.queue.*"
 ALL_HEARTBEATS = "hb.*"
 TELEMETRY = "ctl.telemetry"
@@ -148,6 +149,10 @@ def worker_commands(worker_id: str) -> str:
 
 def cancel(request_id: str) -> str:
     return f"ctl.cancel.{token(request_id)}"
+
+
+def ended(worker_id: str) -> str:
+    return f"ctl.ended.{token(worker_id)}"
 
 
 def resume(reply: str, request_id: str) -> str:

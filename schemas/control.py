@@ -75,6 +75,14 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     message: str = ""
 
 
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that a worker holds no more, for whatever reason, from it to the schedulers. It may
+    be lost: a scheduler that misses one finds out from the queue."""
+
+    worker_id: str
+    request_ids: tuple[str, ...]
+
+
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which tokens the client has; ``open`` False: the client is gone, do not run it again."""
 
@@ -87,13 +95,15 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``worker_id`` is unique to one life of the process; ``name`` stays over restarts, so a status
     with a known name and a new id says that the former life is over. ``max_tokens_per_request``
-    is the longest prompt + completion that its KV cache can ever hold.
+    is the longest prompt + completion that its KV cache can ever hold; ``max_num_waiting`` is how
+    many requests it takes beyond those that can run.
     """
 
     worker_id: str
     name: str
     model: str
     max_num_sequences: int
+    max_num_waiting: int = 0
     num_running: int = 0
     num_waiting: int = 0
     block_size_tokens: int = 16

@@ -106,6 +106,14 @@ class MemoryJobQueue:
         self._broker.require_up()
         return self._broker.jobs.depth(model)
 
+    async def is_open(self, stream_sequence: int) -> bool:
+        self._broker.require_up()
+        return self._broker.jobs.holds(stream_sequence)
+
+    async def waiting_models(self) -> list[str]:
+        self._broker.require_up()
+        return self._broker.jobs.models()
+
     async def shed_newest(self, model: str, count: int) -> list[Job]:
         self._broker.require_up()
         shed: list[Job] = []

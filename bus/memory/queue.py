@@ -124,6 +124,20 @@ class StoredJobs:
         queue = self._queue(subjects.token(model))
         return QueueDepth(num_queued=len(queue.waiting), num_leased=len(queue.held))
 
+    def holds(self, sequence: int) -> bool:
+        return any(
+            sequence in queue.held or any(job.sequence == sequence for job in queue.waiting)
+            for queue in self._queues.values()
+        )
+
+    def models(self) -> list[str]:
+        """The models of which there are jobs."""
+        return sorted(
+            subjects.untoken(model_token)
+            for model_token, queue in self._queues.items()
+            if queue.waiting or queue.held
+        )
+
     async def wait(self, timeout_s: float) -> None:
         """Return after a change, or after ``timeout_s``."""
         event = asyncio.Event()
