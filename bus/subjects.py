@@ -5,8 +5,10 @@ Free strings (models, request ids, tenants, listeners) enter subjects through ``
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
+from collections.abc import Iterable
 
 from schemas.jobs import Tier
 from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
@@ -107,6 +109,15 @@ def model_and_tier(job_subject: str) -> tuple[str, str]:
     if len(parts) != 3 or parts[0] != "jobs":
         raise ValueError("not a job subject")
     return untoken(parts[1]), untoken(parts[2])
+
+
+def models_of(job_subjects: Iterable[str]) -> set[str]:
+    """The models of some jobs' subjects; a subject that no publisher of ours made is left out."""
+    models: set[str] = set()
+    for subject in job_subjects:
+        with contextlib.suppress(ValueError):
+            models.add(model_and_tier(subject)[0])
+    return models
 
 
 def jobs_consumer(model: str) -> str:
