@@ -1,0 +1,65 @@
+"""Small random checkpoints, written by transformers, and what transformers computes from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def save_llama(path: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """A random Llama in ``path``; returns the transformers model."""
+    config = transformers.LlamaConfig(**(SMALL | changes))
+    return _save(transformers.LlamaForCausalLM(config), path, max_shard_size)
+
+
+def save_qwen3(path: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """A random Qwen3 in ``path``; returns the transformers model."""
+    config = transformers.Qwen3Config(**(SMALL | changes))
+    return _save(transformers.Qwen3ForCausalLM(config), path, max_shard_size)
+
+
+def _save(model: Any, path: Path, max_shard_size: str) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far enough from the usual tiny initial weights that positions, norms and biases all
+            # show in the logits, and that no two tokens are nearly as likely.
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = 0.3 if parameter.dim() == 1 else 2.0 / parameter.shape[-1] ** 0.5
+            parameter.copy_(noise * scale + (1.0 if parameter.dim() == 1 else 0.0))
+    model.eval()
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return model
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """transformers' logits for every position: [num_tokens, vocab_size]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The argmax continuation, by running the whole sequence again for every token."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(reference_logits(model, token_ids)[-1].argmax()))
+    return token_ids[len(prompt) :]

@@ -1,0 +1,61 @@
+"""Driving an engine to the end of its work."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+from schemas.sampling import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.types import EngineOutput, EngineRequest
+
+
+def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
+    """A greedy request that runs to ``max_tokens`` unless ``params`` say otherwise."""
+    extra = {
+        name: params.pop(name)
+        for name in ("output_token_ids", "priority", "eos_token_ids")
+        if name in params
+    }
+    sampling = {"temperature": 0.0, "max_tokens": 12} | params
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**sampling),
+        **extra,
+    )
+
+
+def prompt(seed: int, num_tokens: int, vocab_size: int = 199) -> list[int]:
+    """Random token ids."""
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def drain(engine: Engine, max_steps: int = 10_000) -> list[EngineOutput]:
+    """Step until there is no work; everything that came out, with the engine checked each step."""
+    outputs: list[EngineOutput] = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        outputs += engine.step()
+        engine.check_integrity()
+    raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+
+def tokens_by_request(outputs: list[EngineOutput]) -> dict[str, list[int]]:
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    for output in outputs:
+        tokens[output.request_id] += output.token_ids
+    return dict(tokens)
+
+
+def last_by_request(outputs: list[EngineOutput]) -> dict[str, EngineOutput]:
+    """The finished output of each request; AssertionError if a request has two."""
+    last: dict[str, EngineOutput] = {}
+    for output in outputs:
+        if output.finished:
+            assert output.request_id not in last, f"{output.request_id} ended twice"
+            last[output.request_id] = output
+    return last

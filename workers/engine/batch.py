@@ -1,0 +1,70 @@
+"""The flat batch: every token that a step computes, one row each, whatever it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import torch
+
+from workers.engine.planner import ScheduledSequence
+from workers.engine.sequence import Sequence
+
+
+class QueryRange(NamedTuple):
+    """Rows ``start`` … ``start + num_tokens - 1`` of the batch are consecutive tokens of one
+    sequence; ``num_context_tokens`` of it are in the KV cache already, in ``block_table``."""
+
+    start: int
+    num_tokens: int
+    num_context_tokens: int
+    block_table: Rows[int]
+
+
+class FlatBatch(NamedTuple):
+    """One step's input.
+
+    ``token_ids`` and ``positions``: int64 [num_tokens]. The first ``num_single`` of the ranges
+    have one token each, by rising context length. ``sampled_rows`` (int64, on the device) are the
+    rows whose logits are wanted, those of ``sampled``, in that order.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    ranges: list[QueryRange]
+    num_single: int
+    sampled_rows: torch.Tensor
+    sampled: list[Sequence]
+
+
+def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
+    """Lay out a plan. Rows of single tokens come first, so that attention takes them together."""
+    single = [item for item in plan if item.num_tokens == 1]
+    single.sort(key=_context_tokens)
+    chunks = [item for item in plan if item.num_tokens > 1]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    ranges: list[QueryRange] = []
+    sampled: list[Sequence] = []
+    sampled_rows: list[int] = []
+    for sequence, num_tokens in (*single, *chunks):
+        begin = sequence.num_computed_tokens
+        end = begin + num_tokens
+        ranges.append(QueryRange(len(token_ids), num_tokens, begin, sequence.block_table))
+        token_ids += sequence.token_ids[begin:end]
+        positions += range(begin, end)
+        if end == sequence.num_tokens:
+            sampled.append(sequence)
+            sampled_rows.append(len(token_ids) - 1)
+    return FlatBatch(
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        ranges=ranges,
+        num_single=len(single),
+        sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
+        sampled=sampled,
+    )
+
+
+def _context_tokens(item: ScheduledSequence) -> int:
+    return item.sequence.num_computed_tokens

@@ -1,0 +1,296 @@
+"""The step loop: take requests, plan, run the model, sample, hand the tokens over."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from schemas.config import EngineConfig
+from schemas.errors import ContextLengthError, MillraceError, ParameterError
+from schemas.frames import FinishReason, TokenLogprob
+from schemas.sampling import MAX_SEED
+from workers.engine.block_pool import BlockPool
+from workers.engine.planner import Planner, ScheduledSequence
+from workers.engine.runner import ModelRunner
+from workers.engine.sampler import SampleRow, row_key, sample
+from workers.engine.sequence import Sequence
+from workers.engine.types import (
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    KVCapacityError,
+    NonFiniteLogitsError,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def draw_seed() -> int:
+    """A seed for a request that brings none."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+class Engine:
+    """Continues many requests at once. Not thread-safe: one caller adds, cancels and steps.
+
+    Every request that is added ends in exactly one output that is ``finished``, unless it is
+    cancelled. What goes wrong with one request ends that request only. A request's tokens depend
+    on its own prompt, parameters and seed, not on who else is in the batch.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        seed_source: Callable[[], int] = draw_seed,
+        monotonic: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._pool = BlockPool(runner.cache.num_blocks, config.block_size_tokens)
+        self._planner = Planner(
+            self._pool,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_sequences=config.max_num_sequences,
+            clear_blocks=runner.clear,
+        )
+        self._seed_source = seed_source
+        self._monotonic = monotonic
+        self._sequences: dict[str, Sequence] = {}
+        self._outputs: list[EngineOutput] = []
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._busy_s = 0.0
+
+    @classmethod
+    def load(cls, path: Path, config: EngineConfig) -> Engine:
+        """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
+        return cls(ModelRunner.load(path, config), config)
+
+    @property
+    def context_window_tokens(self) -> int:
+        return self._runner.config.max_position_embeddings
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """The longest prompt + completion that context window and KV cache can ever hold."""
+        return min(self.context_window_tokens, self._pool.capacity_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._outputs)
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request; one that cannot be served is answered with an error at the next step.
+
+        A request with the id of a live one takes its place.
+        """
+        self.cancel(request.request_id)
+        try:
+            max_total_tokens = self._check(request)
+        except MillraceError as error:
+            self._refuse(request, error)
+            return
+        finish_reason = _finished_before(request, max_total_tokens)
+        if finish_reason is not None:
+            self._outputs.append(
+                EngineOutput(
+                    request_id=request.request_id, finish_reason=finish_reason, started=True
+                )
+            )
+            return
+        seed = request.sampling.seed
+        sequence = Sequence(
+            request,
+            arrival=self._num_arrived,
+            key=row_key(self._seed_source() if seed is None else seed),
+            max_total_tokens=max_total_tokens,
+        )
+        self._num_arrived += 1
+        self._sequences[request.request_id] = sequence
+        self._planner.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, in whatever state; its blocks are free when this returns."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._planner.remove(sequence)
+        elif self._outputs:
+            self._outputs = [o for o in self._outputs if o.request_id != request_id]
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one batch; what it made, and the answers to requests refused since the last."""
+        outputs, self._outputs = self._outputs, []
+        plan = self._planner.plan()
+        if plan:
+            started = self._monotonic()
+            self._execute(plan, outputs)
+            self._num_steps += 1
+            self._busy_s += self._monotonic() - started
+        return outputs
+
+    def _execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
+        """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
+        for sequence, _ in plan:
+            sequence.contents_finite = False
+        try:
+            sequences, logits = self._runner.run(plan)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            if len(plan) > 1:
+                middle = len(plan) // 2
+                self._execute(plan[:middle], outputs)
+                self._execute(plan[middle:], outputs)
+                return
+            _log.error("the model failed on one sequence: %s", type(error).__name__)
+            self._fail(plan[0].sequence, _as_millrace_error(error), outputs)
+            return
+        for sequence, num_tokens in plan:
+            self._count(sequence, num_tokens)
+            sequence.num_computed_tokens += num_tokens
+        self._sample(sequences, logits, outputs)
+        for sequence, _ in plan:
+            if not sequence.started and sequence.request_id in self._sequences:
+                sequence.started = True
+                outputs.append(EngineOutput(request_id=sequence.request_id, started=True))
+
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+    ) -> None:
+        if not sequences:
+            return
+        rows = [SampleRow(s.request.sampling, s.key, s.num_output_tokens) for s in sequences]
+        with torch.inference_mode():
+            sampled = sample(logits, rows)
+        for sequence, token, logprob in zip(
+            sequences, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            if token is None:
+                self._fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
+            else:
+                self._append(sequence, token, logprob, outputs)
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        outputs: list[EngineOutput],
+    ) -> None:
+        sequence.token_ids.append(token)
+        sequence.contents_finite = True
+        finish_reason = None
+        if token in sequence.stop_token_ids:
+            finish_reason = FinishReason.STOP
+        elif sequence.num_tokens >= sequence.max_total_tokens:
+            finish_reason = FinishReason.LENGTH
+        outputs.append(
+            EngineOutput(
+                request_id=sequence.request_id,
+                token_ids=(token,),
+                logprobs=() if logprob is None else (logprob,),
+                finish_reason=finish_reason,
+                num_cached_tokens=sequence.num_cached_tokens,
+                started=not sequence.started,
+            )
+        )
+        sequence.started = True
+        if finish_reason is not None:
+            self._end(sequence)
+
+    def _fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
+        outputs.append(
+            EngineOutput(
+                request_id=sequence.request_id,
+                error=(error.code, error.message),
+                started=not sequence.started,
+            )
+        )
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._planner.remove(sequence)
+
+    def _refuse(self, request: EngineRequest, error: MillraceError) -> None:
+        self._outputs.append(
+            EngineOutput(request_id=request.request_id, error=(error.code, error.message))
+        )
+
+    def _check(self, request: EngineRequest) -> int:
+        """The longest that the sequence may become, prompt included; raises why it cannot run."""
+        vocab_size = self._runner.config.vocab_size
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise ParameterError("prompt_token_ids", "The prompt has no tokens; send at least one.")
+        for token in (*request.prompt_token_ids, *request.output_token_ids):
+            if not 0 <= token < vocab_size:
+                raise ParameterError(
+                    "prompt_token_ids",
+                    f"Token id {token} is not in the vocabulary of {vocab_size} tokens.",
+                )
+        max_tokens = request.sampling.max_tokens
+        window = self.context_window_tokens
+        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > window:
+            raise ContextLengthError(num_prompt_tokens, max_tokens, window)
+        if max_tokens is None:
+            max_tokens = max(1, self.max_tokens_per_request - num_prompt_tokens)
+        if num_prompt_tokens + max_tokens > self._pool.capacity_tokens:
+            raise KVCapacityError(num_prompt_tokens, max_tokens, self._pool.capacity_tokens)
+        return num_prompt_tokens + max_tokens
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.num_output_tokens > 0 and sequence.num_uncomputed_tokens == 1:
+            self._decode_tokens += 1
+        else:
+            self._prefill_tokens += num_tokens
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._planner.running),
+            num_waiting=self._planner.num_waiting,
+            num_blocks=self._pool.num_blocks,
+            num_free_blocks=self._pool.num_free_blocks,
+            num_steps=self._num_steps,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            num_preemptions=self._planner.num_preemptions,
+            busy_s=self._busy_s,
+            outstanding_tokens=sum(s.outstanding_tokens for s in self._sequences.values()),
+            max_tokens_per_request=self.max_tokens_per_request,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences, planner and pool agree."""
+        self._planner.check_integrity()
+        assert self._planner.num_live == len(self._sequences)
+
+
+def _finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:
+    """Why a resumed request has nothing left to generate, if so."""
+    if not request.output_token_ids:
+        return None
+    last = request.output_token_ids[-1]
+    sampling = request.sampling
+    if last in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if last in request.eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    if len(request.prompt_token_ids) + len(request.output_token_ids) >= max_total_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def _as_millrace_error(error: Exception) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    return MillraceError(
+        f"The model could not be run on this sequence ({type(error).__name__}); the worker's log "
+        f"has the details."
+    )

@@ -1,0 +1,106 @@
+"""Runs the model on a plan's flat batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from registry.checkpoint import ModelConfig, read_model_config
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+from workers.engine.attention import TorchAttention, TorchAttentionMetadata
+from workers.engine.batch import FlatBatch, build_batch
+from workers.engine.kv_cache import KVCache, choose_num_blocks
+from workers.engine.planner import ScheduledSequence
+from workers.engine.sequence import Sequence
+from workers.models.decoder import Decoder
+from workers.models.loader import choose_dtype, load_weights
+
+_log = logging.getLogger(__name__)
+
+
+class StepLogits(NamedTuple):
+    """``logits[i]`` [vocab_size] choose the next token of ``sequences[i]``."""
+
+    sequences: list[Sequence]
+    logits: torch.Tensor
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder[TorchAttentionMetadata],
+        cache: KVCache,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self._decoder = decoder
+        self._device = cache.data.device
+
+    @classmethod
+    def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
+        """Load a checkpoint. Raises CheckpointError or ConfigError."""
+        config = read_model_config(path)
+        device = _choose_device(engine.device)
+        dtype = choose_dtype(config, engine.dtype, device)
+        weights = load_weights(path, config, dtype=dtype, device=device)
+        cache = KVCache(
+            config,
+            num_blocks=choose_num_blocks(
+                config,
+                num_blocks=engine.num_blocks,
+                kv_cache_bytes=engine.kv_cache_bytes,
+                block_size_tokens=engine.block_size_tokens,
+                max_num_sequences=engine.max_num_sequences,
+                dtype=dtype,
+            ),
+            block_size_tokens=engine.block_size_tokens,
+            dtype=dtype,
+            device=device,
+        )
+        attention = TorchAttention(cache, num_heads=config.num_attention_heads, dtype=dtype)
+        _log.info(
+            "loaded %s in %s on %s with %d KV blocks of %d tokens",
+            config.architecture,
+            str(dtype).removeprefix("torch."),
+            device,
+            cache.num_blocks,
+            cache.block_size_tokens,
+        )
+        return cls(config, Decoder(config, weights, attention), cache)
+
+    def run(self, plan: Rows[ScheduledSequence]) -> StepLogits:
+        """Compute a plan's tokens; logits come only for sequences that are now complete.
+
+        Running a plan again gives the same: it only writes the cache where it wrote before.
+        """
+        with torch.inference_mode():
+            batch = build_batch(plan, self._device)
+            return StepLogits(batch.sampled, self._forward(batch))
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        return self._decoder.forward(batch)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make blocks fit for reuse after something that is not finite was stored in them."""
+        with torch.inference_mode():
+            self.cache.clear(blocks)
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device is {name!r}; choose auto, cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {name!r}, but this machine has no CUDA device.")
+    return device

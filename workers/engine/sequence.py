@@ -1,0 +1,93 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from workers.engine.types import EngineRequest
+
+
+class SequenceState(Enum):
+    """WAITING holds no blocks; RUNNING is in the batch; FINISHED is gone from the engine."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens of one request, and how far the model is with them.
+
+    ``token_ids`` are the prompt, then all output tokens, delivered before or sampled here. The
+    keys and values of the first ``num_computed_tokens`` of them are in ``block_table``; the
+    others are still to be run through the model, and running the last of them samples the next.
+    So a sequence with one token to compute decodes; with more it prefills. Invariants:
+    ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
+    ``num_computed_tokens`` fits the block table. ``contents_finite``: logits that saw all of the
+    blocks' contents were finite; False while a step is under way or half a prompt is computed.
+    ``key`` is that of the sequence's random stream. The planner owns the blocks: it allocates them
+    and frees them on preemption and at the end.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_table",
+        "contents_finite",
+        "key",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "rank",
+        "request",
+        "started",
+        "state",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: EngineRequest, *, arrival: int, key: int, max_total_tokens: int
+    ) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.priority = request.priority
+        self.rank = (-request.priority, arrival)
+        self.key = key
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_total_tokens = max_total_tokens
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.contents_finite = True
+        self.state = SequenceState.WAITING
+        self.started = False
+        stops = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stops |= frozenset(request.eos_token_ids)
+        self.stop_token_ids = stops
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens still to compute if nothing stops it before its bound."""
+        return self.max_total_tokens - self.num_computed_tokens

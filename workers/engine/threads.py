@@ -1,0 +1,53 @@
+"""How many threads the engine computes with, chosen before torch starts them."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from schemas.config import EngineConfig
+
+_MAX_DEFAULT_THREADS = 16
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def configure_threads(
+    config: EngineConfig, shared: bool, environ: MutableMapping[str, str] | None = None
+) -> int:
+    """Fix the number of compute threads for this process and the ones it starts; returns it.
+
+    Must be called before torch is imported: OpenMP reads its environment once. ``shared`` says
+    that other busy processes run on the machine: then half of the cores are left to them, and
+    threads that wait for work sleep. Spinning, two threads beside a busy process made one step of
+    a 100M model take 392 ms; asleep, 24 ms. ``num_threads`` above 0 is taken as it is; what the
+    user has put into OMP_* himself is respected otherwise.
+    """
+    environ = os.environ if environ is None else environ
+    if config.num_threads > 0:
+        environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    else:
+        environ.setdefault("OMP_NUM_THREADS", str(default_num_threads(usable_cores(), shared)))
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE" if shared else "ACTIVE")
+    num_threads = int(environ["OMP_NUM_THREADS"].split(",")[0])
+    if "torch" in sys.modules:
+        # Too late for the wait policy, but not for the size of the pool.
+        sys.modules["torch"].set_num_threads(num_threads)
+    return num_threads
+
+
+def default_num_threads(num_cores: int, shared: bool) -> int:
+    """All cores, or half of them on a shared machine; at least 1, at most 16."""
+    return max(1, min(num_cores // 2 if shared else num_cores, _MAX_DEFAULT_THREADS))
+
+
+def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
+    """Cores that this process may run on: its affinity, and the quota of its cgroup if any."""
+    cores = len(os.sched_getaffinity(0))
+    if cpu_max.is_file():
+        quota, period = cpu_max.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, math.floor(int(quota) / int(period))))
+    return cores

@@ -1,0 +1,99 @@
+"""The engine's nouns at its edge: what goes in, what comes out. They cross a process boundary."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from schemas.errors import MillraceError
+from schemas.frames import FinishReason, TokenLogprob
+from schemas.sampling import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue.
+
+    ``output_token_ids`` were delivered before: they are prefilled behind the prompt, and the next
+    token has index ``len(output_token_ids)``; they count towards ``sampling.max_tokens``. A higher
+    ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
+    ``sampling.seed`` None lets the engine draw one.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    eos_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step made for one request.
+
+    ``token_ids`` are new ones only, the stop token included. ``started`` is true in the first
+    output of a request, which comes when it is admitted into the batch. The last output of a
+    request has either ``finish_reason`` or ``error`` as (code, message); a cancelled request has
+    no last output.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: tuple[str, str] | None = None
+    num_cached_tokens: int = 0
+    started: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges, and counters since the start.
+
+    ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
+    tokens of prompt and longest completion whose keys and values are not computed yet.
+    ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
+    preemption counts as prefill. ``busy_s`` is the time spent in steps that ran the model.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    num_preemptions: int = 0
+    busy_s: float = 0.0
+    outstanding_tokens: int = 0
+    max_tokens_per_request: int = 0
+
+
+class KVCapacityError(MillraceError):
+    """The request needs more KV cache than the whole pool has."""
+
+    code: ClassVar[str] = "kv_capacity_exceeded"
+    http_status: ClassVar[int] = 400
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, capacity_tokens: int) -> None:
+        super().__init__(
+            f"The request asks for {num_prompt_tokens} tokens in the prompt and {max_tokens} in "
+            f"the completion, but this worker's KV cache holds {capacity_tokens} tokens. Shorten "
+            f"the prompt, lower max_tokens or give the worker more KV cache."
+        )
+
+
+class NonFiniteLogitsError(MillraceError):
+    """The model computed NaN or infinite logits for this sequence."""
+
+    code: ClassVar[str] = "non_finite_logits"
+
+    def __init__(self, token_index: int) -> None:
+        super().__init__(
+            f"The model's logits for token {token_index} of the completion are not finite; the "
+            f"checkpoint's weights or its dtype may be at fault."
+        )
+        self.token_index = token_index

@@ -1,0 +1,1 @@
+"""Model code: one configurable decoder and what loads its weights."""

@@ -1,0 +1,117 @@
+"""One configurable decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from registry.checkpoint import ModelConfig
+from workers.engine.attention import AttentionBackend, MetadataT
+from workers.engine.batch import FlatBatch
+from workers.models.rope import inverse_frequencies, rotate_, rotation
+
+
+class Projection(NamedTuple):
+    """A linear map. ``weight``: [num_inputs, num_outputs], contiguous, which is the layout that a
+    product with few rows reads fastest; ``bias``: [num_outputs]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class LayerWeights(NamedTuple):
+    """One layer. ``qkv`` yields query heads, key heads, value heads; ``gate_up`` the gate, then
+    the input that it gates. ``query_norm`` and ``key_norm`` ([head_dim]) come in pairs."""
+
+    attention_norm: torch.Tensor
+    qkv: Projection
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Projection
+    mlp_norm: torch.Tensor
+    gate_up: Projection
+    down: Projection
+
+
+class DecoderWeights(NamedTuple):
+    """``embedding``: [vocab_size, hidden_size]; ``head``: [hidden_size, vocab_size]."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+
+class Decoder(Generic[MetadataT]):
+    """Runs flat batches; what it remembers between them is in the attention backend's cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        attention: AttentionBackend[MetadataT],
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+        self._frequencies = inverse_frequencies(config).to(weights.embedding.device)
+        self._num_rotated = config.num_attention_heads + config.num_key_value_heads
+        self._num_heads_stored = self._num_rotated + config.num_key_value_heads
+
+    def forward(self, batch: FlatBatch) -> torch.Tensor:
+        """Logits of the sampled rows: [len(batch.sampled), vocab_size] in the weights' dtype."""
+        weights = self._weights
+        metadata = self._attention.prepare(batch)
+        cosines, sines = rotation(batch.positions, self._frequencies, weights.dtype)
+        hidden = weights.embedding.index_select(0, batch.token_ids)
+        for index, layer in enumerate(weights.layers):
+            normed = self._norm(hidden, layer.attention_norm)
+            heads = _project(normed, layer.qkv).view(
+                -1, self._num_heads_stored, self._config.head_dim
+            )
+            self._norm_heads_(heads, layer)
+            rotate_(heads[:, : self._num_rotated], cosines, sines)
+            queries, keys_values = self._split(heads)
+            attended = self._attention.attend(index, queries, keys_values, metadata)
+            _project_onto_(hidden, attended, layer.output)
+            normed = self._norm(hidden, layer.mlp_norm)
+            gate, up = _project(normed, layer.gate_up).chunk(2, -1)
+            _project_onto_(hidden, F.silu(gate).mul_(up), layer.down)
+        hidden = hidden.index_select(0, batch.sampled_rows)
+        return torch.mm(self._norm(hidden, weights.final_norm), weights.head)
+
+    def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_queries = self._config.num_attention_heads
+        return heads[:, :num_queries], heads[:, num_queries:]
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
+
+    def _norm_heads_(self, heads: torch.Tensor, layer: LayerWeights) -> None:
+        """Normalise each query and each key head, in place."""
+        if layer.query_norm is None or layer.key_norm is None:
+            return
+        num_queries = self._config.num_attention_heads
+        queries = heads[:, :num_queries]
+        queries.copy_(self._norm(queries, layer.query_norm))
+        keys = heads[:, num_queries : self._num_rotated]
+        keys.copy_(self._norm(keys, layer.key_norm))
+
+
+def _project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
+    if projection.bias is None:
+        return torch.mm(rows, projection.weight)
+    return torch.addmm(projection.bias, rows, projection.weight)
+
+
+def _project_onto_(total: torch.Tensor, rows: torch.Tensor, projection: Projection) -> None:
+    """Add the projection to ``total`` in place."""
+    total.addmm_(rows, projection.weight)
+    if projection.bias is not None:
+        total.add_(projection.bias)
