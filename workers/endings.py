@@ -1,0 +1,126 @@
+"""The end of a request, step by step, so that nothing is lost whenever the process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from bus.api import Bus
+from bus.clock import Clock
+from schemas.errors import MillraceError, PayloadTooLargeError
+from schemas.records import RequestRecord
+from workers.flusher import Flusher
+from workers.generation import Generation
+from workers.index import IndexWriter
+from workers.records import job_result, oversized_result
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+_MAX_CONCURRENT = 256
+
+logger = logging.getLogger(__name__)
+
+
+class Endings:
+    """Ends generations whose last frames are posted: result, record, ack, index, in this order.
+
+    A task each, so that a slow one delays no other; a step that the bus refuses is tried again
+    until it succeeds. The lease is acknowledged only when all before it is stored, so a process
+    that dies in between leaves the job to be done again, and its record is not doubled.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        index: IndexWriter,
+        flusher: Flusher,
+        clock: Clock,
+        make_record: Callable[[Generation], RequestRecord],
+    ) -> None:
+        self._bus = bus
+        self._index = index
+        self._flusher = flusher
+        self._clock = clock
+        self._make_record = make_record
+        self._ending: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+
+    def __len__(self) -> int:
+        return len(self._ending)
+
+    def get(self, request_id: str) -> Generation | None:
+        entry = self._ending.get(request_id)
+        return None if entry is None else entry[0]
+
+    def generations(self) -> list[Generation]:
+        """Those that are ending; their leases are still held."""
+        return [generation for generation, _ in self._ending.values()]
+
+    def begin(self, generation: Generation) -> None:
+        """End a generation; if it is ending already it goes on, with the lease that it has now."""
+        request_id = generation.request_id
+        if request_id in self._ending:
+            return
+        task = asyncio.create_task(self._end(generation), name=f"end {request_id}")
+        self._ending[request_id] = (generation, task)
+        task.add_done_callback(lambda ended: self._forget(request_id, ended))
+
+    def abandon(self, request_id: str) -> None:
+        """Stop ending a request: another run answers it, or will."""
+        entry = self._ending.pop(request_id, None)
+        if entry is not None:
+            entry[1].cancel()
+
+    async def drained(self) -> None:
+        """Returns when nothing is ending."""
+        while self._ending:
+            await asyncio.wait([task for _, task in self._ending.values()])
+
+    def _forget(self, request_id: str, ended: asyncio.Task[None]) -> None:
+        entry = self._ending.get(request_id)
+        if entry is not None and entry[1] is ended:
+            del self._ending[request_id]
+
+    async def _end(self, generation: Generation) -> None:
+        async with self._slots:
+            try:
+                await self._flusher.published()
+                if generation.job.store_result:
+                    await self._store_result(generation)
+                record = self._make_record(generation)
+                await self._insist(lambda: self._bus.outbox.publish(record), generation)
+                await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
+                self._index.finish(generation.request_id, generation.epoch)
+            except Exception:
+                # The lease lapses, and the job is delivered again.
+                logger.exception(
+                    "a request could not be ended", extra={"request_id": generation.request_id}
+                )
+
+    async def _store_result(self, generation: Generation) -> None:
+        result = job_result(generation)
+        try:
+            await self._insist(lambda: self._bus.results.store(result), generation)
+        except PayloadTooLargeError as error:
+            smaller = oversized_result(result, error.message)
+            await self._insist(lambda: self._bus.results.store(smaller), generation)
+
+    async def _insist(self, step: Callable[[], Awaitable[None]], generation: Generation) -> None:
+        """Try until it succeeds. Raises what trying again cannot change."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await step()
+            except MillraceError as error:
+                if not error.retryable:
+                    raise
+                if backoff_s == _FIRST_BACKOFF_S:
+                    logger.warning(
+                        "the end of a request waits for the bus",
+                        extra={"request_id": generation.request_id, "code": error.code},
+                    )
+            else:
+                return
+            await self._clock.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)

@@ -1,0 +1,96 @@
+"""What the worker's bus side and its engine process say to each other over a socket pair.
+
+Messages are MessagePack behind a 4-byte little-endian length. The bus side sends one ``Load``,
+then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` a step, or
+``Broken`` before it ends.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from schemas.config import EngineConfig
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+
+_LENGTH = struct.Struct("<I")
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """Load the checkpoint at ``path``; ``shared``: other processes use the machine too."""
+
+    path: str
+    config: EngineConfig
+    shared: bool
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Generate for this request."""
+
+    request: EngineRequest
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Forget a request and free what it holds."""
+
+    request_id: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded."""
+
+    stats: EngineStats
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
+    """What one step made for all requests, and how the engine stands after it."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
+    """The engine ends, and why."""
+
+    message: str
+
+
+Command = Add | Stop
+Report = Ready | Stepped | Broken
+
+_encoder = msgspec.msgpack.Encoder()
+load_decoder = msgspec.msgpack.Decoder(Load)
+commands_decoder = msgspec.msgpack.Decoder(list[Command])
+report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def pack(message: Load | list[Command] | Report) -> bytes:
+    """The message with its length before it."""
+    buffer = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, buffer, _LENGTH.size)
+    _LENGTH.pack_into(buffer, 0, len(buffer) - _LENGTH.size)
+    return bytes(buffer)
+
+
+class Unpacker:
+    """Cuts a byte stream into the payloads of messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Every payload that ``data`` makes whole."""
+        buffer = self._buffer
+        buffer += data
+        payloads: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            payloads.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return payloads

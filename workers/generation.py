@@ -1,0 +1,258 @@
+"""One request as the bus side of a worker holds it, from its dispatch to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+from schemas.control import Dispatch
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Expired,
+    Failed,
+    FinishReason,
+    Frame,
+    Started,
+    TerminalFrame,
+    TokenLogprob,
+    Usage,
+)
+from schemas.jobs import Tier
+from schemas.records import Status
+from workers.engine.types import EngineOutput, EngineRequest
+from workers.text import TextStream
+
+MAX_TOKENS_PER_DELTA = 1024
+_MAX_LISTENERS = 4
+_PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier))}
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """A listener, and how it wants its frames."""
+
+    reply: str
+    batch: bool
+    as_json: bool
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a generation ended; one for each terminal frame that a worker sends."""
+
+    status: Status
+    finish_reason: FinishReason | None = None
+    error_code: str = ""
+    error_message: str = ""
+
+
+STOPPED = Outcome(status=Status.DONE, finish_reason=FinishReason.STOP)
+LENGTH_REACHED = Outcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
+CANCELLED = Outcome(status=Status.CANCELLED)
+EXPIRED = Outcome(status=Status.EXPIRED)
+
+
+class Generation:
+    """A running request: its lease and epoch, its tokens and their text, and its times.
+
+    ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added.
+    The first ``num_resumed`` tokens were made by an earlier life and are with the client;
+    ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
+    token from ``num_resumed`` on, if the job asked for any. Times are UTC epoch in ns, 0 where it
+    has not come so far. It is ``ended`` once ``outcome`` is set; nothing changes then but epoch,
+    lease and listeners, when the job is dispatched here again.
+    """
+
+    __slots__ = (
+        "_stream",
+        "accepted_ns",
+        "done_ns",
+        "engine_id",
+        "epoch",
+        "first_token_ns",
+        "job",
+        "last_token_ns",
+        "lease",
+        "logprobs",
+        "num_cached_tokens",
+        "num_flushed",
+        "num_resumed",
+        "outcome",
+        "pieces",
+        "prompt_token_ids",
+        "routes",
+        "started_ns",
+        "token_ids",
+    )
+
+    def __init__(self, dispatch: Dispatch, stream: TextStream, accepted_ns: int) -> None:
+        job = dispatch.job
+        assert job.prompt_token_ids is not None
+        self.job = job
+        self.prompt_token_ids = job.prompt_token_ids
+        self.epoch = dispatch.epoch
+        self.lease = dispatch.lease
+        # Another run of the same request may still have outputs on their way.
+        self.engine_id = f"{job.request_id}:{dispatch.epoch}"
+        self.routes: tuple[Route, ...] = ()
+        if job.reply:
+            self.add_listener(job.reply)
+        self._stream = stream
+        self.token_ids = list(dispatch.resume_token_ids)
+        self.pieces = stream.prime(dispatch.resume_token_ids)
+        self.logprobs: list[TokenLogprob] = []
+        self.num_resumed = self.num_flushed = len(self.token_ids)
+        self.num_cached_tokens = 0
+        self.accepted_ns = accepted_ns
+        self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
+        self.outcome: Outcome | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request_id
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
+        return EngineRequest(
+            request_id=self.engine_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.job.sampling,
+            eos_token_ids=tuple(eos_token_ids),
+            output_token_ids=tuple(self.token_ids),
+            priority=_PRIORITIES[self.job.tier],
+        )
+
+    def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:
+        """The end that the tokens of an earlier life had already come to, if they had."""
+        sampling = self.job.sampling
+        if not self.token_ids:
+            return None
+        last = self.token_ids[-1]
+        ends = last in sampling.stop_token_ids or (
+            last in eos_token_ids and not sampling.ignore_eos
+        )
+        if self._stream.stopped:
+            return STOPPED
+        if not ends and len(self.token_ids) < (sampling.max_tokens or 0):
+            return None
+        self.pieces[-1] += self._stream.flush()
+        return STOPPED if ends else LENGTH_REACHED
+
+    def take(self, output: EngineOutput, now_ns: int) -> Outcome | None:
+        """Add what a step made; how the generation ended, if it did with this."""
+        if not self.started_ns:
+            self.started_ns = now_ns
+        if output.started:
+            self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
+        if output.token_ids:
+            if not self.first_token_ns:
+                self.first_token_ns = now_ns
+            self.last_token_ns = now_ns
+            self.logprobs.extend(output.logprobs)
+            push, token_ids, pieces = self._stream.push, self.token_ids, self.pieces
+            for token_id in output.token_ids:
+                text, stopped = push(token_id)
+                token_ids.append(token_id)
+                pieces.append(text)
+                if stopped:
+                    del self.logprobs[len(token_ids) - self.num_resumed :]
+                    return STOPPED
+        if output.error is not None:
+            code, message = output.error
+            return Outcome(status=Status.FAILED, error_code=code, error_message=message)
+        if output.finish_reason is None:
+            return None
+        if self.pieces:
+            self.pieces[-1] += self._stream.flush()
+        return Outcome(status=Status.DONE, finish_reason=output.finish_reason)
+
+    def continues(self, token_ids: Sequence[int]) -> bool:
+        """Whether a client that has ``token_ids`` can be given the rest of this generation."""
+        return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
+
+    def adopt(self, dispatch: Dispatch) -> None:
+        """Go on under a new lease and epoch, from the first token that the client has not got."""
+        self.epoch = dispatch.epoch
+        self.lease = dispatch.lease
+        self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
+
+    def add_listener(self, reply: str) -> None:
+        """Send later frames to ``reply`` too; of many listeners the first and the newest stay."""
+        route = Route(reply, self.job.batch_frames, self.job.frames_as_json)
+        if route in self.routes:
+            return
+        if len(self.routes) == _MAX_LISTENERS:
+            self.routes = (self.routes[0], *self.routes[2:])
+        self.routes = (*self.routes, route)
+
+    # --- frames ---
+
+    def started_frame(self, worker_id: str) -> Started:
+        return Started(
+            epoch=self.epoch,
+            worker_id=worker_id,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def deltas(self, from_index: int) -> list[Frame]:
+        """The tokens from ``from_index`` on, in frames of bounded size."""
+        return [
+            self._delta(start, min(start + MAX_TOKENS_PER_DELTA, len(self.token_ids)))
+            for start in range(from_index, len(self.token_ids), MAX_TOKENS_PER_DELTA)
+        ]
+
+    def take_unflushed(self) -> list[Frame]:
+        """The tokens that the listeners have not been handed yet; they count as handed then."""
+        frames = self.deltas(self.num_flushed)
+        self.num_flushed = len(self.token_ids)
+        return frames
+
+    def closing_frames(self) -> list[Frame]:
+        """Usage and the terminal frame."""
+        return [msgspec.structs.replace(self.usage(), epoch=self.epoch), self._terminal_frame()]
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=len(self.token_ids),
+        )
+
+    def _delta(self, start: int, end: int) -> Delta:
+        pieces = self.pieces[start:end]
+        logprobs = self.logprobs
+        if logprobs:
+            skip = self.num_resumed
+            logprobs = logprobs[max(0, start - skip) : max(0, end - skip)]
+        return Delta(
+            epoch=self.epoch,
+            index=start,
+            token_ids=tuple(self.token_ids[start:end]),
+            text="".join(pieces),
+            text_ends=tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else (),
+            logprobs=tuple(logprobs),
+        )
+
+    def _terminal_frame(self) -> TerminalFrame:
+        outcome, epoch, num_tokens = self.outcome, self.epoch, len(self.token_ids)
+        assert outcome is not None
+        match outcome.status:
+            case Status.CANCELLED:
+                return Cancelled(epoch=epoch, num_tokens=num_tokens)
+            case Status.EXPIRED:
+                return Expired(epoch=epoch, num_tokens=num_tokens)
+            case Status.FAILED:
+                return Failed(epoch=epoch, code=outcome.error_code, message=outcome.error_message)
+            case _:
+                assert outcome.finish_reason is not None
+                return Done(epoch=epoch, finish_reason=outcome.finish_reason, num_tokens=num_tokens)

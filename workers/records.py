@@ -1,0 +1,86 @@
+"""What an ended generation leaves behind: its record, and its result if it is to be kept."""
+
+from __future__ import annotations
+
+import msgspec
+
+from registry.pricing import PriceBook, cost
+from schemas.jobs import JobResult
+from schemas.records import RequestRecord, Status
+from workers.generation import Generation
+
+_NS_PER_MS = 1e6
+_NS_PER_US = 1e3
+
+
+def request_record(generation: Generation, worker_id: str, prices: PriceBook) -> RequestRecord:
+    """The record of an ended generation. The times of the first token and the mean time per token
+    are those of this life; the token counts are those of the whole answer."""
+    job, outcome, usage = generation.job, generation.outcome, generation.usage()
+    assert outcome is not None
+    received_ns = job.received_ns or generation.accepted_ns
+    num_own_tokens = len(generation.token_ids) - generation.num_resumed
+    decode_ns = generation.last_token_ns - generation.first_token_ns
+    return RequestRecord(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        user=job.user,
+        session_id=job.session_id,
+        source=job.source,
+        tier=job.tier,
+        model_requested=job.model_requested or job.model,
+        model_served=job.model,
+        worker_id=worker_id,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_ms=_since_ms(received_ns, generation.started_ns),
+        ttft_ms=_since_ms(received_ns, generation.first_token_ns),
+        tpot_us=decode_ns / _NS_PER_US / (num_own_tokens - 1) if num_own_tokens > 1 else 0.0,
+        total_ms=_since_ms(received_ns, generation.done_ns),
+        finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
+        status=outcome.status,
+        error_code=outcome.error_code,
+        cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        currency=prices.currency,
+        price_version=prices.version,
+        received_ns=received_ns,
+        started_ns=generation.started_ns,
+        first_token_ns=generation.first_token_ns,
+        done_ns=generation.done_ns,
+        epoch=generation.epoch,
+    )
+
+
+def job_result(generation: Generation) -> JobResult:
+    """What an asynchronous caller fetches."""
+    job, outcome = generation.job, generation.outcome
+    assert outcome is not None
+    return JobResult(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        status=outcome.status.value,
+        text=generation.text,
+        finish_reason=outcome.finish_reason,
+        usage=generation.usage(),
+        error_code=outcome.error_code,
+        error_message=outcome.error_message,
+        done_ns=generation.done_ns,
+    )
+
+
+def oversized_result(result: JobResult, message: str) -> JobResult:
+    """The same result without its text, which the bus would not take."""
+    return msgspec.structs.replace(
+        result,
+        text="",
+        status=Status.FAILED.value,
+        finish_reason=None,
+        error_code="payload_too_large",
+        error_message=message,
+    )
+
+
+def _since_ms(from_ns: int, to_ns: int) -> float:
+    return max(0, to_ns - from_ns) / _NS_PER_MS if to_ns else 0.0

@@ -1,0 +1,183 @@
+"""What a worker tells of itself: heartbeats for schedulers, samples for analytics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from bus.api import Bus
+from bus.clock import Clock
+from schemas.config import WorkerConfig
+from schemas.control import QueueStatus, WorkerStatus
+from schemas.errors import MillraceError
+from schemas.records import WorkerSample
+from workers.engine.types import EngineStats
+
+_URGENT_GAP_S = 0.05
+_NOTABLE_SHARE = 1 / 8
+_RATE_WEIGHT = 0.3
+
+logger = logging.getLogger(__name__)
+
+
+class StatusReporter:
+    """Announces the worker every ``heartbeat_s``, and sooner when much room came free.
+
+    ``num_live`` counts the jobs that the worker has and that have not ended; the engine's own
+    counts follow with its next step.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        worker_id: str,
+        model: str,
+        context_window_tokens: int,
+        clock: Clock,
+        engine_stats: Callable[[], EngineStats],
+        num_live: Callable[[], int],
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._worker_id = worker_id
+        self._model = model
+        self._context_window_tokens = context_window_tokens
+        self._clock = clock
+        self._engine_stats = engine_stats
+        self._num_live = num_live
+        self._started_ns = clock.now_ns()
+        self._draining = False
+        self._announced_room = 0.0
+        self._urgent = asyncio.Event()
+        self._tokens_per_s = 0.0
+        self._rated = (clock.monotonic(), engine_stats())
+        self._queue_depth = 0
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def drain(self) -> None:
+        """From now on the worker takes nothing new; everybody hears so at once."""
+        self._draining = True
+        self._urgent.set()
+
+    def hurry(self) -> None:
+        """Announce at once."""
+        self._urgent.set()
+
+    def note_capacity(self) -> None:
+        """Announce soon if much more room is free than the schedulers know of."""
+        room = self._room()
+        if room - self._announced_room >= _NOTABLE_SHARE or (room > 0 >= self._announced_room):
+            self._urgent.set()
+
+    def note_queue(self, status: QueueStatus) -> None:
+        """Remember how long the model's queue is."""
+        if status.model == self._model:
+            self._queue_depth = status.num_queued
+
+    def status(self, *, retired: bool = False) -> WorkerStatus:
+        stats, num_live = self._engine_stats(), self._num_live()
+        num_running = min(stats.num_running, num_live)
+        return WorkerStatus(
+            worker_id=self._worker_id,
+            name=self._config.name,
+            model=self._model,
+            max_num_sequences=self._config.engine.max_num_sequences,
+            num_running=num_running,
+            num_waiting=num_live - num_running,
+            block_size_tokens=self._config.engine.block_size_tokens,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            max_tokens_per_request=min(stats.max_tokens_per_request, self._context_window_tokens),
+            outstanding_tokens=stats.outstanding_tokens,
+            tokens_per_s=round(self._tokens_per_s, 1),
+            draining=self._draining,
+            retired=retired,
+            started_ns=self._started_ns,
+            sent_ns=self._clock.now_ns(),
+        )
+
+    async def announce(self, *, retired: bool = False) -> None:
+        self._announced_room = self._room()
+        try:
+            await self._bus.workers.announce(self.status(retired=retired))
+        except MillraceError as error:
+            # Silence is what tells the schedulers.
+            logger.warning("a heartbeat could not be sent", extra={"code": error.code})
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat(), name="heartbeats")
+            group.create_task(self._beat_urgently(), name="urgent heartbeats")
+            group.create_task(self._sample(), name="samples")
+
+    async def _beat(self) -> None:
+        while True:
+            self._rate()
+            await self.announce()
+            await self._clock.sleep(self._config.heartbeat_s)
+
+    async def _beat_urgently(self) -> None:
+        while True:
+            await self._urgent.wait()
+            self._urgent.clear()
+            await self.announce()
+            await self._clock.sleep(_URGENT_GAP_S)
+
+    async def _sample(self) -> None:
+        before_s, before = self._clock.monotonic(), self._engine_stats()
+        while True:
+            await self._clock.sleep(self._config.sample_interval_s)
+            now_s, stats = self._clock.monotonic(), self._engine_stats()
+            sample = self._make_sample(before, stats, now_s - before_s)
+            before_s, before = now_s, stats
+            try:
+                await self._bus.outbox.publish(sample)
+            except MillraceError as error:
+                # The next sample tells how things stand then; this one is not worth a queue.
+                logger.warning("a sample could not be stored", extra={"code": error.code})
+
+    def _make_sample(
+        self, before: EngineStats, stats: EngineStats, period_s: float
+    ) -> WorkerSample:
+        num_steps = stats.num_steps - before.num_steps
+        busy_s = stats.busy_s - before.busy_s
+        return WorkerSample(
+            worker_id=self._worker_id,
+            name=self._config.name,
+            model=self._model,
+            sampled_ns=self._clock.now_ns(),
+            period_ms=period_s * 1e3,
+            num_running=stats.num_running,
+            num_waiting=max(0, self._num_live() - stats.num_running),
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_steps=num_steps,
+            step_ms_mean=busy_s * 1e3 / num_steps if num_steps else 0.0,
+            busy_share=min(1.0, busy_s / period_s) if period_s else 0.0,
+            prefill_tokens=stats.prefill_tokens - before.prefill_tokens,
+            decode_tokens=stats.decode_tokens - before.decode_tokens,
+            num_preemptions=stats.num_preemptions - before.num_preemptions,
+            queue_depth=self._queue_depth,
+        )
+
+    def _room(self) -> float:
+        """The free share of what is scarcer: sequences or blocks."""
+        stats, config = self._engine_stats(), self._config
+        capacity = config.engine.max_num_sequences + config.max_num_waiting
+        sequences = 1 - self._num_live() / capacity
+        return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
+
+    def _rate(self) -> None:
+        """Follow the decoding rate, as a moving mean over heartbeats."""
+        then_s, then = self._rated
+        now_s, stats = self._clock.monotonic(), self._engine_stats()
+        if now_s > then_s:
+            rate = (stats.decode_tokens - then.decode_tokens) / (now_s - then_s)
+            self._tokens_per_s += _RATE_WEIGHT * (rate - self._tokens_per_s)
+            self._rated = (now_s, stats)
