@@ -107,7 +107,10 @@ class CoreControl:
         await self._transport.publish(subjects.ended(ended.worker_id), codec.encode(ended))
 
     async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription:
-        return await self._listen(subjects.ALL_ENDED, codec.ENDED, on_ended)
+        def read(message: Message) -> Ended:
+            return codec.ENDED.decode(message.payload, message.content_type)
+
+        return await self._listen(subjects.ALL_ENDED, read, on_ended)
 
     # --- resume points ---
 

@@ -44,6 +44,7 @@ REQUESTS_TOPIC = "millrace.requests.v1"
 DELIVERIES_TOPIC = "millrace.deliveries.v1"
 WORKERS_TOPIC = "millrace.workers.v1"
 DEAD_TOPIC = "millrace.dlq"
+BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
 RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC)
 ALL_TOPICS = (*RECORD_TOPICS, DEAD_TOPIC)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from bus import codec, subjects
-from bus.api import OutboxMessage
+from bus.api import Control, FrameStreams, JobQueue, Outbox, OutboxMessage, Results, WorkerDirectory
 from bus.control import CoreControl
 from bus.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
@@ -158,13 +158,13 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker) -> None:
         self.broker = broker
         self._transport = _MemoryTransport(broker)
-        self.frames = CoreFrameStreams(self._transport)
-        self.control = CoreControl(self._transport)
-        self.workers = CoreWorkerDirectory(self._transport, _MemoryBucket(broker))
-        self.results = _MemoryResults(broker)
-        self.outbox = _MemoryOutbox(broker)
+        self.frames: FrameStreams = CoreFrameStreams(self._transport)
+        self.control: Control = CoreControl(self._transport)
+        self.workers: WorkerDirectory = CoreWorkerDirectory(self._transport, _MemoryBucket(broker))
+        self.results: Results = _MemoryResults(broker)
+        self.outbox: Outbox = _MemoryOutbox(broker)
         refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
-        self.jobs = MemoryJobQueue(broker, refusals)
+        self.jobs: JobQueue = MemoryJobQueue(broker, refusals)
         self._closed = False
         broker.on_start.append(self._restarted)
         self._callbacks: list[Callable[[], None]] = []

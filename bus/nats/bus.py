@@ -1,0 +1,84 @@
+"""A client of a NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from bus.api import Control, FrameStreams, JobQueue, Outbox, Results, WorkerDirectory
+from bus.clock import Clock, SystemClock
+from bus.control import CoreControl
+from bus.directory import CoreWorkerDirectory
+from bus.frames import CoreFrameStreams
+from bus.nats.connection import Connection
+from bus.nats.jobs import NatsJobQueue
+from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
+from bus.nats.topology import ensure_streams
+from bus.refusals import Refusals
+from schemas.config import NatsConfig
+from schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+
+class NatsBus:
+    """See ``bus.api.Bus``. Owns its connection; made by ``connect``."""
+
+    def __init__(self, connection: Connection, config: NatsConfig, clock: Clock) -> None:
+        self._connection = connection
+        self._config = config
+        self._setup: asyncio.Task[None] | None = None
+        self.frames: FrameStreams = CoreFrameStreams(connection)
+        self.control: Control = CoreControl(connection)
+        self.workers: WorkerDirectory = CoreWorkerDirectory(
+            connection, NatsWorkerBucket(connection)
+        )
+        self.results: Results = NatsResults(connection)
+        self.outbox: Outbox = NatsOutbox(connection)
+        refusals = Refusals(self.frames, self.results, self.outbox, clock)
+        self.jobs: JobQueue = NatsJobQueue(connection, config, refusals, clock)
+        connection.on_reconnect(self._set_up_again)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._connection.max_payload_bytes
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._connection.on_reconnect(callback)
+
+    async def close(self) -> None:
+        if self._setup is not None:
+            self._setup.cancel()
+        await self._connection.close()
+
+    def _set_up_again(self) -> None:
+        """The server that came back may have lost its store."""
+        if self._setup is None or self._setup.done():
+            self._setup = asyncio.ensure_future(self._ensure_streams())
+
+    async def _ensure_streams(self) -> None:
+        try:
+            await ensure_streams(self._connection, self._config)
+        except MillraceError as error:
+            logger.warning("the streams could not be checked", extra={"cause": error.message})
+
+
+async def connect(config: NatsConfig, name: str, clock: Clock | None = None) -> NatsBus:
+    """A bus on the server at ``config.url``, with all streams in place.
+
+    Tries for ``connect_timeout_s``, then raises BusUnavailableError; ConfigError if a stream is
+    there that cannot be made ours. Once connected, it comes back by itself for ever.
+    """
+    connection = Connection(config, name)
+    await connection.open()
+    try:
+        await ensure_streams(connection, config)
+    except BaseException:
+        await connection.close()
+        raise
+    return NatsBus(connection, config, clock or SystemClock())

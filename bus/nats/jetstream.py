@@ -1,0 +1,205 @@
+"""The few JetStream requests that the bus makes, with their errors as types."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus.nats.connection import Connection
+from schemas.errors import BusUnavailableError
+
+API = "$JS.API"
+
+# Error codes of nats-server.
+FULL = 10077
+WRONG_LAST_SEQUENCE = 10071
+STREAM_NAME_IN_USE = 10058
+CONSUMER_NOT_FOUND = 10014
+STREAM_NOT_FOUND = 10059
+MESSAGE_NOT_FOUND = 10037
+SEQUENCE_NOT_FOUND = 10043
+
+
+class JetStreamError(Exception):
+    """The server refused a JetStream request; ``number`` is its error code."""
+
+    def __init__(self, number: int, description: str) -> None:
+        super().__init__(f"{description} ({number})")
+        self.number = number
+        self.description = description
+
+
+class StoredAt(msgspec.Struct, frozen=True):
+    """Where a message was stored; ``duplicate``: it was there already."""
+
+    seq: int
+    duplicate: bool = False
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    stream_seq: int = 0
+
+
+class ConsumerInfo(msgspec.Struct, frozen=True):
+    """``delivered.stream_seq`` is the newest message that was delivered to anybody."""
+
+    delivered: Delivered
+    num_pending: int = 0
+    num_ack_pending: int = 0
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    messages: int = 0
+    last_seq: int = 0
+    subjects: dict[str, int] | None = None
+
+
+class StreamInfo(msgspec.Struct, frozen=True):
+    state: StreamState
+
+
+class RawMessage(msgspec.Struct, frozen=True):
+    """A stored message as the server keeps it."""
+
+    subject: str
+    seq: int
+    data: str = ""
+    hdrs: str = ""
+    time: str = ""
+
+    @property
+    def payload(self) -> bytes:
+        return base64.b64decode(self.data)
+
+    def header(self, name: str) -> str | None:
+        for line in base64.b64decode(self.hdrs).decode("utf-8", "replace").splitlines():
+            key, colon, value = line.partition(":")
+            if colon and key == name:
+                return value.strip()
+        return None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: int
+    err_code: int = 0
+    description: str = ""
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    error: _Error | None = None
+
+
+class _MessageReply(msgspec.Struct, frozen=True):
+    message: RawMessage
+
+
+async def call(
+    connection: Connection, request: str, body: object = None, timeout_s: float | None = None
+) -> bytes:
+    """The answer of ``$JS.API.<request>``. Raises JetStreamError or BusUnavailableError."""
+    payload = b"" if body is None else msgspec.json.encode(body)
+    answer, _ = await connection.request_until(f"{API}.{request}", payload, timeout_s=timeout_s)
+    _raise_error(answer)
+    return answer.data
+
+
+async def store(
+    connection: Connection, subject: str, payload: bytes, headers: Mapping[str, str]
+) -> StoredAt:
+    """Store a message; once this returns it is on disk.
+
+    Attempts whose acknowledgement got lost are made again with the same headers, which must make
+    the message known again: by ``Nats-Msg-Id`` or the expected last sequence. ``duplicate`` is
+    False then, as the first attempt may have stored it. Raises PayloadTooLargeError,
+    JetStreamError, or BusUnavailableError.
+    """
+    answer, num_attempts = await connection.request_until(subject, payload, headers)
+    try:
+        _raise_error(answer)
+    except JetStreamError as error:
+        if error.number == WRONG_LAST_SEQUENCE and num_attempts > 1:
+            return StoredAt(seq=0)
+        raise
+    stored = msgspec.json.decode(answer.data, type=StoredAt)
+    return StoredAt(seq=stored.seq) if num_attempts > 1 else stored
+
+
+def _raise_error(answer: Msg) -> None:
+    try:
+        reply = msgspec.json.decode(answer.data, type=_Reply)
+    except msgspec.DecodeError as error:
+        raise BusUnavailableError("The message bus answered with something unreadable.") from error
+    if reply.error is not None:
+        number = reply.error.err_code or reply.error.code
+        raise JetStreamError(number, reply.error.description)
+
+
+async def consumer_info(connection: Connection, stream: str, consumer: str) -> ConsumerInfo:
+    data = await call(connection, f"CONSUMER.INFO.{stream}.{consumer}")
+    return msgspec.json.decode(data, type=ConsumerInfo)
+
+
+async def stream_state(connection: Connection, stream: str) -> StreamState:
+    data = await call(connection, f"STREAM.INFO.{stream}")
+    return msgspec.json.decode(data, type=StreamInfo).state
+
+
+async def newest(connection: Connection, stream: str, subject_filter: str) -> RawMessage | None:
+    """The newest message of some subjects, as the stream's leader knows it."""
+    try:
+        data = await call(connection, f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject_filter})
+    except JetStreamError as error:
+        if error.number == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    return msgspec.json.decode(data, type=_MessageReply).message
+
+
+async def exists(connection: Connection, stream: str, sequence: int) -> bool:
+    """Whether a message is still stored, as the stream's leader knows it."""
+    try:
+        await call(connection, f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+    except JetStreamError as error:
+        if error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND):
+            return False
+        raise
+    return True
+
+
+async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> list[str]:
+    """The subjects that have messages."""
+    body = {"subjects_filter": subject_filter}
+    data = await call(connection, f"STREAM.INFO.{stream}", body)
+    return list(msgspec.json.decode(data, type=StreamInfo).state.subjects or ())
+
+
+async def delete(connection: Connection, stream: str, sequence: int) -> bool:
+    """Delete a message; False if it was not there any more.
+
+    An attempt whose answer got lost counts as ours, so that somebody answers for the message.
+    """
+    body = msgspec.json.encode({"seq": sequence})
+    answer, num_attempts = await connection.request_until(f"{API}.STREAM.MSG.DELETE.{stream}", body)
+    try:
+        _raise_error(answer)
+    except JetStreamError as error:
+        if error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND):
+            return num_attempts > 1
+        raise
+    return True
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1_000_000_000)
+
+
+def unexpected(error: JetStreamError) -> BusUnavailableError:
+    """What callers see of a refusal that the bus has no better word for."""
+    return BusUnavailableError(f"The message bus refused a request: {error}.")
+
+
+Json = dict[str, Any]

@@ -1,0 +1,160 @@
+"""Results, outbox and worker bucket on JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus import codec, subjects
+from bus.api import OutboxMessage
+from bus.nats import jetstream, topology
+from bus.nats.connection import Connection, status_of
+from bus.nats.jetstream import JetStreamError
+from bus.nats.jobs import MESSAGE_ID
+from bus.nats.leases import read_lease
+from bus.nats.puller import Puller
+from schemas.errors import BusUnavailableError
+from schemas.jobs import JobResult
+from schemas.records import Record
+
+logger = logging.getLogger(__name__)
+
+_ACK = b"+ACK"
+_NOT_FOUND = "404"
+_END_OF_BATCH = "204"
+_SNAPSHOT_TIMEOUT_S = 5.0
+
+
+class NatsResults:
+    """See ``bus.api.Results``. Results are JSON, as those who fetch them are not all ours."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def store(self, result: JobResult) -> None:
+        headers = {**codec.JSON_HEADERS, "Nats-Expected-Last-Subject-Sequence": "0"}
+        subject = subjects.result(result.tenant, result.request_id)
+        try:
+            await jetstream.store(self._connection, subject, codec.encode_json(result), headers)
+        except JetStreamError as error:
+            if error.number != jetstream.WRONG_LAST_SEQUENCE:
+                raise jetstream.unexpected(error) from error
+
+    async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.RESULTS_STREAM}"
+        body = msgspec.json.encode({"last_by_subj": subjects.result(tenant, request_id)})
+        answer, _ = await self._connection.request_until(request, body)
+        status = status_of(answer)
+        if status == _NOT_FOUND:
+            return None
+        if status is not None:
+            raise BusUnavailableError(f"The message bus could not look a result up ({status}).")
+        return codec.JOB_RESULT.decode(answer.data, codec.JSON)
+
+
+class NatsOutbox:
+    """See ``bus.api.Outbox``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._puller = Puller(
+            connection,
+            subjects.OUTBOX_STREAM,
+            subjects.BRIDGE_CONSUMER,
+            lambda: topology.ensure_bridge(connection),
+        )
+
+    async def publish(self, record: Record) -> None:
+        headers = {MESSAGE_ID: subjects.record_identity(record)}
+        subject = subjects.record(record)
+        try:
+            await jetstream.store(self._connection, subject, codec.encode(record), headers)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+
+    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
+        messages = await self._puller.pull(max_records, timeout_s)
+        return [
+            OutboxMessage(
+                sequence=read_lease(message.reply).stream_sequence,
+                subject=message.subject,
+                payload=message.data,
+                lease=message.reply,
+            )
+            for message in messages
+        ]
+
+    async def ack(self, messages: Sequence[OutboxMessage]) -> None:
+        """The server reads the acks of a connection in order: its answer to the last one says
+        that it has them all."""
+        if not messages:
+            return
+        for message in messages[:-1]:
+            await self._connection.publish(message.lease, _ACK)
+        await self._connection.request_until(messages[-1].lease, _ACK)
+
+    async def rewind(self, sequence: int) -> None:
+        last = await self.last_sequence()
+        if sequence > last:
+            logger.warning(
+                "the outbox is younger than what it is rewound to; it starts at its beginning",
+                extra={"sequence": sequence, "last_sequence": last},
+            )
+            sequence = 0
+        await topology.ensure_bridge(self._connection, after_sequence=sequence)
+
+    async def last_sequence(self) -> int:
+        try:
+            state = await jetstream.stream_state(self._connection, subjects.OUTBOX_STREAM)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        return state.last_seq
+
+
+class NatsWorkerBucket:
+    """See ``bus.directory.WorkerBucket``. Puts are not waited for: the next heartbeat is soon."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def put(self, subject: str, payload: bytes) -> None:
+        await self._connection.publish(subject, payload)
+
+    async def remove(self, subject: str) -> None:
+        try:
+            await jetstream.call(
+                self._connection,
+                f"STREAM.PURGE.{subjects.WORKERS_STREAM}",
+                {"filter": subject},
+            )
+        except (JetStreamError, BusUnavailableError) as error:
+            logger.warning("a worker's entry is left to expire", extra={"cause": str(error)})
+
+    async def entries(self) -> Sequence[bytes]:
+        found: list[bytes] = []
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_answer(message: Msg | None) -> None:
+            status = "lost" if message is None else status_of(message)
+            if message is not None and status is None:
+                found.append(message.data)
+            elif status is not None and not answered.done():
+                answered.set_result(status)
+
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.WORKERS_STREAM}"
+        body = msgspec.json.encode({"multi_last": [subjects.ALL_WORKERS]})
+        reply = await self._connection.ask(request, body, on_answer)
+        try:
+            async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
+                status = await answered
+        except TimeoutError:
+            status = "timeout"
+        finally:
+            self._connection.forget(reply)
+        if status not in (_END_OF_BATCH, _NOT_FOUND):
+            raise BusUnavailableError(f"The known workers could not be read ({status}).")
+        return found

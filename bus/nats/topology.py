@@ -1,0 +1,154 @@
+"""Streams and consumers: created if they are not there, brought up to date if they differ."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from bus import subjects
+from bus.directory import ENTRY_TTL_S
+from bus.nats import jetstream
+from bus.nats.connection import Connection
+from bus.nats.jetstream import JetStreamError, Json, nanoseconds
+from schemas.config import NatsConfig
+from schemas.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DUPLICATE_WINDOW_S = 600.0
+DEAD_MAX_AGE_S = 30 * 86_400.0
+DEAD_MAX_MESSAGES = 100_000
+BRIDGE_ACK_WAIT_S = 30.0
+
+
+def streams(config: NatsConfig) -> list[Json]:
+    """The configuration of every stream."""
+
+    def stream(name: str, subject: str, max_age_s: float = 0.0, **more: object) -> Json:
+        window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
+        return {
+            "name": name,
+            "subjects": [subject],
+            "retention": "limits",
+            "storage": "file",
+            "discard": "old",
+            "max_age": nanoseconds(max_age_s),
+            "num_replicas": config.replicas,
+            "duplicate_window": nanoseconds(window_s),
+            "allow_direct": True,
+            **more,
+        }
+
+    return [
+        stream(
+            subjects.JOBS_STREAM,
+            subjects.ALL_JOBS,
+            retention="workqueue",
+            discard="new",
+            max_msgs=config.max_stored_jobs,
+        ),
+        stream(subjects.DEAD_STREAM, subjects.ALL_DEAD, DEAD_MAX_AGE_S, max_msgs=DEAD_MAX_MESSAGES),
+        stream(subjects.RESULTS_STREAM, subjects.ALL_RESULTS, config.results_ttl_s),
+        stream(subjects.OUTBOX_STREAM, subjects.ALL_RECORDS, config.outbox_max_age_s),
+        stream(
+            subjects.WORKERS_STREAM,
+            subjects.ALL_WORKERS,
+            ENTRY_TTL_S,
+            storage="memory",
+            max_msgs_per_subject=1,
+            allow_rollup_hdrs=True,
+        ),
+    ]
+
+
+async def ensure_streams(connection: Connection, config: NatsConfig) -> None:
+    """Raises ConfigError if a stream is there that cannot be changed into ours."""
+    await asyncio.gather(*(_ensure_stream(connection, body) for body in streams(config)))
+
+
+async def _ensure_stream(connection: Connection, body: Json) -> None:
+    name = body["name"]
+    try:
+        try:
+            await jetstream.call(connection, f"STREAM.CREATE.{name}", body)
+        except JetStreamError as error:
+            if error.number != jetstream.STREAM_NAME_IN_USE:
+                raise
+            await jetstream.call(connection, f"STREAM.UPDATE.{name}", body)
+            logger.info("a stream's configuration was updated", extra={"stream": name})
+    except JetStreamError as error:
+        raise ConfigError(f"the stream {name} cannot be set up: {error}") from error
+
+
+async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, model: str) -> None:
+    """One durable pull consumer a model. No BackOff: it would override AckWait. Deliveries are
+    counted when they are pulled, as the server would leave a job over its limit in the queue."""
+    name = subjects.jobs_consumer(model)
+    job_filter = subjects.jobs_of(model)
+    await _create_consumer(
+        connection,
+        subjects.JOBS_STREAM,
+        f"{name}.{job_filter}",
+        {
+            "name": name,
+            "durable_name": name,
+            "filter_subject": job_filter,
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": nanoseconds(config.ack_wait_s),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "replay_policy": "instant",
+        },
+    )
+
+
+async def ensure_bridge(connection: Connection, after_sequence: int | None = None) -> None:
+    """The consumer of the outbox; where it is stays, unless ``after_sequence`` says where to
+    start again."""
+    name = subjects.BRIDGE_CONSUMER
+    stream = subjects.OUTBOX_STREAM
+    if after_sequence is not None:
+        await _delete_consumer(connection, stream, name)
+    else:
+        try:
+            await jetstream.consumer_info(connection, stream, name)
+        except JetStreamError as error:
+            if error.number != jetstream.CONSUMER_NOT_FOUND:
+                raise jetstream.unexpected(error) from error
+        else:
+            return
+    start: Json = {"deliver_policy": "all"}
+    if after_sequence:
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_sequence + 1}
+    await _create_consumer(
+        connection,
+        stream,
+        name,
+        {
+            "name": name,
+            "durable_name": name,
+            "ack_policy": "explicit",
+            "ack_wait": nanoseconds(BRIDGE_ACK_WAIT_S),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "replay_policy": "instant",
+            **start,
+        },
+    )
+
+
+async def _create_consumer(connection: Connection, stream: str, path: str, config: Json) -> None:
+    body = {"stream_name": stream, "config": config, "action": ""}
+    try:
+        await jetstream.call(connection, f"CONSUMER.CREATE.{stream}.{path}", body)
+    except JetStreamError as error:
+        raise jetstream.unexpected(error) from error
+
+
+async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
+    try:
+        await jetstream.call(connection, f"CONSUMER.DELETE.{stream}.{name}")
+    except JetStreamError as error:
+        if error.number != jetstream.CONSUMER_NOT_FOUND:
+            raise jetstream.unexpected(error) from error

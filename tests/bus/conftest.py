@@ -1,0 +1,152 @@
+"""The same tests run on the in-memory broker and on a real nats-server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from bus.api import Bus
+from bus.codec import CONTENT_TYPE
+from bus.memory import MemoryBroker, MemoryBus
+from bus.memory.jobs import MemoryJobQueue
+from bus.nats import connect
+from schemas.config import NatsConfig
+from schemas.jobs import DeadJob
+from tests.support.nats_streams import delete_streams
+from tests.support.servers import NatsServer
+
+ACK_WAIT_S = 0.4
+MAX_DELIVER = 3
+
+
+class Broker(Protocol):
+    """What a test needs of the server side, whichever it is."""
+
+    config: NatsConfig
+
+    async def connect(self, name: str = "test") -> Bus: ...
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """As a service that does not use our code would."""
+
+    async def store(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The same, to a stream, waiting for the acknowledgement."""
+
+    async def dead_jobs(self) -> list[DeadJob]: ...
+
+    async def close(self) -> None: ...
+
+
+class OnMemory:
+    def __init__(self, config: NatsConfig) -> None:
+        self.config = config
+        self._broker = MemoryBroker(config=config)
+        self._buses: list[MemoryBus] = []
+
+    async def connect(self, name: str = "test") -> Bus:
+        bus = MemoryBus(self._broker)
+        self._buses.append(bus)
+        return bus
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._broker.publish(subject, payload, headers)
+
+    async def store(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        headers = headers or {}
+        queue = (await self.connect()).jobs
+        assert isinstance(queue, MemoryJobQueue)
+        message_id = headers.get("Nats-Msg-Id", "")
+        queue.publish_raw(subject, payload, headers.get(CONTENT_TYPE), message_id)
+
+    async def dead_jobs(self) -> list[DeadJob]:
+        return list(self._broker.dead)
+
+    async def close(self) -> None:
+        for bus in self._buses:
+            await bus.close()
+
+
+class OnNats:
+    def __init__(self, config: NatsConfig) -> None:
+        self.config = config
+        self._buses: list[Bus] = []
+        self._client: Client | None = None
+
+    async def client(self) -> Client:
+        if self._client is None:
+            self._client = await nats.connect(self.config.url)
+        return self._client
+
+    async def connect(self, name: str = "test") -> Bus:
+        bus = await connect(self.config, name)
+        self._buses.append(bus)
+        return bus
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await (await self.client()).publish(
+            subject, payload, headers=dict(headers) if headers else None
+        )
+
+    async def store(
+        self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        stream = (await self.client()).jetstream()
+        await stream.publish(subject, payload, headers=dict(headers) if headers else None)
+
+    async def dead_jobs(self) -> list[DeadJob]:
+        manager = (await self.client()).jsm()
+        state = (await manager.stream_info("DEAD")).state
+        letters = [
+            await manager.get_msg("DEAD", seq)
+            for seq in range(state.first_seq, state.last_seq + 1)
+            if state.messages
+        ]
+        return [msgspec.msgpack.decode(letter.data or b"", type=DeadJob) for letter in letters]
+
+    async def close(self) -> None:
+        for bus in self._buses:
+            await bus.close()
+        if self._client is not None:
+            await self._client.close()
+
+
+@pytest.fixture(params=["memory", "nats"])
+def server_url(request: pytest.FixtureRequest) -> str:
+    """Empty for the in-memory broker."""
+    if request.param == "memory":
+        return ""
+    server: NatsServer = request.getfixturevalue("nats_server")
+    return server.url
+
+
+@pytest.fixture
+async def broker(server_url: str) -> AsyncIterator[Broker]:
+    config = NatsConfig(ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_stored_jobs=20)
+    made: Broker
+    if server_url:
+        await delete_streams(server_url)
+        made = OnNats(msgspec.structs.replace(config, url=server_url))
+    else:
+        made = OnMemory(config)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def bus(broker: Broker) -> Bus:
+    return await broker.connect()

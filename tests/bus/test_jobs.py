@@ -1,0 +1,336 @@
+"""The work queue and its leases, on memory and on nats-server alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from bus import codec
+from bus.api import Bus, LeasedJob
+from schemas.errors import PayloadTooLargeError, QueueFullError
+from schemas.frames import Failed, Frame
+from schemas.jobs import DeadJob, Job, Tier
+from schemas.records import RequestRecord, Status
+from tests.bus.conftest import ACK_WAIT_S, MAX_DELIVER, Broker
+from tests.support.waiting import eventually
+
+MODEL = "demo/1.5 b"
+
+
+def job(number: int, **fields: object) -> Job:
+    return Job(request_id=f"r{number}", model=MODEL, prompt="hi", **fields)  # type: ignore[arg-type]
+
+
+async def pull_one(bus: Bus, timeout_s: float = 5.0) -> LeasedJob:
+    (leased,) = await bus.jobs.pull(MODEL, 1, timeout_s)
+    return leased
+
+
+class TestPublish:
+    async def test_arrives_as_it_was(self, bus: Bus) -> None:
+        sent = job(1, tier=Tier.PRO, reply="g1", received_ns=7, store_result=True)
+        published = await bus.jobs.publish(sent)
+        assert not published.duplicate
+        leased = await pull_one(bus)
+        assert leased.job == sent
+        assert leased.num_deliveries == 1
+        assert leased.stream_sequence == published.stream_sequence
+
+    async def test_the_same_id_is_stored_once(self, bus: Bus) -> None:
+        first = await bus.jobs.publish(job(1))
+        again = await bus.jobs.publish(job(1))
+        assert again.duplicate
+        assert again.stream_sequence == first.stream_sequence
+        leased = await pull_one(bus)
+        await bus.jobs.ack(leased.lease)
+        assert (await bus.jobs.publish(job(1))).duplicate
+        assert await bus.jobs.pull(MODEL, 1, 0.05) == []
+
+    async def test_a_full_queue_refuses(self, bus: Bus, broker: Broker) -> None:
+        for number in range(broker.config.max_stored_jobs):
+            await bus.jobs.publish(job(number))
+        with pytest.raises(QueueFullError) as refused:
+            await bus.jobs.publish(job(999))
+        assert refused.value.retry_after_s > 0
+        leased = await pull_one(bus)
+        await bus.jobs.ack(leased.lease)
+        await bus.jobs.publish(job(999))
+
+    async def test_too_large_is_refused_with_both_sizes(self, bus: Bus) -> None:
+        text = "x" * bus.max_payload_bytes
+        with pytest.raises(PayloadTooLargeError) as refused:
+            await bus.jobs.publish(Job(request_id="big", model=MODEL, prompt=text))
+        assert refused.value.limit_bytes == bus.max_payload_bytes
+        assert refused.value.size_bytes > bus.max_payload_bytes
+        assert bus.connected
+
+    async def test_the_largest_payload_passes(self, bus: Bus) -> None:
+        text = "x" * (bus.max_payload_bytes - 500)
+        await bus.jobs.publish(Job(request_id="big", model=MODEL, prompt=text))
+        assert (await pull_one(bus)).job.prompt == text
+
+
+class TestPull:
+    async def test_ends_empty_after_its_timeout(self, bus: Bus) -> None:
+        started_s = time.monotonic()
+        assert await bus.jobs.pull(MODEL, 4, 0.1) == []
+        assert 0.09 < time.monotonic() - started_s < 2.0
+
+    async def test_returns_as_soon_as_there_is_one(self, bus: Bus, broker: Broker) -> None:
+        other = await broker.connect("other")
+        waiting = asyncio.ensure_future(bus.jobs.pull(MODEL, 8, 10.0))
+        await asyncio.sleep(0.05)
+        started_s = time.monotonic()
+        await other.jobs.publish(job(1))
+        assert [leased.job.request_id for leased in await waiting] == ["r1"]
+        assert time.monotonic() - started_s < 1.0
+
+    async def test_takes_what_is_there_in_order(self, bus: Bus) -> None:
+        for number in range(5):
+            await bus.jobs.publish(job(number, tier=list(Tier)[number % 4]))
+        pulled = await bus.jobs.pull(MODEL, 3, 1.0)
+        assert [leased.job.request_id for leased in pulled] == ["r0", "r1", "r2"]
+        pulled = await bus.jobs.pull(MODEL, 10, 1.0)
+        assert [leased.job.request_id for leased in pulled] == ["r3", "r4"]
+
+    async def test_models_do_not_mix(self, bus: Bus) -> None:
+        await bus.jobs.publish(job(1))
+        await bus.jobs.publish(Job(request_id="o", model="other", prompt="hi"))
+        assert [leased.job.request_id for leased in await bus.jobs.pull("other", 5, 1.0)] == ["o"]
+        assert [leased.job.request_id for leased in await bus.jobs.pull(MODEL, 5, 1.0)] == ["r1"]
+
+    async def test_each_job_goes_to_one_of_many(self, bus: Bus, broker: Broker) -> None:
+        others = [bus, *[await broker.connect(f"p{number}") for number in range(2)]]
+        pulls = [asyncio.ensure_future(one.jobs.pull(MODEL, 2, 0.2)) for one in others * 3]
+        for number in range(6):
+            await bus.jobs.publish(job(number))
+        pulled = [leased for pull in pulls for leased in await pull]
+        rest = await bus.jobs.pull(MODEL, 10, 0.05)
+        ids = sorted(leased.job.request_id for leased in [*pulled, *rest])
+        assert ids == [f"r{number}" for number in range(6)]
+
+    async def test_a_cancelled_pull_keeps_nothing(self, bus: Bus, broker: Broker) -> None:
+        waiting = asyncio.ensure_future(bus.jobs.pull(MODEL, 4, 30.0))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        started_s = time.monotonic()
+        await bus.jobs.publish(job(1))
+        assert (await pull_one(await broker.connect("other"))).job.request_id == "r1"
+        assert time.monotonic() - started_s < ACK_WAIT_S
+
+
+class TestLeases:
+    async def test_an_expired_lease_is_delivered_again(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.publish(job(1))
+        first = await pull_one(bus)
+        other = await broker.connect("other")
+        second = await pull_one(other)
+        assert second.job.request_id == first.job.request_id
+        assert second.num_deliveries == 2
+        assert second.stream_sequence == first.stream_sequence
+
+    async def test_another_connection_extends_by_the_lease(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.publish(job(1))
+        leased = await pull_one(bus)
+        holder = await broker.connect("holder")
+        for _ in range(6):
+            await holder.jobs.extend(leased.lease)
+            assert await bus.jobs.pull(MODEL, 1, ACK_WAIT_S / 3) == []
+        assert (await pull_one(bus)).num_deliveries == 2
+
+    async def test_another_connection_acks_by_the_lease(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.publish(job(1))
+        leased = await pull_one(bus)
+        await bus.close()
+        holder = await broker.connect("holder")
+        await holder.jobs.ack(leased.lease)
+        depth = await holder.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+        assert await holder.jobs.pull(MODEL, 1, ACK_WAIT_S * 1.5) == []
+
+    async def test_ack_twice_and_by_an_earlier_delivery(self, bus: Bus) -> None:
+        await bus.jobs.publish(job(1))
+        first = await pull_one(bus)
+        await pull_one(bus)
+        await bus.jobs.ack(first.lease)
+        await bus.jobs.ack(first.lease)
+        assert await bus.jobs.pull(MODEL, 1, ACK_WAIT_S * 1.5) == []
+
+    async def test_a_released_job_comes_at_once(self, bus: Bus) -> None:
+        await bus.jobs.publish(job(1))
+        leased = await pull_one(bus)
+        started_s = time.monotonic()
+        await bus.jobs.release(leased.lease)
+        assert (await pull_one(bus)).num_deliveries == 2
+        assert time.monotonic() - started_s < ACK_WAIT_S / 2
+
+    async def test_a_released_job_comes_after_its_delay(self, bus: Bus) -> None:
+        await bus.jobs.publish(job(1))
+        leased = await pull_one(bus)
+        started_s = time.monotonic()
+        await bus.jobs.release(leased.lease, delay_s=ACK_WAIT_S * 1.5)
+        assert (await pull_one(bus)).num_deliveries == 2
+        assert time.monotonic() - started_s > ACK_WAIT_S * 1.4
+
+    async def test_many_acks_at_once(self, bus: Bus) -> None:
+        for number in range(20):
+            await bus.jobs.publish(job(number))
+        pulled = await bus.jobs.pull(MODEL, 20, 1.0)
+        await asyncio.gather(*(bus.jobs.ack(leased.lease) for leased in pulled))
+        depth = await bus.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+
+
+class TestDepthAndShedding:
+    async def test_depth(self, bus: Bus) -> None:
+        depth = await bus.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+        for number in range(5):
+            await bus.jobs.publish(job(number))
+        await bus.jobs.pull(MODEL, 2, 1.0)
+        depth = await bus.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (3, 2)
+
+    async def test_the_newest_waiting_jobs_are_shed(self, bus: Bus) -> None:
+        for number in range(6):
+            await bus.jobs.publish(job(number, tier=list(Tier)[number % 4]))
+        await bus.jobs.publish(Job(request_id="o", model="other", prompt="hi"))
+        held = await bus.jobs.pull(MODEL, 2, 1.0)
+        shed = await bus.jobs.shed_newest(MODEL, 3)
+        assert [one.request_id for one in shed] == ["r5", "r4", "r3"]
+        shed = await bus.jobs.shed_newest(MODEL, 9)
+        assert [one.request_id for one in shed] == ["r2"]
+        assert [leased.job.request_id for leased in held] == ["r0", "r1"]
+        depth = await bus.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (0, 2)
+        assert len(await bus.jobs.pull("other", 5, 1.0)) == 1
+
+    async def test_each_job_is_shed_to_one_or_pulled(self, bus: Bus, broker: Broker) -> None:
+        other = await broker.connect("other")
+        for number in range(20):
+            await bus.jobs.publish(job(number))
+        first, second, pulled = await asyncio.gather(
+            bus.jobs.shed_newest(MODEL, 8),
+            other.jobs.shed_newest(MODEL, 8),
+            other.jobs.pull(MODEL, 4, 1.0),
+        )
+        rest = await bus.jobs.pull(MODEL, 20, 0.1)
+        ids = [one.request_id for one in (*first, *second)]
+        ids += [leased.job.request_id for leased in (*pulled, *rest)]
+        assert sorted(ids) == sorted(f"r{number}" for number in range(20))
+
+
+class TestDeadLetters:
+    async def test_bury(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.publish(job(1))
+        leased = await pull_one(bus)
+        dead = DeadJob(
+            reason="no such model",
+            message="nobody serves it",
+            subject="jobs.x.free",
+            payload=codec.encode(leased.job),
+            request_id="r1",
+        )
+        await bus.jobs.bury(dead, leased.lease)
+        assert await broker.dead_jobs() == [dead]
+        assert await bus.jobs.pull(MODEL, 1, ACK_WAIT_S * 1.5) == []
+
+    @pytest.mark.parametrize(
+        ("payload", "content_type"),
+        [
+            (b"", None),
+            (b"\xc1", None),
+            (b'{"request_id":"r1","model":"demo","prompt":"x"}', None),
+            (b"{", "application/json"),
+            (b'{"model":"demo","prompt":"x"}', "application/json"),
+            (b'{"request_id":"r1","model":"other","prompt":"x"}', "application/json"),
+            (b'{"request_id":"r1","model":"demo","tier":"pro","prompt":"x"}', "application/json"),
+            (b'{"request_id":"r1","model":"demo"}', "application/json"),
+            (b'{"request_id":"r1","model":"demo","prompt":"x","colour":1}', "application/json"),
+            (b'{"request_id":"r1","model":"demo","prompt":"x"}', "text/plain"),
+        ],
+    )
+    async def test_what_is_not_a_job_is_buried(
+        self, bus: Bus, broker: Broker, payload: bytes, content_type: str | None
+    ) -> None:
+        await bus.jobs.depth("demo")
+        headers = {"Content-Type": content_type} if content_type else None
+        await broker.store("jobs.demo.free", payload, headers)
+        await bus.jobs.publish(Job(request_id="good", model="demo", prompt="x"))
+        pulled = await bus.jobs.pull("demo", 5, 2.0)
+        assert [leased.job.request_id for leased in pulled] == ["good"]
+        (dead,) = await broker.dead_jobs()
+        assert (dead.reason, dead.payload, dead.subject) == ("malformed", payload, "jobs.demo.free")
+        assert dead.message
+        depth = await bus.jobs.depth("demo")
+        assert (depth.num_queued, depth.num_leased) == (0, 1)
+
+    async def test_its_publisher_is_told(self, bus: Bus, broker: Broker) -> None:
+        frames: list[tuple[str, Frame]] = []
+        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
+        body = {
+            "request_id": "r1",
+            "model": "demo",
+            "prompt": "x",
+            "reply": "svc",
+            "store_result": True,
+            "sampling": {"temperature": 9.0},
+        }
+        payload = msgspec.json.encode(body)
+        await broker.store("jobs.demo.free", payload, {"Content-Type": "application/json"})
+        assert await bus.jobs.pull("demo", 1, 0.2) == []
+        await eventually(lambda: len(frames) == 1)
+        ((request_id, frame),) = frames
+        assert request_id == "r1"
+        assert isinstance(frame, Failed)
+        assert "temperature" in frame.message
+        result = await bus.results.fetch("local", "r1")
+        assert result is not None
+        assert (result.status, result.error_code) == ("failed", "malformed_message")
+
+    async def test_a_job_that_nobody_finishes_is_given_up(self, bus: Bus, broker: Broker) -> None:
+        frames: list[tuple[str, Frame]] = []
+        await bus.frames.subscribe("g1", lambda *pair: frames.append(pair))
+        await bus.jobs.publish(job(1, reply="g1"))
+        for number in range(MAX_DELIVER):
+            leased = await pull_one(bus)
+            assert leased.num_deliveries == number + 1
+            await bus.jobs.release(leased.lease)
+        assert await bus.jobs.pull(MODEL, 1, 0.3) == []
+        (dead,) = await broker.dead_jobs()
+        assert (dead.reason, dead.request_id) == ("too_many_deliveries", "r1")
+        await eventually(lambda: len(frames) == 1)
+        assert isinstance(frames[0][1], Failed)
+        (message,) = await bus.outbox.pull(5, 1.0)
+        record = codec.RECORD.decode(message.payload)
+        assert isinstance(record, RequestRecord)
+        assert (record.request_id, record.status) == ("r1", Status.FAILED)
+        depth = await bus.jobs.depth(MODEL)
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+
+    async def test_the_largest_malformed_job_is_buried_too(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.depth("demo")
+        await broker.store("jobs.demo.free", b"\xc1" * bus.max_payload_bytes)
+        assert await bus.jobs.pull("demo", 1, 0.2) == []
+        assert len(await broker.dead_jobs()) == 1
+        depth = await bus.jobs.depth("demo")
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+
+
+class TestJson:
+    async def test_a_json_job(self, bus: Bus, broker: Broker) -> None:
+        before_ns = time.time_ns()
+        await broker.store(
+            "jobs.demo.batch",
+            b'{"request_id":"r1","model":"demo","messages":[{"role":"user","content":"hi"}]}',
+            {"Content-Type": "application/json; charset=utf-8", "Nats-Msg-Id": "r1"},
+        )
+        (leased,) = await bus.jobs.pull("demo", 1, 2.0)
+        assert leased.job.tier is Tier.BATCH
+        assert leased.job.frames_as_json
+        assert before_ns <= leased.job.received_ns <= time.time_ns()
+        assert (await bus.jobs.publish(Job(request_id="r1", model="demo", prompt=""))).duplicate

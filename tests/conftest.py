@@ -1,0 +1,36 @@
+"""Fixtures that every package's tests may use: real servers, each test on clean ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from schemas.config import NatsConfig
+from tests.support.nats_streams import delete_streams
+from tests.support.servers import NatsServer, RedisServer
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A real nats-server with JetStream for the whole run. Tests that stop it start it again."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def nats_config(nats_server: NatsServer) -> NatsConfig:
+    """Configuration of a bus on the real server, which holds no stream when the test starts."""
+    await delete_streams(nats_server.url)
+    return NatsConfig(url=nats_server.url)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A real redis-server for the whole run. Tests that stop it start it again."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()

@@ -1,0 +1,162 @@
+"""Real servers for tests: own ports and directories, and no process that outlives the test run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from bus.binaries import nats_server_path, redis_server_path
+
+_PR_SET_PDEATHSIG = 1
+_START_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 5.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def die_with_parent() -> None:
+    """In a child before exec: be killed when the process that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Server:
+    """A server process on a fixed port that can be killed and started again on the same data.
+
+    The owner calls ``stop``; if it cannot, the process dies with it.
+    """
+
+    scheme = "tcp"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self.directory / "server.log"
+
+    def command(self) -> list[str]:
+        raise AssertionError("each server has its own command")
+
+    def greets(self, connection: socket.socket) -> bool:
+        """Whether the server at the other end serves."""
+        raise AssertionError("each server has its own greeting")
+
+    def start(self) -> None:
+        """Start, and return once it serves."""
+        assert self._process is None, "already started"
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.directory,
+                preexec_fn=die_with_parent,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._serves():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                log_text = self.log_path.read_text(errors="replace")[-2000:]
+                raise AssertionError(f"{type(self).__name__} did not start:\n{log_text}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL, as in a crash."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask it to end, and insist after a while."""
+        self._end(signal.SIGTERM)
+
+    def pause(self) -> None:
+        """SIGSTOP: it keeps its connections and answers nobody."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "not started"
+        self._process.send_signal(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _serves(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
+                connection.settimeout(1.0)
+                return self.greets(connection)
+        except OSError:
+            return False
+
+
+class NatsServer(Server):
+    """nats-server with JetStream; ``options`` are lines of its configuration file."""
+
+    scheme = "nats"
+
+    def __init__(self, directory: Path, options: str = "") -> None:
+        super().__init__(directory)
+        self._config_path = directory / "nats.conf"
+        self._config_path.write_text(
+            f'listen: "127.0.0.1:{self.port}"\n'
+            f'jetstream {{ store_dir: "{directory / "store"}" }}\n{options}\n'
+        )
+
+    def command(self) -> list[str]:
+        return [str(nats_server_path()), "-c", str(self._config_path)]
+
+    def greets(self, connection: socket.socket) -> bool:
+        return connection.recv(5) == b"INFO "
+
+
+class RedisServer(Server):
+    """redis-server without persistence."""
+
+    scheme = "redis"
+
+    def command(self) -> list[str]:
+        return [
+            str(redis_server_path()),
+            *("--bind", "127.0.0.1", "--port", str(self.port)),
+            *("--save", "", "--appendonly", "no", "--dir", str(self.directory)),
+        ]
+
+    def greets(self, connection: socket.socket) -> bool:
+        connection.sendall(b"PING\r\n")
+        return connection.recv(5) == b"+PONG"
