@@ -1,0 +1,149 @@
+"""Which models there are: names, sources, prices and who may use them."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from registry.pricing import UNPRICED, PriceBook
+from schemas.errors import ConfigError, ModelNotFoundError
+from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
+
+BUILT_IN = Path(__file__).with_name("models.yaml")
+_LOCAL_PREFIXES = ("./", "../", "/", "~")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_NAME = re.compile(r"[^\s\x00-\x1f]{1,200}")
+_LONG_AGO = datetime.date(1970, 1, 1)
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    description: str = ""
+    created: datetime.date = _LONG_AGO
+    context_window_tokens: int | None = None
+    tiers: tuple[Tier, ...] = tuple(Tier)
+    prices: PriceBook = UNPRICED
+
+    def __post_init__(self) -> None:
+        if self.context_window_tokens is not None and self.context_window_tokens < 2:
+            raise ValueError("context_window_tokens must be at least 2")
+        if not self.tiers:
+            raise ValueError("tiers must not be empty")
+
+
+class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of the catalogue.
+
+    ``source`` is the absolute path of a folder, or a hub id (``organisation/model[@revision]``).
+    ``context_window_tokens`` None: what the checkpoint says.
+    """
+
+    name: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ``source`` is a folder."""
+        return Path(self.source).is_absolute()
+
+
+class Catalogue:
+    """The models that can be served, by name. Immutable."""
+
+    def __init__(self, entries: Mapping[str, ModelEntry]) -> None:
+        self._entries = dict(entries)
+
+    def names(self) -> tuple[str, ...]:
+        """In the order of the file."""
+        return tuple(self._entries)
+
+    def get(self, name: str) -> ModelEntry:
+        """Raises ModelNotFoundError listing the names that there are."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ModelNotFoundError(
+                f"There is no model {name!r:.200}. Models: {', '.join(self._entries) or 'none'}."
+            )
+        return entry
+
+    def entry_for(self, path_or_name: str) -> ModelEntry:
+        """The entry of that name; else one, unpriced, for a local folder (named after it) or for
+        a hub id (named by it). Raises ModelNotFoundError."""
+        if path_or_name in self._entries:
+            return self._entries[path_or_name]
+        folder = Path(path_or_name).expanduser()
+        if folder.is_dir():
+            folder = folder.resolve()
+            return ModelEntry(name=_checked_name(folder.name), source=str(folder))
+        if path_or_name.startswith(_LOCAL_PREFIXES) or not _HUB_ID.fullmatch(path_or_name):
+            return self.get(path_or_name)
+        return ModelEntry(name=path_or_name, source=path_or_name)
+
+    def with_model(self, path_or_name: str) -> Catalogue:
+        """This catalogue and ``entry_for(path_or_name)``, which takes the place of an entry of
+        the same name."""
+        entry = self.entry_for(path_or_name)
+        return Catalogue(self._entries | {entry.name: entry})
+
+    def write(self, file: Path) -> None:
+        """Write it in the form that ``load_catalogue`` reads, for other processes."""
+        models = {
+            name: {key: value for key, value in msgspec.to_builtins(entry).items() if key != "name"}
+            for name, entry in self._entries.items()
+        }
+        file.write_text(yaml.safe_dump({"models": models}, sort_keys=False, allow_unicode=True))
+
+
+def load_catalogue(path: str) -> Catalogue:
+    """Read a models.yaml; "" is the built-in one.
+
+    Raises ConfigError naming the file, the model and the key or value at fault.
+    """
+    file = Path(path).expanduser() if path else BUILT_IN
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}.") from error
+    if not isinstance(data, dict) or not isinstance(data.get("models"), dict):
+        raise ConfigError(f"{file} must hold a mapping `models` from names to models.")
+    unknown = [str(key) for key in data if key != "models"]
+    if unknown:
+        raise ConfigError(f"{file} has unknown keys: {', '.join(unknown)}; it takes `models` only.")
+    return Catalogue({name: _entry(file, name, raw) for name, raw in data["models"].items()})
+
+
+def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
+    where = f"{file}: model {name}"
+    try:
+        entry = msgspec.convert(raw, _Entry)
+        fields = {field: getattr(entry, field) for field in entry.__struct_fields__}
+        fields["source"] = _source(file.resolve().parent, entry.source)
+        return ModelEntry(name=_checked_name(name), **fields)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}.") from error
+
+
+def _source(folder: Path, source: str) -> str:
+    if source.startswith(_LOCAL_PREFIXES):
+        return str((folder / Path(source).expanduser()).resolve())
+    if _HUB_ID.fullmatch(source):
+        return source
+    raise ValueError(
+        f"source must be a folder (./folder, /folder) or a hub id (organisation/model), "
+        f"got {source!r}"
+    )
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"A model's name must be text without spaces, got {name!r:.200}.")
+    if name == PUBLIC_MODEL_AUTO:
+        raise ConfigError(f"The model name {name} is reserved; choose another.")
+    return name

@@ -1,0 +1,56 @@
+"""What tokens cost."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from schemas.errors import ParameterError
+
+
+class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prices in ``currency`` per million tokens; ``version`` names them for ever."""
+
+    version: str
+    currency: str = "USD"
+    input_per_million: Decimal
+    cached_input_per_million: Decimal
+    output_per_million: Decimal
+
+    def __post_init__(self) -> None:
+        for name in ("input_per_million", "cached_input_per_million", "output_per_million"):
+            price: Decimal = getattr(self, name)
+            if not price.is_finite() or price < 0:
+                raise ValueError(f"{name} must be a price of 0 or more, got {price}")
+        if not self.version:
+            raise ValueError("version must not be empty")
+
+
+UNPRICED = PriceBook(
+    version="unpriced",
+    input_per_million=Decimal(0),
+    cached_input_per_million=Decimal(0),
+    output_per_million=Decimal(0),
+)
+
+
+def cost(
+    prices: PriceBook, prompt_tokens: int, cached_tokens: int, completion_tokens: int
+) -> Decimal:
+    """The exact cost of a request; ``cached_tokens`` of its ``prompt_tokens`` were cached.
+
+    Raises ParameterError for counts that cannot be.
+    """
+    if not 0 <= cached_tokens <= prompt_tokens or completion_tokens < 0:
+        raise ParameterError(
+            "cached_tokens",
+            f"no request has {prompt_tokens} prompt, {cached_tokens} cached and "
+            f"{completion_tokens} completion tokens",
+        )
+    total = (
+        (prompt_tokens - cached_tokens) * prices.input_per_million
+        + cached_tokens * prices.cached_input_per_million
+        + completion_tokens * prices.output_per_million
+    )
+    return total.scaleb(-6)

@@ -1,0 +1,104 @@
+"""A model as it is served: its tokenizer, its limits, and jobs made ready for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+
+from registry.catalogue import Catalogue, ModelEntry
+from registry.checkpoint import ModelConfig, read_model_config
+from registry.source import resolve
+from registry.tokenizer import Tokenizer
+from schemas.errors import ConfigError, ContextLengthError, ParameterError
+from schemas.jobs import Job
+from schemas.sampling import MAX_SEED, SamplingParams
+
+
+class ServedModel:
+    """Everything about a model but its weights. Immutable; safe to share between threads."""
+
+    def __init__(
+        self, entry: ModelEntry, path: Path, config: ModelConfig, tokenizer: Tokenizer
+    ) -> None:
+        self.entry = entry
+        self.path = path
+        self.config = config
+        self.tokenizer = tokenizer
+        self.context_window_tokens = _context_window_tokens(entry, config)
+        self.eos_token_ids = tokenizer.eos_token_ids
+
+    @classmethod
+    def load(cls, catalogue: Catalogue, name: str) -> ServedModel:
+        """Find the model's files, fetching them if they are on the hub, and read all but the
+        weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
+        entry = catalogue.get(name)
+        path = resolve(entry)
+        return cls(entry, path, read_model_config(path), Tokenizer.load(path))
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job with ``prompt_token_ids`` in place of prompt or messages, ``max_tokens`` set (to
+        what the context window leaves, if it was not) and a seed.
+
+        Raises ParameterError naming the field for an empty prompt, a refused conversation or token
+        ids that the model does not have; ContextLengthError if it does not fit.
+        """
+        token_ids = self._prompt_token_ids(job)
+        sampling = job.sampling
+        for token_id in sampling.stop_token_ids:
+            self._check_token_id("stop_token_ids", token_id)
+        return msgspec.structs.replace(
+            job,
+            prompt=None,
+            messages=None,
+            prompt_token_ids=token_ids,
+            sampling=msgspec.structs.replace(
+                sampling,
+                max_tokens=self._max_tokens(len(token_ids), sampling),
+                seed=seed_source.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed,
+            ),
+        )
+
+    def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
+        if job.prompt_token_ids is not None:
+            field, token_ids = "prompt_token_ids", job.prompt_token_ids
+        elif job.messages is not None:
+            field, token_ids = "messages", tuple(self.tokenizer.encode_chat(job.messages))
+        else:
+            field = "prompt"
+            token_ids = tuple(self.tokenizer.encode(job.prompt)) if job.prompt else ()
+        if not token_ids:
+            raise ParameterError(field, f"{field} must not be empty")
+        self._check_token_id(field, min(token_ids))
+        self._check_token_id(field, max(token_ids))
+        return token_ids
+
+    def _check_token_id(self, field: str, token_id: int) -> None:
+        if not 0 <= token_id < self.config.vocab_size:
+            raise ParameterError(
+                field,
+                f"{field} holds token id {token_id}; this model's ids are 0 to "
+                f"{self.config.vocab_size - 1}",
+            )
+
+    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        left = self.context_window_tokens - num_prompt_tokens
+        wanted = sampling.max_tokens
+        if left < (wanted or 1):
+            raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
+        return left if wanted is None else wanted
+
+
+def _context_window_tokens(entry: ModelEntry, config: ModelConfig) -> int:
+    """The catalogue's window, within the checkpoint's unless scaled RoPE reaches further."""
+    trained = config.max_position_embeddings
+    wanted = entry.context_window_tokens
+    if wanted is None:
+        return trained
+    if wanted > trained and config.rope_scaling is None:
+        raise ConfigError(
+            f"Model {entry.name}: context_window_tokens is {wanted} in the catalogue, but the "
+            f"checkpoint's max_position_embeddings is {trained}."
+        )
+    return wanted

@@ -1,0 +1,197 @@
+"""The catalogue file, models beside it, and where their files come from."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from registry.catalogue import Catalogue, load_catalogue
+from registry.pricing import PriceBook, cost
+from registry.source import ModelSourceError, resolve
+from schemas.errors import CheckpointError, ConfigError, ModelNotFoundError, ParameterError
+from schemas.jobs import Tier
+
+PRICES = """
+    prices:
+      version: v7
+      currency: EUR
+      input_per_million: 0.1
+      cached_input_per_million: "0.05"
+      output_per_million: 1
+"""
+
+
+def written(folder: Path, text: str) -> Catalogue:
+    file = folder / "models.yaml"
+    file.write_text(text)
+    return load_catalogue(str(file))
+
+
+def test_the_built_in_catalogue() -> None:
+    entry = load_catalogue("").get("demo")
+    assert entry.is_local
+    assert entry.tiers == tuple(Tier)
+    assert entry.prices.version == "2026-11"
+    assert entry.prices.output_per_million == Decimal("0.40")
+
+
+def test_every_field(tmp_path: Path) -> None:
+    catalogue = written(
+        tmp_path,
+        "models:\n  small:\n    source: ./a/b\n    tiers: [pro, free]\n    created: 2026-11-01\n"
+        f"    description: Small\n    context_window_tokens: 512{PRICES}  large:\n"
+        "    source: org/large@v1.0\n",
+    )
+    small, large = catalogue.get("small"), catalogue.get("large")
+    assert catalogue.names() == ("small", "large")
+    assert small.source == str(tmp_path / "a" / "b")
+    assert (small.tiers, small.context_window_tokens) == ((Tier.PRO, Tier.FREE), 512)
+    assert small.created.isoformat() == "2026-11-01"
+    assert small.prices.input_per_million == Decimal("0.1")
+    assert (large.source, large.is_local) == ("org/large@v1.0", False)
+    assert large.prices.version == "unpriced"
+
+
+def test_what_is_written_reads_the_same(tmp_path: Path) -> None:
+    catalogue = written(tmp_path, f"models:\n  small:\n    source: ./a{PRICES}")
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "elsewhere" / "models.yaml"
+    catalogue.with_model("org/large").write(file)
+    again = load_catalogue(str(file))
+    assert again.names() == ("small", "org/large")
+    assert again.get("small") == catalogue.get("small")
+
+
+def test_unknown_model_lists_the_names(tmp_path: Path) -> None:
+    catalogue = written(tmp_path, "models:\n  a: {source: ./a}\n  b: {source: ./b}\n")
+    with pytest.raises(ModelNotFoundError, match=r"'c'.*a, b"):
+        catalogue.get("c")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models:\n  x: {source: ./a, colour: red}", ["model x", "`colour`"]),
+        (
+            "models:\n  x: {source: ./a, prices: {version: v, input: 1}}",
+            ["model x", "`input`", "prices"],
+        ),
+        ("models: {x: {}}", ["model x", "`source`"]),
+        ("models: {x: {source: here}}", ["model x", "source", "'here'"]),
+        ("models: {x: {source: ./a, tiers: [gold]}}", ["model x", "gold"]),
+        ("models: {x: {source: ./a, tiers: []}}", ["model x", "tiers"]),
+        ("models: {x: {source: ./a, context_window_tokens: 0}}", ["context_window_tokens"]),
+        ("models: {auto: {source: ./a}}", ["auto", "reserved"]),
+        ("models: {'a b': {source: ./a}}", ["'a b'"]),
+        ("models: {7: {source: ./a}}", ["7"]),
+        ("models: {}\nmodel: {}", ["unknown keys: model;"]),
+        ("models: [x]", ["mapping `models`"]),
+        ("models: {", ["not valid YAML"]),
+        (
+            "models:\n  x:\n    source: ./a"
+            + PRICES.replace("output_per_million: 1", "output_per_million: -1"),
+            ["model x", "output_per_million", "-1"],
+        ),
+    ],
+)
+def test_a_bad_catalogue_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        written(tmp_path, text)
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_a_missing_catalogue_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        load_catalogue(str(tmp_path / "none.yaml"))
+
+
+def test_a_folder_becomes_a_model_named_after_it(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    catalogue = load_catalogue("").with_model(f"{tmp_path}/my-model/")
+    assert catalogue.names() == ("demo", "my-model")
+    assert catalogue.get("my-model").source == str(tmp_path / "my-model")
+    assert catalogue.with_model("demo").names() == catalogue.names()
+    assert catalogue.entry_for("org/large").source == "org/large"
+
+
+@pytest.mark.parametrize("text", ["./nowhere", "/no/where", "unheard-of"])
+def test_neither_a_model_nor_a_folder(text: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="demo"):
+        load_catalogue("").with_model(text)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    catalogue = load_catalogue("").with_model(str(tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match=r"Model empty: .* no config\.json"):
+        resolve(catalogue.get("empty"))
+    (tmp_path / "empty").rmdir()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        resolve(catalogue.get("empty"))
+
+
+def test_a_hub_model_is_fetched_by_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    calls: list[dict[str, Any]] = []
+
+    def download(repository: str, **options: Any) -> str:
+        calls.append({"repository": repository, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    catalogue = written(tmp_path, "models: {x: {source: org/large@v1}}")
+    assert resolve(catalogue.get("x")) == tmp_path
+    assert (calls[0]["repository"], calls[0]["revision"]) == ("org/large", "v1")
+    assert "model*.safetensors" in calls[0]["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (errors.LocalEntryNotFoundError("no network"), "check the network"),
+        (ConnectionError("refused"), "check the network"),
+        (errors.HFValidationError("bad"), "no hub id"),
+    ],
+)
+def test_the_hub_s_refusals_are_typed(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelSourceError, match=words):
+        resolve(load_catalogue("").entry_for("org/large"))
+
+
+def book(**changes: Any) -> PriceBook:
+    prices = {
+        "input_per_million": Decimal("0.10"),
+        "cached_input_per_million": Decimal("0.05"),
+        "output_per_million": Decimal("0.40"),
+    }
+    return PriceBook(version="v", **(prices | changes))
+
+
+def test_cost_is_exact() -> None:
+    assert cost(book(), 1000, 400, 3) == Decimal("0.0000812")
+    assert cost(book(), 0, 0, 0) == 0
+
+
+def test_impossible_counts_are_refused() -> None:
+    with pytest.raises(ParameterError, match="11 cached"):
+        cost(book(), 10, 11, 0)
+
+
+@pytest.mark.parametrize("price", [Decimal(-1), Decimal("NaN"), Decimal("Infinity")])
+def test_prices_are_prices(price: Decimal) -> None:
+    with pytest.raises(ValueError, match="output_per_million"):
+        book(output_per_million=price)

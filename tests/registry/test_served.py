@@ -1,0 +1,114 @@
+"""Jobs made ready for a model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from registry.catalogue import Catalogue, load_catalogue
+from registry.served import ServedModel
+from schemas.errors import ConfigError, ContextLengthError, ModelNotFoundError, ParameterError
+from schemas.jobs import ChatMessage, Job
+from schemas.sampling import SamplingParams
+from tests.support.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    path = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    return ServedModel.load(load_catalogue("").with_model(str(path)), "tiny")
+
+
+def job(sampling: SamplingParams | None = None, **fields: Any) -> Job:
+    return Job(request_id="r", model="tiny", sampling=sampling or SamplingParams(), **fields)
+
+
+def test_load(served: ServedModel) -> None:
+    assert served.entry.name == "tiny"
+    assert served.context_window_tokens == CONTEXT_WINDOW_TOKENS
+    assert served.eos_token_ids == (1,)
+    with pytest.raises(ModelNotFoundError):
+        ServedModel.load(load_catalogue(""), "tiny")
+
+
+def test_a_prompt_is_tokenised_and_the_rest_filled_in(served: ServedModel) -> None:
+    ready = served.prepare(job(prompt="mill wheel", user="ada"), random.Random(1))
+    assert ready.prompt_token_ids == tuple(served.tokenizer.encode("mill wheel"))
+    assert (ready.prompt, ready.messages, ready.user) == (None, None, "ada")
+    assert ready.sampling.max_tokens == CONTEXT_WINDOW_TOKENS - len(ready.prompt_token_ids)
+    assert ready.sampling.seed is not None
+    again = served.prepare(job(prompt="mill wheel", user="ada"), random.Random(1))
+    assert again == ready
+
+
+def test_messages(served: ServedModel) -> None:
+    messages = (ChatMessage("user", "mill"),)
+    ready = served.prepare(job(messages=messages), random.Random(1))
+    assert ready.prompt_token_ids == tuple(served.tokenizer.encode_chat(messages))
+
+
+def test_what_is_set_stays(served: ServedModel) -> None:
+    asked = job(SamplingParams(max_tokens=5, seed=7), prompt_token_ids=(3, 4))
+    assert served.prepare(asked, random.Random(1)) == asked
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt_token_ids": ()}, "prompt_token_ids"),
+        ({"messages": ()}, "messages"),
+        ({"messages": (ChatMessage("wizard", "x"),)}, "messages"),
+        ({"prompt_token_ids": (3, 10_000)}, "prompt_token_ids"),
+        ({"prompt_token_ids": (-1, 3)}, "prompt_token_ids"),
+        (
+            {"prompt": "mill", "sampling": SamplingParams(stop_token_ids=(10_000,))},
+            "stop_token_ids",
+        ),
+    ],
+)
+def test_the_bad_field_is_named(served: ServedModel, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        served.prepare(job(**fields), random.Random(1))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "fits"),
+    [(128, None, False), (127, None, True), (100, 28, True), (100, 29, False), (500, 1, False)],
+)
+def test_the_context_window(
+    served: ServedModel, num_prompt_tokens: int, max_tokens: int | None, fits: bool
+) -> None:
+    asked = job(SamplingParams(max_tokens=max_tokens), prompt_token_ids=(3,) * num_prompt_tokens)
+    if fits:
+        limit = served.prepare(asked, random.Random(1)).sampling.max_tokens
+        assert limit == (max_tokens or CONTEXT_WINDOW_TOKENS - num_prompt_tokens)
+        return
+    with pytest.raises(ContextLengthError) as caught:
+        served.prepare(asked, random.Random(1))
+    assert caught.value.num_prompt_tokens == num_prompt_tokens
+    assert str(CONTEXT_WINDOW_TOKENS) in caught.value.message
+    assert str(num_prompt_tokens) in caught.value.message
+
+
+def catalogue_with_window(path: Path, window_tokens: int) -> Catalogue:
+    file = path / "models.yaml"
+    file.write_text(f"models: {{tiny: {{source: ./tiny, context_window_tokens: {window_tokens}}}}}")
+    return load_catalogue(str(file))
+
+
+def test_the_catalogue_may_narrow_the_window(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tiny")
+    assert ServedModel.load(catalogue_with_window(tmp_path, 64), "tiny").context_window_tokens == 64
+    with pytest.raises(ConfigError, match=r"129.*128"):
+        ServedModel.load(catalogue_with_window(tmp_path, 129), "tiny")
+
+
+def test_scaled_rope_may_reach_further(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tiny", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    catalogue = catalogue_with_window(tmp_path, 256)
+    assert ServedModel.load(catalogue, "tiny").context_window_tokens == 256
