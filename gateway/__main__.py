@@ -1,0 +1,113 @@
+"""``python -m gateway [--config FILE]``: one gateway process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import logging
+import os
+import signal
+import sys
+from functools import partial
+
+import uvloop
+
+from bus import nats
+from bus.clock import SystemClock
+from bus.logs import configure_logging
+from bus.settings import load_config
+from gateway.core import Gateway
+from gateway.models import Models
+from gateway.server import Server, listen
+from registry.catalogue import Catalogue, ModelEntry, load_catalogue
+from registry.served import ServedModel
+from schemas.config import Config, GatewayConfig
+from schemas.errors import MillraceError
+from schemas.openai import ModelCard
+
+_log = logging.getLogger("gateway")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; a configuration error is one sentence and a status of 2."""
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, os.environ)
+        configure_logging("gateway", config.log_level)
+        uvloop.run(_run(config))
+    except MillraceError as error:
+        print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+async def _run(config: Config) -> None:
+    catalogue = load_catalogue(config.catalogue)
+    models = models_of(catalogue)
+    listener = listen(config.gateway)
+    try:
+        bus = await nats.connect(config.nats, f"gateway {config.gateway.gateway_id}".strip())
+    except BaseException:
+        listener.close()
+        raise
+    gateway = Gateway(bus, config.gateway, models, SystemClock())
+    server = Server(gateway, listener)
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    try:
+        await _warm_up(models, catalogue)
+        await _serve(server, stopped, config.gateway)
+    finally:
+        await bus.close()
+
+
+async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) -> None:
+    """Serve until ``stopped``, then drain."""
+    serving = asyncio.create_task(server.serve())
+    started = asyncio.create_task(server.wait_started())
+    await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    if not serving.done():
+        _log.info("ready", extra={"url": f"http://{config.host}:{server.port}"})
+        stopping = asyncio.create_task(stopped.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+    if not serving.done():
+        _log.info("stopping", extra={"open_streams": server.num_streams})
+        await server.stop(config.drain_timeout_s)
+    await serving
+
+
+async def _warm_up(models: Models, catalogue: Catalogue) -> None:
+    """Load the tokenizers that are on this machine, so that the first request need not."""
+    for name in catalogue.names():
+        if not catalogue.get(name).is_local:
+            continue
+        try:
+            await models.get(name)
+        except MillraceError as error:
+            _log.error("a model cannot be served", extra={"model": name, "why": error.message})
+
+
+def models_of(catalogue: Catalogue) -> Models:
+    """The catalogue's models, as the gateway offers them."""
+    cards = {name: _card(catalogue.get(name)) for name in catalogue.names()}
+    return Models(cards, partial(ServedModel.load, catalogue))
+
+
+def _card(entry: ModelEntry) -> ModelCard:
+    midnight = datetime.datetime.combine(entry.created, datetime.time(), datetime.UTC)
+    return ModelCard(
+        id=entry.name,
+        created=int(midnight.timestamp()),
+        max_model_len=entry.context_window_tokens,
+        description=entry.description,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

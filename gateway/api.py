@@ -1,0 +1,127 @@
+"""The endpoints beside the token path: models, tokenize, health, metrics, operations queries."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.core import Gateway
+from gateway.errors import NotFoundError, TelemetryUnavailableError
+from gateway.http import read_body
+from gateway.parsing import chat_messages, decode
+from schemas.control import TelemetryQuery
+from schemas.errors import MillraceError, ParameterError
+from schemas.openai import ModelList, TokenizeRequest, TokenizeResponse
+
+_JSON = "application/json"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_INLINE_CHARACTERS = 4_096
+
+
+class QueryError(MillraceError):
+    """The telemetry process could not answer a query."""
+
+    code = "query_failed"
+    http_status = 400
+
+
+class Api:
+    """Starlette endpoints over one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+            Route("/healthz", self.healthz, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/ops/api/{query}", self.telemetry, methods=["GET"]),
+        ]
+
+    async def models(self, _request: Request) -> Response:
+        return _json(ModelList(data=tuple(self._gateway.models.cards())))
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._gateway.models.card(request.path_params["name"]))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt, or of messages as the chat template renders them."""
+        body = await read_body(request.scope, request.receive, self._gateway.config.max_body_bytes)
+        asked = decode(self._tokenize_decoder, body)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ParameterError("prompt", "Give exactly one of prompt and messages.")
+        model = await self._gateway.models.get(asked.model)
+        tokenizer = model.tokenizer
+        if asked.messages is not None:
+            messages = chat_messages(asked.messages)
+            tokens = await asyncio.to_thread(tokenizer.encode_chat, messages)
+        elif len(asked.prompt or "") > _INLINE_CHARACTERS:
+            tokens = await asyncio.to_thread(
+                tokenizer.encode, asked.prompt or "", asked.add_special_tokens
+            )
+        else:
+            tokens = tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
+        answer = TokenizeResponse(
+            tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
+        )
+        return _json(answer)
+
+    async def healthz(self, _request: Request) -> Response:
+        """200 while requests can be accepted; ``num_workers`` says whether they move at once."""
+        gateway = self._gateway
+        connected = gateway.bus.connected
+        workers = gateway.fleet.live_workers()
+        if gateway.draining:
+            status = "draining"
+        elif not connected:
+            status = "bus_unavailable"
+        else:
+            status = "ok" if workers else "waiting_for_workers"
+        health = {
+            "status": status,
+            "bus_connected": connected,
+            "num_workers": len(workers),
+            "models": sorted({worker.model for worker in workers}),
+            "gateway_id": gateway.gateway_id,
+            "open_streams": gateway.streams.num_served,
+        }
+        return _json(health, 503 if gateway.draining or not connected else 200)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
+
+    async def telemetry(self, request: Request) -> Response:
+        """Rows of a saved query, as telemetry gave them."""
+        name = request.path_params["query"]
+        params = {key: _number_or_text(value) for key, value in request.query_params.items()}
+        answer = await self._gateway.bus.control.query_telemetry(
+            TelemetryQuery(name=name, params=params), self._gateway.config.telemetry_timeout_s
+        )
+        if answer is None:
+            raise TelemetryUnavailableError("The telemetry process does not answer.")
+        if answer.error.startswith("unknown query"):
+            raise NotFoundError(answer.error)
+        if answer.error:
+            raise QueryError(answer.error)
+        return Response(answer.rows_json, media_type=_JSON, headers={"cache-control": "no-store"})
+
+
+def _number_or_text(value: str) -> str | int | float:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)

@@ -1,0 +1,127 @@
+"""One ASGI application: the token path straight to its handlers, the rest by Starlette."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from gateway import pages
+from gateway.api import Api
+from gateway.completions import CompletionHandler
+from gateway.core import Gateway
+from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
+from gateway.http import (
+    AsgiApp,
+    ClientLeftError,
+    Event,
+    Receive,
+    Scope,
+    Send,
+    new_request_id,
+    request_id_header,
+)
+from gateway.websocket import ROUTE as WEBSOCKET_ROUTE
+from gateway.websocket import WebSocketHandler
+from schemas.errors import MillraceError
+
+_log = logging.getLogger(__name__)
+
+_UNMATCHED = "unmatched"
+
+
+def build_app(gateway: Gateway) -> AsgiApp:
+    """The application that uvicorn serves."""
+    token_path: dict[str, AsgiApp] = {
+        "/v1/chat/completions": CompletionHandler(gateway, chat=True),
+        "/v1/completions": CompletionHandler(gateway, chat=False),
+    }
+    socket = WebSocketHandler(gateway)
+    rest = _counted(gateway, _starlette(gateway))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if scope["type"] == "http":
+            await token_path.get(path, rest)(scope, receive, send)
+        elif path == WEBSOCKET_ROUTE:
+            await socket(scope, receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close"})
+
+    return app
+
+
+def _starlette(gateway: Gateway) -> Starlette:
+    return Starlette(
+        routes=[*Api(gateway).routes(), *pages.routes()],
+        exception_handlers={
+            MillraceError: _answer_error,
+            HTTPException: _answer_http_exception,
+            ClientLeftError: _answer_nobody,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_bug,
+        },
+    )
+
+
+def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
+    """Count each response by its route's template, and give it a request id."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+        request_id = new_request_id("req")
+
+        async def send_with_id(event: Event) -> None:
+            nonlocal status
+            if event["type"] == "http.response.start":
+                status = event["status"]
+                event["headers"] = [*event["headers"], request_id_header(request_id)]
+            await send(event)
+
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", _UNMATCHED) if status else _UNMATCHED
+            gateway.metrics.requests.labels(route, str(status or 500)).inc()
+
+    return counted
+
+
+def _response(refusal: Refusal, *, close: bool = False) -> Response:
+    headers = {name.decode(): value.decode() for name, value in refusal.headers}
+    if close:
+        headers["connection"] = "close"
+    return Response(refusal.body, refusal.status, headers, "application/json")
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillraceError)
+    # A body that was refused before its end must not be read as the next request.
+    return _response(refusal_of(error), close=error.http_status in {408, 413})
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return _response(refusal_of(NotFoundError(f"Nothing is served at {path}.")))
+    if error.status_code == 405:
+        method = f"{path} does not take {request.method}."
+        response = _response(refusal_of(MethodNotAllowedError(method)))
+        response.headers.update(error.headers or {})
+        return response
+    return _response(Refusal(status=error.status_code, code="http_error", message=error.detail))
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _answer_bug(_request: Request, error: Exception) -> Response:
+    _log.error("a request failed", exc_info=error)
+    message = "The gateway failed to answer this request."
+    return _response(Refusal(status=500, code="internal_error", message=message))

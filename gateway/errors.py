@@ -1,0 +1,157 @@
+"""Errors in OpenAI's shape, from every kind of failure that a caller may meet."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import msgspec
+
+from schemas.errors import (
+    BusUnavailableError,
+    MillraceError,
+    ModelNotFoundError,
+    ParameterError,
+    PayloadTooLargeError,
+    QueueFullError,
+)
+from schemas.frames import Cancelled, Done, Expired, Shed, TerminalFrame
+from schemas.openai import ErrorBody, ErrorInfo
+
+_NO_RETRY_HINT_S = 1.0
+
+
+class InvalidJsonError(MillraceError):
+    """The body or message is not JSON."""
+
+    code = "invalid_json"
+    http_status = 400
+
+
+class NotFoundError(MillraceError):
+    """Nothing is served under that path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowedError(MillraceError):
+    """The path is served, but not by that method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class SlowRequestError(MillraceError):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class DrainingError(MillraceError):
+    """This gateway is going down and takes nothing new."""
+
+    code = "draining"
+    retryable = True
+    http_status = 503
+
+
+class TelemetryUnavailableError(MillraceError):
+    """The telemetry process does not answer."""
+
+    code = "telemetry_unavailable"
+    retryable = True
+    http_status = 503
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What to tell a caller: the same for HTTP, for an error inside a stream and for WebSocket."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    _TYPES: ClassVar[dict[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
+
+    @property
+    def body(self) -> bytes:
+        """The OpenAI-shaped JSON object."""
+        kind = self._TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        info = ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorBody(error=info))
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
+
+
+def refusal_of(error: MillraceError) -> Refusal:
+    """What to tell the caller whose request met ``error``."""
+    param = None
+    retry_after_s = None
+    if isinstance(error, ParameterError):
+        param = error.param
+    elif isinstance(error, ModelNotFoundError):
+        param = "model"
+    elif isinstance(error, QueueFullError):
+        retry_after_s = error.retry_after_s
+    elif isinstance(error, BusUnavailableError | DrainingError):
+        retry_after_s = _NO_RETRY_HINT_S
+    return Refusal(
+        status=error.http_status,
+        code=error.code,
+        message=error.message,
+        param=param,
+        retry_after_s=retry_after_s,
+    )
+
+
+def refusal_of_end(frame: TerminalFrame) -> Refusal:
+    """What to tell the caller whose accepted request ended in something else than ``Done``."""
+    assert not isinstance(frame, Done)
+    if isinstance(frame, Shed):
+        return Refusal(
+            status=429,
+            code="overloaded",
+            message="Too many requests wait for this model. Try again later.",
+            retry_after_s=frame.retry_after_s,
+        )
+    if isinstance(frame, Expired):
+        return Refusal(
+            status=504,
+            code="deadline_exceeded",
+            message="The request's deadline passed before the answer was complete.",
+        )
+    if isinstance(frame, Cancelled):
+        return Refusal(status=409, code="cancelled", message="The request was cancelled.")
+    status = _STATUS_BY_CODE.get(frame.code, 503 if frame.retryable else 500)
+    return Refusal(
+        status=status,
+        code=frame.code,
+        message=frame.message,
+        retry_after_s=_NO_RETRY_HINT_S if frame.retryable else None,
+    )
+
+
+def _status_by_code() -> dict[str, int]:
+    statuses = {"request_timeout": 504}
+    kinds: list[type[MillraceError]] = [
+        BusUnavailableError,
+        ModelNotFoundError,
+        ParameterError,
+        PayloadTooLargeError,
+        QueueFullError,
+    ]
+    statuses.update({kind.code: kind.http_status for kind in kinds})
+    statuses["context_length_exceeded"] = 400
+    return statuses
+
+
+_STATUS_BY_CODE = _status_by_code()

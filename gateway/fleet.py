@@ -1,0 +1,70 @@
+"""What the gateway knows of workers and queues: who lives, and whether the door is open."""
+
+from __future__ import annotations
+
+from bus.api import Bus, Subscription
+from bus.clock import Clock
+from schemas.control import QueueStatus, WorkerStatus
+from schemas.errors import QueueFullError
+
+_WORKER_SILENCE_S = 3.0
+_QUEUE_SILENCE_S = 5.0
+_MIN_RETRY_AFTER_S = 1.0
+
+
+class Fleet:
+    """Listens to heartbeats and queue status; what is older than a few seconds counts as gone."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[str, tuple[WorkerStatus, float]] = {}
+        self._queues: dict[str, tuple[QueueStatus, float]] = {}
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self, bus: Bus) -> None:
+        self._subscriptions = [
+            await bus.workers.watch(self.on_worker),
+            await bus.control.subscribe_queue_status(self.on_queue),
+        ]
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self._subscriptions = []
+
+    def on_worker(self, status: WorkerStatus) -> None:
+        if status.retired:
+            self._workers.pop(status.worker_id, None)
+            return
+        self._workers[status.worker_id] = (status, self._clock.monotonic())
+
+    def on_queue(self, status: QueueStatus) -> None:
+        self._queues[status.model] = (status, self._clock.monotonic())
+
+    def live_workers(self, model: str | None = None) -> list[WorkerStatus]:
+        """Workers heard of lately, of one model or of all."""
+        oldest_s = self._clock.monotonic() - _WORKER_SILENCE_S
+        silent = [key for key, (_, seen_s) in self._workers.items() if seen_s < oldest_s]
+        for key in silent:
+            del self._workers[key]
+        return [
+            status for status, _ in self._workers.values() if model is None or status.model == model
+        ]
+
+    def queues(self) -> list[QueueStatus]:
+        """The queues that a scheduler has reported on lately."""
+        oldest_s = self._clock.monotonic() - _QUEUE_SILENCE_S
+        return [status for status, seen_s in self._queues.values() if seen_s >= oldest_s]
+
+    def check_door(self, model: str) -> None:
+        """Raises QueueFullError while the model's queue is over its bound."""
+        known = self._queues.get(model)
+        if known is None or known[1] < self._clock.monotonic() - _QUEUE_SILENCE_S:
+            return
+        status = known[0]
+        if status.num_queued >= status.bound:
+            raise QueueFullError(
+                f"{status.num_queued} requests for {model!r} are waiting and the bound is "
+                f"{status.bound}. Try again later.",
+                max(status.retry_after_s, _MIN_RETRY_AFTER_S),
+            )

@@ -1,0 +1,122 @@
+"""Bare ASGI for JSON endpoints on the token path: bodies in with bounds, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from gateway.errors import Refusal, SlowRequestError
+from schemas.errors import ParameterError, PayloadTooLargeError
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = (b"content-type", b"application/json")
+_BODY_TIMEOUT_S = 60.0
+_LINGER_S = 2.0
+_LINGER_BYTES = 64 * 1024 * 1024
+
+
+class ClientLeftError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+def new_request_id(prefix: str) -> str:
+    """An id that is fit for subjects and headers: ``prefix`` and 96 random bits."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def request_id_header(request_id: str) -> tuple[bytes, bytes]:
+    return (b"x-request-id", request_id.encode())
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises PayloadTooLargeError as soon as more than the limit is declared or has come,
+    SlowRequestError if it takes too long, ParameterError for a bad Content-Length, and
+    ClientLeftError.
+    """
+    declared_bytes = _content_length(scope)
+    if declared_bytes is not None and declared_bytes > limit_bytes:
+        raise PayloadTooLargeError(declared_bytes, limit_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            while True:
+                event = await receive()
+                if event["type"] == "http.disconnect":
+                    raise ClientLeftError
+                chunk = event.get("body", b"")
+                num_bytes += len(chunk)
+                if num_bytes > limit_bytes:
+                    raise PayloadTooLargeError(num_bytes, limit_bytes)
+                chunks.append(chunk)
+                if not event.get("more_body", False):
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    except TimeoutError:
+        raise SlowRequestError(f"The body did not arrive within {_BODY_TIMEOUT_S:g} s.") from None
+
+
+def _content_length(scope: Scope) -> int | None:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if not value.isdigit():
+                raise ParameterError("content-length", "content-length must be a number")
+            return int(value)
+    return None
+
+
+async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """A whole response of a known length."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
+    headers = [JSON, request_id_header(request_id), *refusal.headers]
+    await send_response(send, refusal.status, headers, refusal.body)
+
+
+async def send_refusal_and_close(
+    receive: Receive, send: Send, refusal: Refusal, request_id: str
+) -> None:
+    """Refuse a body that was not read to its end, and close the connection.
+
+    Closing at once would reset the connection under the answer, so what the client still sends is
+    thrown away for a moment until it has read that.
+    """
+    body = refusal.body
+    headers = [
+        JSON,
+        request_id_header(request_id),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *refusal.headers,
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while num_bytes < _LINGER_BYTES:
+                event = await receive()
+                if event["type"] == "http.disconnect" or not event.get("more_body", False):
+                    break
+                num_bytes += len(event.get("body", b""))
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

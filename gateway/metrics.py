@@ -1,0 +1,142 @@
+"""What Prometheus sees of a gateway. Labels are bounded; no tenant, user or prompt is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gateway.fleet import Fleet
+from gateway.latency import GapCounts
+from gateway.stream import OpenStream, status_of
+from gateway.streams import StreamTable
+from schemas.frames import Done
+
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """One registry for one gateway, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        self._registry = CollectorRegistry()
+        self.gaps = GapCounts()
+        self._registry.register(self.gaps)
+        self.requests = Counter(
+            "millrace_http_requests",
+            "HTTP requests by route and status",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self.refusals = Counter(
+            "millrace_ws_errors",
+            "Error messages sent on WebSockets, by code",
+            ["code"],
+            registry=self._registry,
+        )
+        self._generations = Counter(
+            "millrace_generations",
+            "Generations that ended, by model, door and outcome",
+            ["model", "source", "outcome"],
+            registry=self._registry,
+        )
+        self._prompt_tokens = Counter(
+            "millrace_prompt_tokens",
+            "Prompt tokens of generations that ended well",
+            ["model"],
+            registry=self._registry,
+        )
+        self._generation_tokens = Counter(
+            "millrace_generation_tokens",
+            "Tokens given out to clients",
+            ["model"],
+            registry=self._registry,
+        )
+        self._replays = Counter(
+            "millrace_replays",
+            "Times that missing frames were asked for",
+            registry=self._registry,
+        )
+        self._first_token_s = Histogram(
+            "millrace_time_to_first_token_seconds",
+            "From receipt to the first token given out",
+            ["model"],
+            buckets=_FIRST_TOKEN_S,
+            registry=self._registry,
+        )
+        self._per_token_s = Histogram(
+            "millrace_time_per_output_token_seconds",
+            "Mean time per token after the first, one observation for each generation",
+            ["model"],
+            buckets=_PER_TOKEN_S,
+            registry=self._registry,
+        )
+        self._whole_s = Histogram(
+            "millrace_e2e_request_latency_seconds",
+            "From receipt to the end",
+            ["model"],
+            buckets=_WHOLE_S,
+            registry=self._registry,
+        )
+
+    def watch(self, streams: StreamTable, fleet: Fleet) -> None:
+        """Report the present state of these at every scrape."""
+        self._registry.register(_PresentState(streams, fleet))
+
+    def count_end(self, stream: OpenStream, now_s: float) -> None:
+        """Take in a stream that has ended."""
+        model = stream.job.model
+        outcome = stream.outcome or status_of(stream).value
+        self._generations.labels(model, stream.job.source.value, outcome).inc()
+        self._generation_tokens.labels(model).inc(stream.num_delivered)
+        self._replays.inc(stream.num_replays)
+        self._whole_s.labels(model).observe(now_s - stream.opened_s)
+        usage = stream.reader.usage
+        if usage is not None and isinstance(stream.reader.terminal, Done):
+            self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        if stream.first_text_s is None or stream.last_delivery_s is None:
+            return
+        self._first_token_s.labels(model).observe(stream.first_text_s - stream.opened_s)
+        if stream.num_delivered > 1:
+            span_s = stream.last_delivery_s - stream.first_text_s
+            self._per_token_s.labels(model).observe(span_s / (stream.num_delivered - 1))
+
+    def render(self) -> bytes:
+        """The registry in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _PresentState(Collector):
+    """Gauges that are read when they are asked for."""
+
+    def __init__(self, streams: StreamTable, fleet: Fleet) -> None:
+        self._streams = streams
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        open_streams = GaugeMetricFamily(
+            "millrace_open_streams", "Streams that clients are waiting for"
+        )
+        open_streams.add_metric([], self._streams.num_served)
+        yield open_streams
+        queued = GaugeMetricFamily(
+            "millrace_queued_requests", "Requests that wait in a model's queue", labels=["model"]
+        )
+        bound = GaugeMetricFamily(
+            "millrace_queue_bound", "Requests over which the queue refuses more", labels=["model"]
+        )
+        for status in self._fleet.queues():
+            queued.add_metric([status.model], status.num_queued)
+            bound.add_metric([status.model], status.bound)
+        yield queued
+        yield bound
+        workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
+        workers.add_metric([], len(self._fleet.live_workers()))
+        yield workers

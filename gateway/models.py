@@ -1,0 +1,74 @@
+"""The models that may be asked for, with their tokenizers, loaded when they are first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from schemas.errors import ModelNotFoundError
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+
+
+class TokenizerLike(Protocol):
+    """What the gateway uses of ``registry.tokenizer.Tokenizer``."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+
+
+class ServedModelLike(Protocol):
+    """What the gateway uses of ``registry.served.ServedModel``."""
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def context_window_tokens(self) -> int: ...
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+
+
+class Models:
+    """Loads each model once, in a thread; a load that failed is tried again by the next caller."""
+
+    def __init__(
+        self, cards: Mapping[str, ModelCard], load: Callable[[str], ServedModelLike]
+    ) -> None:
+        self._cards = dict(cards)
+        self._load = load
+        self._loaded: dict[str, ServedModelLike] = {}
+        self._locks = {name: asyncio.Lock() for name in cards}
+
+    def cards(self) -> list[ModelCard]:
+        """All models, as clients see them."""
+        return [self.card(name) for name in self._cards]
+
+    def card(self, name: str) -> ModelCard:
+        """Raises ModelNotFoundError."""
+        known = self._cards.get(name)
+        if known is None:
+            raise ModelNotFoundError(
+                f"There is no model {name!r} here. The models are: {', '.join(self._cards)}."
+            )
+        model = self._loaded.get(name)
+        if model is None:
+            return known
+        return msgspec.structs.replace(known, max_model_len=model.context_window_tokens)
+
+    async def get(self, name: str) -> ServedModelLike:
+        """Raises ModelNotFoundError, or CheckpointError if its files cannot be used."""
+        model = self._loaded.get(name)
+        if model is not None:
+            return model
+        self.card(name)
+        async with self._locks[name]:
+            if name not in self._loaded:
+                self._loaded[name] = await asyncio.to_thread(self._load, name)
+            return self._loaded[name]

@@ -1,0 +1,175 @@
+"""Each token of a stream exactly once, out of frames that may repeat, overlap or be missing.
+
+Pure: no clock, no bus, no socket. The rules are those of ``schemas.frames``.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from schemas.frames import (
+    Accepted,
+    Delta,
+    Done,
+    Frame,
+    Queued,
+    Started,
+    TerminalFrame,
+    Usage,
+)
+
+
+class Outcome(Enum):
+    """What a frame changed for the reader."""
+
+    NOTHING = auto()
+    NOTE = auto()
+    TOKENS = auto()
+    GAP = auto()
+    END = auto()
+
+
+class Progress(NamedTuple):
+    """Tokens gathered since the last ``take``: ``num_tokens`` of them from ``first_index`` on."""
+
+    first_index: int
+    num_tokens: int
+    text: str
+
+
+class StreamReader:
+    """Splices the frames of one request and gathers what its client has not taken yet.
+
+    Invariants: ``token_ids`` is the prefix of the completion that was read, without holes; the
+    text given out by ``take`` plus the text that waits is exactly the text of those tokens;
+    ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all its
+    tokens and the usage are there: until then each further sign of it is a gap.
+    """
+
+    __slots__ = (
+        "_held_end",
+        "_taken",
+        "_texts",
+        "epoch",
+        "num_epochs",
+        "pending_bytes",
+        "queued",
+        "started",
+        "terminal",
+        "token_ids",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.num_epochs = 0
+        self.token_ids: list[int] = []
+        self.queued: Queued | None = None
+        self.started: Started | None = None
+        self.usage: Usage | None = None
+        self.terminal: TerminalFrame | None = None
+        self.pending_bytes = 0
+        self._texts: list[str] = []
+        self._taken = 0
+        self._held_end: Done | None = None
+
+    @property
+    def next_index(self) -> int:
+        """The index of the first token that is still missing."""
+        return len(self.token_ids)
+
+    @property
+    def has_pending(self) -> bool:
+        return len(self.token_ids) > self._taken
+
+    @property
+    def waits_for_missing(self) -> bool:
+        """The end is known, but not everything before it."""
+        return self._held_end is not None and self.terminal is None
+
+    def take(self) -> Progress:
+        """What was gathered since the last call; it is the client's from now on."""
+        index = self._taken
+        self._taken = len(self.token_ids)
+        text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
+        self._texts.clear()
+        self.pending_bytes = 0
+        return Progress(index, self._taken - index, text)
+
+    def feed(self, frame: Frame) -> Outcome:
+        """Take one frame in; GAP means that frames from ``next_index`` on must be sent again."""
+        if self.terminal is not None or frame.epoch < self.epoch:
+            return Outcome.NOTHING
+        if frame.epoch > self.epoch:
+            self._enter_epoch(frame.epoch)
+        if type(frame) is Delta:
+            return self._feed_delta(frame)
+        if isinstance(frame, Accepted):
+            return Outcome.NOTHING
+        if isinstance(frame, Queued):
+            return self._feed_queued(frame)
+        if isinstance(frame, Started):
+            return self._feed_started(frame)
+        if isinstance(frame, Usage):
+            self.usage = frame
+            return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
+        if isinstance(frame, Done):
+            self._held_end = frame
+            return self._end_if_complete()
+        assert not isinstance(frame, Delta)
+        self.terminal = frame
+        return Outcome.END
+
+    def end(self, frame: TerminalFrame) -> None:
+        """End it from this side (timeout, disconnect): no frame changes anything any more."""
+        if self.terminal is None:
+            self.terminal = frame
+
+    def _enter_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.usage = None
+        self._held_end = None
+
+    def _feed_queued(self, frame: Queued) -> Outcome:
+        if self.started is not None or frame == self.queued:
+            return Outcome.NOTHING
+        self.queued = frame
+        return Outcome.NOTE
+
+    def _feed_started(self, frame: Started) -> Outcome:
+        if frame == self.started:
+            return Outcome.NOTHING
+        self.started = frame
+        self.num_epochs += 1
+        return Outcome.NOTE
+
+    def _feed_delta(self, frame: Delta) -> Outcome:
+        num_known = len(self.token_ids) - frame.index
+        if num_known < 0:
+            return Outcome.GAP
+        num_tokens = len(frame.token_ids)
+        if num_known >= num_tokens:
+            return Outcome.NOTHING
+        text = frame.text
+        if num_known == 0:
+            self.token_ids.extend(frame.token_ids)
+        else:
+            if len(frame.text_ends) != num_tokens:
+                return Outcome.GAP
+            self.token_ids.extend(frame.token_ids[num_known:])
+            text = text[frame.text_ends[num_known - 1] :]
+        if text:
+            self._texts.append(text)
+            self.pending_bytes += len(text) if text.isascii() else len(text.encode())
+        if self._held_end is None:
+            return Outcome.TOKENS
+        outcome = self._end_if_complete()
+        return Outcome.TOKENS if outcome is Outcome.GAP else outcome
+
+    def _end_if_complete(self) -> Outcome:
+        assert self._held_end is not None
+        if len(self.token_ids) < self._held_end.num_tokens or self.usage is None:
+            return Outcome.GAP
+        self.terminal = self._held_end
+        return Outcome.END

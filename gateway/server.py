@@ -1,0 +1,153 @@
+"""uvicorn as this gateway needs it: its sockets, its protocols, its way of going down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from gateway.app import build_app
+from gateway.completions import ABORT_EXTENSION
+from gateway.core import Gateway
+from schemas.config import GatewayConfig
+from schemas.errors import ConfigError
+
+_BACKLOG = 4_096
+_KEEP_ALIVE_S = 75
+_LAST_WORDS_S = 1
+_NOTSENT_LOWAT_BYTES = 16_384
+_GC_THRESHOLDS = (50_000, 50, 50)
+
+
+def listen(config: GatewayConfig) -> socket.socket:
+    """A listening socket that other gateways may share. Raises ConfigError if it cannot be had.
+
+    Accepted sockets inherit the options: a reader that stalls is closed by the kernel, and little
+    of what it does not read leaves this process.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stall_ms = round(config.client_stall_timeout_s * 1_000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
+        listener.bind((config.host, config.port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(_why_not(config, error)) from error
+    return listener
+
+
+def _why_not(config: GatewayConfig, error: Exception) -> str:
+    where = f"{config.host}:{config.port}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"{where} is taken by another program; set gateway.port to a free port"
+    return f"cannot listen on {where}: {error}"
+
+
+class Server:
+    """Serves a gateway on a listening socket until ``stop``."""
+
+    def __init__(self, gateway: Gateway, listener: socket.socket, *, tune: bool = True) -> None:
+        """``tune``: set the process's garbage collector up for serving."""
+        self._gateway = gateway
+        self._listener = listener
+        self._tune = tune
+        config = uvicorn.Config(
+            build_app(gateway),
+            http=_HttpProtocol,
+            ws=_WebSocketProtocol,
+            ws_max_size=gateway.config.max_ws_message_bytes,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+            server_header=False,
+        )
+        self._server = _QuietServer(config)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def num_streams(self) -> int:
+        return self._gateway.streams.num_served
+
+    async def serve(self) -> None:
+        """Start the gateway and answer until ``stop``; open streams are drained first."""
+        await self._gateway.start()
+        if self._tune:
+            tune_gc()
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            await self._gateway.close()
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Accept no more, give open streams their time, then close what is left (1012)."""
+        for server in self._server.servers:
+            server.close()
+        await self._gateway.drain(drain_timeout_s)
+        self._server.should_exit = True
+
+    async def wait_started(self) -> None:
+        await self._server.up.wait()
+
+
+def tune_gc() -> None:
+    """Start-up's objects stay out of collections, which come rarely: p99 latency needs both."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+class _QuietServer(uvicorn.Server):
+    """Signals are handled by whoever runs the process; ``up`` is set once it accepts."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """Hands handlers a way to cut a client off that does not read."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, Any] = {ABORT_EXTENSION: self.transport.abort}
+        self.scope["extensions"] = extensions
+
+
+class _WebSocketProtocol(WebSocketsSansIOProtocol):
+    """Queues a close frame behind whatever a client has not read, instead of waiting for it."""
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "websocket.close":
+            self.writable.set()
+        await super().send(message)

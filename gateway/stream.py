@@ -1,0 +1,150 @@
+"""One open stream: the reader of a request's frames, and the client that they are for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from gateway.latency import GapCounts
+from gateway.reader import Outcome, Progress, StreamReader
+from schemas.control import CancelReason
+from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
+from schemas.jobs import Job
+from schemas.records import Status
+
+
+class Client(ABC):
+    """The far end of one or several streams, and how much text waits for it.
+
+    ``sending_since_s`` is the monotonic time at which a write began that is not through yet.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.pending_bytes = 0
+        self.sending_since_s: float | None = None
+
+    @abstractmethod
+    def wake(self, stream: OpenStream) -> None:
+        """The stream has something to take. Must return at once."""
+
+    @abstractmethod
+    def drop(self, reason: str) -> None:
+        """The client does not read: part with it. Must return at once."""
+
+
+class OpenStream:
+    """A request that this gateway answers, from before it is published until its end is recorded.
+
+    The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
+    client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``).
+    """
+
+    __slots__ = (
+        "accepted",
+        "cancel_reason",
+        "client",
+        "client_gone",
+        "first_text_s",
+        "is_ready",
+        "job",
+        "last_delivery_s",
+        "last_frame_s",
+        "must_probe",
+        "num_delivered",
+        "num_replays",
+        "opened_s",
+        "outcome",
+        "reader",
+        "remove_at_s",
+        "replay_after_s",
+        "replaying",
+    )
+
+    def __init__(self, job: Job, client: Client, now_s: float) -> None:
+        self.job = job
+        self.client = client
+        self.reader = StreamReader()
+        self.accepted = False
+        self.client_gone = False
+        self.cancel_reason: CancelReason | None = None
+        self.is_ready = False
+        self.must_probe = False
+        self.replaying = False
+        self.num_replays = 0
+        self.num_delivered = 0
+        self.outcome = ""
+        self.opened_s = now_s
+        self.last_frame_s = now_s
+        self.replay_after_s = 0.0
+        self.remove_at_s = 0.0
+        self.first_text_s: float | None = None
+        self.last_delivery_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request_id
+
+    @property
+    def ended(self) -> bool:
+        return self.reader.terminal is not None
+
+    def feed(self, frame: Frame, now_s: float) -> Outcome:
+        """Read one frame and wake the client if there is something for it."""
+        self.last_frame_s = now_s
+        reader = self.reader
+        before = reader.pending_bytes
+        outcome = reader.feed(frame)
+        if outcome is Outcome.NOTHING or outcome is Outcome.GAP:
+            return outcome
+        if self.client_gone:
+            reader.take()
+            return outcome
+        client = self.client
+        client.pending_bytes += reader.pending_bytes - before
+        if client.pending_bytes > client.limit_bytes and type(frame) is Delta:
+            client.drop("slow_client")
+        elif not self.is_ready:
+            self.is_ready = True
+            client.wake(self)
+        return outcome
+
+    def take(self, now_s: float, gaps: GapCounts) -> Progress:
+        """What waits for the client, which is woken again for whatever follows."""
+        self.is_ready = False
+        self.client.pending_bytes -= self.reader.pending_bytes
+        progress = self.reader.take()
+        if progress.num_tokens:
+            self.num_delivered += progress.num_tokens
+            if self.last_delivery_s is None:
+                self.first_text_s = now_s
+            else:
+                gaps.add(now_s - self.last_delivery_s, progress.num_tokens)
+            self.last_delivery_s = now_s
+        return progress
+
+    def leave(self, outcome: str) -> None:
+        """The client is gone; what still comes is read and thrown away."""
+        self.client_gone = True
+        self.outcome = self.outcome or outcome
+        self.client.pending_bytes -= self.reader.pending_bytes
+        self.reader.take()
+
+    def wake(self) -> None:
+        if not self.is_ready and not self.client_gone:
+            self.is_ready = True
+            self.client.wake(self)
+
+
+def status_of(stream: OpenStream) -> Status:
+    """How the request ended. It must have."""
+    match stream.reader.terminal:
+        case Done():
+            return Status.DONE
+        case Cancelled():
+            return Status.CANCELLED
+        case Expired():
+            return Status.EXPIRED
+        case Shed():
+            return Status.SHED
+        case _:
+            return Status.FAILED

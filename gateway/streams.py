@@ -1,0 +1,294 @@
+"""The table of open streams: frames in by one subscription, each stream's end out exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from bus.api import Bus, Subscription
+from bus.clock import Clock
+from gateway.fleet import Fleet
+from gateway.reader import Outcome
+from gateway.stream import Client, OpenStream
+from schemas.config import GatewayConfig
+from schemas.control import Cancel, CancelReason, Replay, ResumePoint
+from schemas.errors import MillraceError
+from schemas.frames import Cancelled, Failed, Frame, TerminalFrame
+from schemas.jobs import Job
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.25
+_REPLAY_TIMEOUT_S = 1.0
+_MIN_REPLAY_INTERVAL_S = 0.2
+_MAX_REPLAYS_AT_ONCE = 64
+_CANCEL_INTERVAL_S = 1.0
+_CANCEL_BOUND_S = 15.0
+
+
+class StreamTable:
+    """Owns every open stream of this gateway.
+
+    A stream leaves the table when its client has taken its end (``finish``); once the client is
+    gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed. ``on_end`` is called
+    once for each stream that was accepted. ``on_frame`` never waits: it runs on the bus's read
+    path.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: GatewayConfig,
+        gateway_id: str,
+        fleet: Fleet,
+        clock: Clock,
+        on_end: Callable[[OpenStream], None],
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._gateway_id = gateway_id
+        self._fleet = fleet
+        self._clock = clock
+        self._on_end = on_end
+        self._streams: dict[str, OpenStream] = {}
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._replay_slots = asyncio.Semaphore(_MAX_REPLAYS_AT_ONCE)
+        self.num_replays = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[OpenStream]:
+        return iter(self._streams.values())
+
+    @property
+    def num_served(self) -> int:
+        """Streams whose client is still there."""
+        return sum(not stream.client_gone for stream in self._streams.values())
+
+    async def start(self) -> None:
+        """Listen for frames and for questions about streams; probe after every reconnect."""
+        self._subscriptions = [
+            await self._bus.frames.subscribe(self._gateway_id, self.on_frame),
+            await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
+        ]
+        self._bus.on_reconnect(self._on_reconnect)
+        self._spawn(self._sweep_forever())
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self._subscriptions = []
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def open(self, job: Job, client: Client, received_s: float) -> OpenStream:
+        """A stream for a job that is about to be published; ``received_s`` is monotonic."""
+        stream = OpenStream(job, client, received_s)
+        self._streams[job.request_id] = stream
+        return stream
+
+    def accept(self, stream: OpenStream) -> None:
+        """The job is stored: from now on the stream ends in a terminal frame and a record."""
+        stream.accepted = True
+        if stream.ended and stream.client_gone:
+            self.finish(stream)
+        elif stream.cancel_reason is not None:
+            self._send_cancel(stream)
+
+    def finish(self, stream: OpenStream) -> None:
+        """The client has the end of it, or is gone and the end is known: record it."""
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._on_end(stream)
+
+    def discard(self, stream: OpenStream) -> None:
+        """The job was not stored; nothing is owed."""
+        self._streams.pop(stream.request_id, None)
+
+    def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
+        """Ask for the stream's end; the terminal frame still comes from whoever runs it."""
+        if stream.ended or stream.cancel_reason is not None:
+            return
+        stream.cancel_reason = reason
+        stream.remove_at_s = self._clock.monotonic() + _CANCEL_BOUND_S
+        if stream.accepted:
+            self._send_cancel(stream)
+
+    def leave(self, stream: OpenStream, outcome: str) -> None:
+        """The client is gone: cancel, and hold the stream until its end is known."""
+        if stream.client_gone:
+            return
+        stream.leave(outcome)
+        if not stream.ended:
+            self.cancel(stream, CancelReason.DISCONNECT)
+        elif stream.accepted:
+            self.finish(stream)
+
+    def on_frame(self, request_id: str, frame: Frame) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        outcome = stream.feed(frame, self._clock.monotonic())
+        if outcome is Outcome.GAP:
+            self._ask_replay(stream)
+        elif outcome is Outcome.END and stream.client_gone and stream.accepted:
+            self.finish(stream)
+
+    def resume_point(self, request_id: str) -> ResumePoint | None:
+        """Which tokens the client has; None for a stream that is not here."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.ended:
+            return None
+        if stream.client_gone or stream.cancel_reason is not None:
+            return ResumePoint(open=False)
+        return ResumePoint(token_ids=tuple(stream.reader.token_ids))
+
+    def sweep(self) -> None:
+        """Look after the streams that frames alone do not move on."""
+        now_s = self._clock.monotonic()
+        config = self._config
+        for stream in list(self._streams.values()):
+            sending_since_s = stream.client.sending_since_s
+            if (
+                not stream.client_gone
+                and sending_since_s is not None
+                and now_s - sending_since_s > config.client_stall_timeout_s
+            ):
+                stream.client.drop("slow_client")
+            elif stream.ended:
+                continue
+            elif stream.cancel_reason is not None:
+                self._sweep_cancelled(stream, now_s)
+            elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
+                self._time_out(stream)
+            elif (
+                stream.must_probe
+                or stream.reader.started is not None
+                or stream.reader.waits_for_missing
+            ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
+                self._ask_replay(stream)
+
+    def end_all(self, frame: TerminalFrame) -> None:
+        """Give every stream that is left an end (the gateway goes down)."""
+        for stream in list(self._streams.values()):
+            stream.reader.end(frame)
+            if stream.accepted:
+                self.finish(stream)
+
+    def _time_out(self, stream: OpenStream) -> None:
+        self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
+        self._end(
+            stream,
+            Failed(
+                code="request_timeout",
+                message=f"No end after {self._config.request_timeout_s:g} s; it was cancelled.",
+                retryable=True,
+            ),
+        )
+
+    def _sweep_cancelled(self, stream: OpenStream, now_s: float) -> None:
+        if not stream.accepted:
+            return
+        if now_s >= stream.remove_at_s:
+            self._end(stream, Cancelled(num_tokens=stream.reader.next_index))
+        elif now_s >= stream.replay_after_s:
+            self._send_cancel(stream)
+
+    def _end(self, stream: OpenStream, frame: TerminalFrame) -> None:
+        stream.reader.end(frame)
+        stream.wake()
+        if stream.client_gone and stream.accepted:
+            self.finish(stream)
+
+    def _send_cancel(self, stream: OpenStream) -> None:
+        assert stream.cancel_reason is not None
+        stream.replay_after_s = self._clock.monotonic() + _CANCEL_INTERVAL_S
+        self._send_cancel_to_bus(stream, stream.cancel_reason)
+
+    def _send_cancel_to_bus(self, stream: OpenStream, reason: CancelReason) -> None:
+        self._spawn(self._publish_cancel(Cancel(request_id=stream.request_id, reason=reason)))
+
+    async def _publish_cancel(self, cancel: Cancel) -> None:
+        try:
+            await self._bus.control.cancel(cancel)
+        except (MillraceError, TimeoutError) as error:
+            _log.warning(
+                "a cancel could not be sent; it is tried again",
+                extra={"request_id": cancel.request_id, "why": str(error)},
+            )
+
+    def _on_reconnect(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.must_probe = True
+            self._ask_replay(stream)
+
+    def _ask_replay(self, stream: OpenStream) -> None:
+        now_s = self._clock.monotonic()
+        if stream.replaying or now_s < stream.replay_after_s or stream.cancel_reason is not None:
+            return
+        stream.replaying = True
+        self._spawn(self._replay(stream))
+
+    async def _replay(self, stream: OpenStream) -> None:
+        """Ask the stream's worker, or, if it knows nothing, every worker of the model."""
+        try:
+            async with self._replay_slots:
+                if stream.ended:
+                    return
+                stream.num_replays += 1
+                self.num_replays += 1
+                started = stream.reader.started
+                known = [started.worker_id] if started is not None else []
+                others = [
+                    worker.worker_id
+                    for worker in self._fleet.live_workers(stream.job.model)
+                    if worker.worker_id not in known
+                ]
+                answers = []
+                for worker_id in known + others:
+                    answers.append(await self._ask_worker(worker_id, stream))
+                    if answers[-1]:
+                        return
+                if None not in answers:
+                    # Everybody answered that it does not run: it waits in the queue.
+                    stream.must_probe = False
+        finally:
+            stream.replaying = False
+            stream.replay_after_s = self._clock.monotonic() + _MIN_REPLAY_INTERVAL_S
+
+    async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
+        """True: it sends the frames again; False: it knows nothing of them; None: no answer."""
+        replay = Replay(
+            request_id=stream.request_id,
+            from_index=stream.reader.next_index,
+            reply=self._gateway_id,
+        )
+        try:
+            answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
+        except (MillraceError, TimeoutError):
+            return None
+        if answer is None:
+            return None
+        if answer.ok:
+            stream.must_probe = False
+        return answer.ok
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(_SWEEP_S)
+            self.sweep()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a background task of the stream table failed", exc_info=error)

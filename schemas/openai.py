@@ -1,0 +1,204 @@
+"""OpenAI's request and response shapes, as far as they are honoured.
+
+A field that is known but not honoured has the type Any here: the gateway takes it when its value
+asks for nothing and refuses it by name otherwise. A field that is not known at all is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to add to a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every kind of generation takes: sampling, and fields that are known but not honoured."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    session_id: str | None = None
+    service_tier: str | None = None
+    n: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    logprobs: Any = None
+    metadata: Any = None
+
+
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A piece of a message's content."""
+
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation as OpenAI's clients send it."""
+
+    role: str
+    content: str | tuple[TextPart, ...] | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+
+
+class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a generation from messages takes, over HTTP or WebSocket."""
+
+    max_completion_tokens: int | None = None
+    top_logprobs: Any = None
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    store: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: tuple[Message, ...]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list with one of these.
+
+    ``max_tokens`` is 16 if it is not given, as in OpenAI's API.
+    """
+
+    prompt: Any
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them."""
+
+    model: str
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: tuple[int, ...]
+    count: int
+    max_model_len: int
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: int = 0
+
+
+class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one generation, as the worker counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    message: AssistantMessage
+    finish_reason: str
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a chat completion that is not streamed."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: UsageInfo
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    finish_reason: str
+    index: int = 0
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a completion that is not streamed."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[CompletionChoice, ...]
+    usage: UsageInfo
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the catalogue; ``max_model_len`` is its context window in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    description: str = ""
+    object: Literal["model"] = "model"
+    owned_by: str = "millrace"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[ModelCard, ...]
+    object: Literal["list"] = "list"
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """``code`` is stable; ``param`` names the field at fault, if it is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    error: ErrorInfo

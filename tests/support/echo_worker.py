@@ -1,0 +1,194 @@
+"""A worker and scheduler in one, without a model: pulls jobs itself and answers with frames.
+
+What it says is scripted: by default the prompt's own token ids are its text, one byte a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from bus.api import Bus, LeasedJob, Subscription
+from bus.clock import Clock, SystemClock
+from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    FinishReason,
+    Frame,
+    Started,
+    Usage,
+)
+from schemas.jobs import Job
+
+Script = Callable[[Job], str]
+_HEARTBEAT_S = 0.5
+_PULL_S = 0.5
+
+
+def echo_script(job: Job) -> str:
+    """The prompt's text again, as far as ``max_tokens`` goes."""
+    return bytes(job.prompt_token_ids or ()).decode(errors="replace")
+
+
+class EchoWorker:
+    """Answers jobs of one model; a character is a token, with its code point as token id.
+
+    ``pace`` is awaited before each token, so that a test decides when it comes; ``ends`` of a
+    request are frames that end it instead of its text; ``lose`` says which frames are never sent
+    (they are still there for a replay).
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        model: str = "echo",
+        *,
+        worker_id: str = "echo-1",
+        script: Script = echo_script,
+        tokens_per_frame: int = 1,
+        clock: Clock | None = None,
+    ) -> None:
+        self.bus = bus
+        self.model = model
+        self.worker_id = worker_id
+        self.script = script
+        self.tokens_per_frame = tokens_per_frame
+        self.clock = clock or SystemClock()
+        self.jobs: list[Job] = []
+        self.cancelled: list[str] = []
+        self.replays: list[Replay] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.stop_before: int | None = None
+        self.end_with: Frame | None = None
+        self.lose: Callable[[Frame], bool] = lambda _frame: False
+        self.epoch = 0
+        self._sent: dict[str, list[Frame]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        await self.announce()
+        self._subscriptions = [
+            await self.bus.control.serve_commands(self.worker_id, self._on_command),
+            await self.bus.control.subscribe_cancels(self._on_cancel),
+        ]
+        self._tasks = [
+            asyncio.create_task(self._pull_forever()),
+            asyncio.create_task(self._beat_forever()),
+        ]
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def announce(self, *, retired: bool = False) -> None:
+        await self.bus.workers.announce(
+            WorkerStatus(
+                worker_id=self.worker_id,
+                name=self.worker_id,
+                model=self.model,
+                max_num_sequences=64,
+                num_running=len(self._running),
+                retired=retired,
+                sent_ns=self.clock.now_ns(),
+            )
+        )
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await self.clock.sleep(_HEARTBEAT_S)
+            await self.announce()
+
+    async def _pull_forever(self) -> None:
+        while True:
+            for leased in await self.bus.jobs.pull(self.model, 16, _PULL_S):
+                self.jobs.append(leased.job)
+                request_id = leased.job.request_id
+                task = asyncio.create_task(self._run(leased))
+                self._running[request_id] = task
+                task.add_done_callback(lambda _task, key=request_id: self._running.pop(key, None))
+
+    async def _run(self, leased: LeasedJob) -> None:
+        job = leased.job
+        try:
+            await self._generate(job)
+        except asyncio.CancelledError:
+            if job.request_id not in self.cancelled:
+                raise
+            await self._send(job, Cancelled(epoch=self.epoch))
+        await self.bus.jobs.ack(leased.lease)
+
+    async def _generate(self, job: Job) -> None:
+        num_prompt = len(job.prompt_token_ids or ())
+        epoch = self.epoch
+        if self.end_with is not None and self.stop_before is None:
+            await self._send(job, self.end_with)
+            return
+        await self._send(
+            job, Started(worker_id=self.worker_id, num_prompt_tokens=num_prompt, epoch=epoch)
+        )
+        limit = job.sampling.max_tokens
+        whole = self.script(job)
+        text = whole[:limit]
+        for index in range(0, len(text), self.tokens_per_frame):
+            if index == self.stop_before:
+                if self.end_with is not None:
+                    await self._send(job, self.end_with)
+                    return
+                await asyncio.Event().wait()
+            await self.gate.wait()
+            piece = text[index : index + self.tokens_per_frame]
+            await self._send(job, _delta(index, piece, epoch))
+            await asyncio.sleep(0)
+        await self._send(
+            job, Usage(prompt_tokens=num_prompt, completion_tokens=len(text), epoch=epoch)
+        )
+        reason = FinishReason.LENGTH if len(whole) > len(text) else FinishReason.STOP
+        await self._send(job, Done(finish_reason=reason, num_tokens=len(text), epoch=epoch))
+
+    async def _send(self, job: Job, frame: Frame) -> None:
+        self._sent.setdefault(job.request_id, []).append(frame)
+        if not self.lose(frame):
+            await self.bus.frames.publish(
+                job.reply, [(job.request_id, frame)], batch=job.batch_frames
+            )
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        task = self._running.get(cancel.request_id)
+        if task is not None and cancel.request_id not in self.cancelled:
+            self.cancelled.append(cancel.request_id)
+            task.cancel()
+
+    async def _on_command(self, command: WorkerCommand) -> WorkerReply:
+        if not isinstance(command, Replay):
+            return WorkerReply(ok=False, reason="bad_request")
+        self.replays.append(command)
+        frames = self._sent.get(command.request_id)
+        if frames is None:
+            return WorkerReply(ok=False, reason="unknown_request")
+        await self.bus.frames.publish(
+            command.reply, [(command.request_id, frame) for frame in frames], batch=True
+        )
+        return WorkerReply(ok=True)
+
+
+def _delta(index: int, piece: str, epoch: int) -> Delta:
+    return Delta(
+        index=index,
+        token_ids=tuple(map(ord, piece)),
+        text=piece,
+        text_ends=tuple(range(1, len(piece) + 1)) if len(piece) > 1 else (),
+        epoch=epoch,
+    )

@@ -1,0 +1,112 @@
+"""A gateway on a real socket, over the in-memory bus, with a model of one byte a token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from bus.clock import SystemClock
+from bus.memory import MemoryBroker, MemoryBus
+from gateway.core import Gateway
+from gateway.models import Models
+from gateway.server import Server, listen
+from schemas.config import GatewayConfig
+from schemas.errors import ContextLengthError, ParameterError
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+from tests.support.echo_worker import EchoWorker
+
+CONTEXT_WINDOW_TOKENS = 4_096
+MODEL = "echo"
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are token ids; a conversation is its last message."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return list(messages[-1].content.encode())
+
+
+class ByteModel:
+    """What the gateway needs of a served model."""
+
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.context_window_tokens = CONTEXT_WINDOW_TOKENS
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        token_ids = job.prompt_token_ids
+        if job.messages is not None:
+            token_ids = tuple(self.tokenizer.encode_chat(job.messages))
+        elif job.prompt is not None:
+            token_ids = tuple(self.tokenizer.encode(job.prompt))
+        assert token_ids is not None
+        if any(token_id > 255 for token_id in token_ids):
+            raise ParameterError("prompt_token_ids", "a token id is not in the vocabulary")
+        left = CONTEXT_WINDOW_TOKENS - len(token_ids)
+        wanted = job.sampling.max_tokens
+        if left < (wanted or 1):
+            raise ContextLengthError(len(token_ids), wanted, CONTEXT_WINDOW_TOKENS)
+        sampling = msgspec.structs.replace(
+            job.sampling,
+            max_tokens=wanted or left,
+            seed=seed_source.randrange(2**63) if job.sampling.seed is None else job.sampling.seed,
+        )
+        return msgspec.structs.replace(
+            job, prompt=None, messages=None, prompt_token_ids=token_ids, sampling=sampling
+        )
+
+
+def byte_models() -> Models:
+    return Models(
+        {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)},
+        lambda _name: ByteModel(),
+    )
+
+
+class RunningGateway:
+    """A gateway that serves, its worker, and where to find both."""
+
+    def __init__(
+        self, gateway: Gateway, server: Server, broker: MemoryBroker, worker: EchoWorker
+    ) -> None:
+        self.gateway = gateway
+        self.server = server
+        self.broker = broker
+        self.worker = worker
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    @property
+    def ws_url(self) -> str:
+        return f"ws://127.0.0.1:{self.server.port}/v1/ws"
+
+
+@asynccontextmanager
+async def running_gateway(config: GatewayConfig | None = None) -> AsyncIterator[RunningGateway]:
+    """Serve on a free port until the block ends."""
+    config = msgspec.structs.replace(config or GatewayConfig(), port=0, gateway_id="gw-test")
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    worker = EchoWorker(MemoryBus(broker))
+    gateway = Gateway(bus, config, byte_models(), SystemClock(), random.Random(7))
+    server = Server(gateway, listen(config), tune=False)
+    serving = asyncio.create_task(server.serve())
+    try:
+        await server.wait_started()
+        await worker.start()
+        yield RunningGateway(gateway, server, broker, worker)
+    finally:
+        await server.stop(drain_timeout_s=0.0)
+        await serving
+        await worker.close()
+        await bus.close()
