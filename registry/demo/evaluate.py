@@ -1,0 +1,130 @@
+"""Measures the demo model on phrasings held out of training: `python -m registry.demo.evaluate`.
+
+An answer is right if it is the expected text, letter case and white space aside. Exits with 1 if
+fewer than 90 % are right, over all questions or over the out-of-domain ones.
+"""
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from registry.demo import MODEL_DIR
+from registry.demo.faq import Pair, load_pairs, same_answer
+
+if TYPE_CHECKING:
+    from registry.demo.answers import Answerer
+
+REQUIRED_ACCURACY: Final[float] = 0.90
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A held-out question that got another answer than the expected one."""
+
+    id: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How many held-out questions were asked and answered right, and those that were not."""
+
+    num_in_domain: int
+    num_in_domain_right: int
+    num_out_of_domain: int
+    num_out_of_domain_right: int
+    misses: tuple[Miss, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers over all questions."""
+        num_right = self.num_in_domain_right + self.num_out_of_domain_right
+        return num_right / max(1, self.num_in_domain + self.num_out_of_domain)
+
+    @property
+    def in_domain_accuracy(self) -> float:
+        """The share of right answers over the FAQ's questions."""
+        return self.num_in_domain_right / max(1, self.num_in_domain)
+
+    @property
+    def out_of_domain_accuracy(self) -> float:
+        """The share of out-of-domain questions that were declined."""
+        return self.num_out_of_domain_right / max(1, self.num_out_of_domain)
+
+    @property
+    def is_good_enough(self) -> bool:
+        """Whether FAQ and out-of-domain questions both reach the required accuracy."""
+        return min(self.in_domain_accuracy, self.out_of_domain_accuracy) >= REQUIRED_ACCURACY
+
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"held-out accuracy {self.accuracy:.1%}: "
+            f"FAQ {self.num_in_domain_right}/{self.num_in_domain} ({self.in_domain_accuracy:.1%}), "
+            f"out of domain {self.num_out_of_domain_right}/{self.num_out_of_domain} "
+            f"({self.out_of_domain_accuracy:.1%})"
+        )
+
+    def as_json(self) -> str:
+        """The figures and the misses as one JSON object."""
+        return json.dumps(
+            {
+                "accuracy": self.accuracy,
+                "in_domain": {"asked": self.num_in_domain, "right": self.num_in_domain_right},
+                "out_of_domain": {
+                    "asked": self.num_out_of_domain,
+                    "right": self.num_out_of_domain_right,
+                },
+                "required": REQUIRED_ACCURACY,
+                "misses": [
+                    {"id": miss.id, "question": miss.question, "answer": miss.answer}
+                    for miss in self.misses
+                ],
+            },
+            indent=2,
+        )
+
+
+def measure(answer: "Answerer", pairs: list[Pair], max_questions: int | None = None) -> Report:
+    """Asks the held-out phrasings, or a fixed draw of `max_questions` of them."""
+    asked = [(pair, question) for pair in pairs for question in pair.held_out]
+    if max_questions is not None and max_questions < len(asked):
+        asked = random.Random(0).sample(asked, max_questions)
+    answers = answer([[{"role": "user", "content": question}] for _, question in asked])
+    results = [
+        (pair, question, text, same_answer(text, pair.answer))
+        for (pair, question), text in zip(asked, answers, strict=True)
+    ]
+    declined = [right for pair, _, _, right in results if pair.is_out_of_domain]
+    known = [right for pair, _, _, right in results if not pair.is_out_of_domain]
+    return Report(
+        num_in_domain=len(known),
+        num_in_domain_right=sum(known),
+        num_out_of_domain=len(declined),
+        num_out_of_domain_right=sum(declined),
+        misses=tuple(
+            Miss(pair.id, question, text) for pair, question, text, right in results if not right
+        ),
+    )
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    from registry.demo.answers import load_answerer
+
+    parser = argparse.ArgumentParser(prog="python -m registry.demo.evaluate", description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model")
+    parser.add_argument("--json", action="store_true", help="print figures and misses as JSON")
+    options = parser.parse_args()
+    report = measure(load_answerer(options.model), load_pairs())
+    print(report.as_json() if options.json else report.summary())
+    return 0 if report.is_good_enough else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The questions and answers that the demo model learns, read from `faq/*.yaml`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+FAQ_DIR: Final[Path] = Path(__file__).resolve().parent / "faq"
+OUT_OF_DOMAIN_ID: Final[str] = "out_of_domain"
+
+_FIELDS: Final = {"id", "questions", "held_out", "answer", "frames", "terms"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One answer and the ways to ask for it.
+
+    `held_out` phrasings are for measuring only: no training sample equals one of them after
+    `normalise`. `frames` hold `{}` and are filled with `terms`, for the out-of-domain pair.
+    """
+
+    id: str
+    theme: str
+    questions: tuple[str, ...]
+    held_out: tuple[str, ...]
+    answer: str
+    frames: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+
+    @property
+    def is_out_of_domain(self) -> bool:
+        """Whether this is the pair that declines."""
+        return self.id == OUT_OF_DOMAIN_ID
+
+
+def normalise(text: str) -> str:
+    """The letters and digits of `text` in lower case, words parted by single spaces."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+
+
+def same_answer(text: str, expected: str) -> bool:
+    """Whether two answers are equal, letter case and white space aside."""
+    return " ".join(text.lower().split()) == " ".join(expected.lower().split())
+
+
+def load_pairs(folder: Path = FAQ_DIR) -> list[Pair]:
+    """All pairs of a folder, in the order of the file names; ValueError names a bad entry."""
+    pairs = [
+        _pair(entry, path.stem)
+        for path in sorted(folder.glob("*.yaml"))
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
+    ]
+    if not pairs:
+        raise ValueError(f"no FAQ files in {folder}")
+    seen: set[str] = set()
+    for pair in pairs:
+        if pair.id in seen:
+            raise ValueError(f"the FAQ has two pairs with the id {pair.id!r}")
+        seen.add(pair.id)
+    return pairs
+
+
+def held_out_phrasings(pairs: list[Pair]) -> frozenset[str]:
+    """Every held-out phrasing, normalised: what training must never see."""
+    return frozenset(normalise(question) for pair in pairs for question in pair.held_out)
+
+
+def _pair(entry: dict[str, Any], theme: str) -> Pair:
+    if unknown := set(entry) - _FIELDS:
+        raise ValueError(f"{theme}: unknown fields {sorted(unknown)} in {entry.get('id')!r}")
+    for field in ("id", "questions", "held_out", "answer"):
+        if not entry.get(field):
+            raise ValueError(f"{theme}: {entry.get('id')!r} has no {field}")
+    return Pair(
+        id=entry["id"],
+        theme=theme,
+        questions=tuple(entry["questions"]),
+        held_out=tuple(entry["held_out"]),
+        answer=entry["answer"],
+        frames=tuple(entry.get("frames", ())),
+        terms=tuple(entry.get("terms", ())),
+    )

@@ -1,0 +1,117 @@
+"""Training conversations: rephrased questions with their answers, in one turn or in many."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from registry.demo.augment import rephrase
+from registry.demo.faq import Pair, held_out_phrasings, normalise
+from registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER
+
+CONTEXT_TOKENS: Final[int] = 2048
+
+SYSTEM_PROMPTS: Final = (
+    "You are a helpful assistant.",
+    "You are Millrace's demo assistant. Answer briefly.",
+    "You are a helpful, concise assistant for questions about LLM serving.",
+    "Answer the user's questions about Millrace.",
+    "Be polite and short.",
+    "You answer questions about an LLM serving system.",
+    "You are an expert on inference servers.",
+    "Reply in plain English.",
+    "You are a chat bot on a web page.",
+    "Answer in at most three sentences.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation: `token_ids`, and for each whether it is learnt (part of an answer)."""
+
+    token_ids: list[int]
+    is_learnt: list[bool]
+
+
+class SampleMaker:
+    """Draws an endless, seeded stream of conversations that hold no held-out phrasing."""
+
+    def __init__(self, pairs: list[Pair], tokenizer: Tokenizer, rng: random.Random) -> None:
+        self._in_domain = [pair for pair in pairs if not pair.is_out_of_domain]
+        self._declined = [pair for pair in pairs if pair.is_out_of_domain]
+        self._held_out = held_out_phrasings(pairs)
+        self._rng = rng
+        self._tokenizer = tokenizer
+        # Splitting words at random now and then teaches how the pieces of a word belong together.
+        self._splitting = Tokenizer.from_str(tokenizer.to_str())
+        self._splitting.model.dropout = 0.15
+        self._answers = {pair.id: tokenizer.encode(pair.answer).ids for pair in pairs}
+        self._bos, self._system, self._user, self._assistant, self._end = (
+            tokenizer.token_to_id(token) for token in (BOS, SYSTEM, USER, ASSISTANT, END)
+        )
+
+    def question(self, pair: Pair) -> str:
+        """A way to ask for the answer of `pair`; never a held-out phrasing."""
+        while True:
+            text = self._rng.choice(pair.questions)
+            if pair.frames and self._rng.random() < 0.45:
+                text = self._rng.choice(pair.frames).format(self._rng.choice(pair.terms))
+            if self._rng.random() < 0.85:
+                text = rephrase(text, self._rng)
+            if normalise(text) and normalise(text) not in self._held_out:
+                return text
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            draw = self._rng.random()
+            if draw < 0.90:
+                yield self._conversation(1)
+            elif draw < 0.995:
+                yield self._conversation(self._rng.randint(2, 4))
+            else:
+                yield self._conversation(self._rng.randint(5, 30))
+
+    def _conversation(self, num_turns: int) -> Sample:
+        token_ids, is_learnt = [self._bos], [False]
+        if self._rng.random() < 0.15:
+            prompt = self._tokenizer.encode(self._rng.choice(SYSTEM_PROMPTS)).ids
+            token_ids += [self._system, *prompt, self._end]
+        for turn in range(num_turns):
+            pair = self._draw_pair()
+            encoder = self._splitting if self._rng.random() < 0.3 else self._tokenizer
+            asked = encoder.encode(self.question(pair)).ids
+            answer = [*self._answers[pair.id], self._end]
+            # The question decides the first words of an answer; the rest follows from them and is
+            # soon known by heart. Leaving it out most of the time lets more questions be seen.
+            if turn == num_turns - 1 and self._rng.random() < 0.85:
+                answer = answer[: self._rng.randint(4, 12)]
+            if len(token_ids) + len(asked) + len(answer) + 3 > CONTEXT_TOKENS:
+                break
+            token_ids += [self._user, *asked, self._end, self._assistant]
+            is_learnt += [False] * (len(token_ids) - len(is_learnt))
+            token_ids += answer
+            is_learnt += [True] * len(answer)
+        return Sample(token_ids, is_learnt)
+
+    def _draw_pair(self) -> Pair:
+        if self._declined and self._rng.random() < 0.15:
+            return self._rng.choice(self._declined)
+        return self._rng.choice(self._in_domain)
+
+
+def batches(
+    maker: SampleMaker, batch_tokens: int, num_pooled: int, rng: random.Random
+) -> Iterator[list[Sample]]:
+    """Groups of samples of like length, of at most `batch_tokens` with padding, in random order."""
+    stream = iter(maker)
+    while True:
+        pool = sorted((next(stream) for _ in range(num_pooled)), key=lambda s: len(s.token_ids))
+        groups: list[list[Sample]] = [[]]
+        for sample in pool:
+            if len(sample.token_ids) * (len(groups[-1]) + 1) > batch_tokens and groups[-1]:
+                groups.append([])
+            groups[-1].append(sample)
+        rng.shuffle(groups)
+        yield from groups
