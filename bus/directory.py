@@ -23,8 +23,6 @@ class WorkerBucket(Protocol):
 
     async def put(self, subject: str, payload: bytes) -> None: ...
 
-    async def remove(self, subject: str) -> None: ...
-
     async def entries(self) -> Sequence[bytes]: ...
 
 
@@ -42,11 +40,7 @@ class CoreWorkerDirectory:
     async def announce(self, status: WorkerStatus) -> None:
         payload = codec.encode(status)
         await self._transport.publish(subjects.heartbeat(status.worker_id), payload)
-        entry = subjects.worker_entry(status.worker_id)
-        if status.retired:
-            await self._bucket.remove(entry)
-        else:
-            await self._bucket.put(entry, payload)
+        await self._bucket.put(subjects.worker_entry(status.worker_id), payload)
 
     async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
         early: list[WorkerStatus] = []
@@ -74,7 +68,9 @@ class CoreWorkerDirectory:
             await subscription.close()
             raise
         known = [status for status in map(self._read, entries) if status is not None]
-        for status in (*known, *early):
+        # A retired worker's last status stays until it expires: unlike a deletion, it cannot
+        # overtake the status before it.
+        for status in (*(one for one in known if not one.retired), *early):
             deliver(status)
         live = True
         return subscription

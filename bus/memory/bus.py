@@ -80,10 +80,6 @@ class _MemoryBucket:
         if self._broker.up:
             self._broker.workers.put(subject, payload)
 
-    async def remove(self, subject: str) -> None:
-        if self._broker.up:
-            self._broker.workers.remove(subject)
-
     async def entries(self) -> Sequence[bytes]:
         self._broker.require_up()
         return self._broker.workers.all()

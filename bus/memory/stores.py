@@ -41,9 +41,6 @@ class Entries:
     def put(self, subject: str, payload: bytes) -> None:
         self._entries[subject] = (payload, self._clock.monotonic() + ENTRY_TTL_S)
 
-    def remove(self, subject: str) -> None:
-        self._entries.pop(subject, None)
-
     def all(self) -> list[bytes]:
         now_s = self._clock.monotonic()
         return [payload for payload, until_s in self._entries.values() if until_s > now_s]
@@ -102,7 +99,7 @@ class OutboxLog:
         self._acked.add(sequence)
 
     def rewind(self, sequence: int) -> None:
-        self._start_after = sequence
+        self._start_after = sequence if sequence <= self._last_sequence else 0
         self._acked.clear()
         self._held_until_s.clear()
         self.wake()

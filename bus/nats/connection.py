@@ -203,6 +203,8 @@ class Connection:
         deadline_s = loop.time() + limit_s
         num_attempts = 0
         while True:
+            if self._client.is_closed:
+                raise BusUnavailableError("This connection to the message bus is closed.")
             left_s = deadline_s - loop.time()
             if await self.wait_connected(left_s):
                 num_attempts += 1

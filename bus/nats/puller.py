@@ -139,8 +139,9 @@ class Puller:
         if not await self._connection.wait_connected(left_s):
             return False
         try:
-            await self.ensure()
-        except BusUnavailableError:
+            async with asyncio.timeout(max(left_s, 0.0) + _GRACE_S):
+                await self.ensure()
+        except (BusUnavailableError, TimeoutError):
             await asyncio.sleep(min(_RETRY_WAIT_S, max(left_s, 0.0)))
             return False
         return True

@@ -124,16 +124,6 @@ class NatsWorkerBucket:
     async def put(self, subject: str, payload: bytes) -> None:
         await self._connection.publish(subject, payload)
 
-    async def remove(self, subject: str) -> None:
-        try:
-            await jetstream.call(
-                self._connection,
-                f"STREAM.PURGE.{subjects.WORKERS_STREAM}",
-                {"filter": subject},
-            )
-        except (JetStreamError, BusUnavailableError) as error:
-            logger.warning("a worker's entry is left to expire", extra={"cause": str(error)})
-
     async def entries(self) -> Sequence[bytes]:
         found: list[bytes] = []
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,10 @@ class Server:
     @property
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -143,6 +148,11 @@ class NatsServer(Server):
 
     def greets(self, connection: socket.socket) -> bool:
         return connection.recv(5) == b"INFO "
+
+    def wipe(self) -> None:
+        """Delete everything that it stored; only while it does not run."""
+        assert not self.running, "stop it first"
+        shutil.rmtree(self.directory / "store", ignore_errors=True)
 
 
 class RedisServer(Server):

@@ -1,0 +1,166 @@
+"""Commands, cancels, resume points, status and queries, on memory and on nats-server alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from bus.api import Bus
+from schemas.control import (
+    Cancel,
+    CancelReason,
+    Dispatch,
+    Drain,
+    Ended,
+    QueueStatus,
+    Replay,
+    ResumePoint,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerCommand,
+    WorkerReply,
+)
+from schemas.errors import PayloadTooLargeError
+from schemas.jobs import Job, Tier
+from tests.bus.conftest import Broker
+from tests.support.waiting import eventually
+
+JOB = Job(request_id="r1", model="demo", prompt_token_ids=(1, 2))
+COMMANDS: list[WorkerCommand] = [
+    Dispatch(job=JOB, epoch=1, lease="$JS.ACK.x", resume_token_ids=(5,)),
+    Cancel(request_id="r1", reason=CancelReason.DEADLINE, below_epoch=2),
+    Replay(request_id="r1", from_index=4, reply="g"),
+    Drain(reason="update"),
+]
+
+
+class TestCommands:
+    async def test_are_answered(self, bus: Bus, broker: Broker) -> None:
+        got: list[WorkerCommand] = []
+
+        async def handle(command: WorkerCommand) -> WorkerReply:
+            got.append(command)
+            return WorkerReply(ok=False, reason="full", message=f"{len(got)}")
+
+        await (await broker.connect("worker")).control.serve_commands("w.1", handle)
+        for number, command in enumerate(COMMANDS, start=1):
+            reply = await bus.control.command("w.1", command, timeout_s=5.0)
+            assert reply == WorkerReply(ok=False, reason="full", message=f"{number}")
+        assert got == COMMANDS
+
+    async def test_nobody_there_is_known_at_once(self, bus: Bus) -> None:
+        started_s = time.monotonic()
+        assert await bus.control.command("gone", Drain(), timeout_s=5.0) is None
+        assert time.monotonic() - started_s < 1.0
+
+    async def test_no_answer_in_time(self, bus: Bus) -> None:
+        async def handle(command: WorkerCommand) -> WorkerReply:
+            await asyncio.Event().wait()
+            return WorkerReply(ok=True)
+
+        subscription = await bus.control.serve_commands("w", handle)
+        assert await bus.control.command("w", Drain(), timeout_s=0.05) is None
+        await subscription.close()
+
+    async def test_a_slow_command_does_not_hold_up_the_next(self, bus: Bus) -> None:
+        release = asyncio.Event()
+
+        async def handle(command: WorkerCommand) -> WorkerReply:
+            if isinstance(command, Drain):
+                await release.wait()
+            else:
+                release.set()
+            return WorkerReply(ok=True)
+
+        await bus.control.serve_commands("w", handle)
+        slow = asyncio.ensure_future(bus.control.command("w", Drain(), timeout_s=5.0))
+        await asyncio.sleep(0.01)
+        assert await bus.control.command("w", Cancel(request_id="r"), timeout_s=5.0)
+        assert await slow == WorkerReply(ok=True)
+
+    async def test_a_failing_handler_still_answers(self, bus: Bus) -> None:
+        async def handle(command: WorkerCommand) -> WorkerReply:
+            raise RuntimeError("secret prompt")
+
+        await bus.control.serve_commands("w", handle)
+        reply = await bus.control.command("w", Drain(), timeout_s=5.0)
+        assert reply == WorkerReply(ok=False, reason="failed", message="RuntimeError")
+
+    async def test_a_command_too_large(self, bus: Bus) -> None:
+        job = Job(request_id="r", model="m", prompt="x" * bus.max_payload_bytes)
+        with pytest.raises(PayloadTooLargeError):
+            await bus.control.command("w", Dispatch(job=job, epoch=1, lease="l"), timeout_s=1.0)
+
+
+class TestBroadcasts:
+    async def test_cancels_reach_everybody(self, bus: Bus, broker: Broker) -> None:
+        seen: list[list[Cancel]] = [[], []]
+        for cancels in seen:
+            other = await broker.connect("listener")
+            await other.control.subscribe_cancels(cancels.append)
+        cancel = Cancel(request_id="r.1 *", reason=CancelReason.DISCONNECT)
+        await bus.control.cancel(cancel)
+        await eventually(lambda: seen == [[cancel], [cancel]])
+
+    async def test_cancels_of_others(self, bus: Bus, broker: Broker) -> None:
+        seen: list[Cancel] = []
+        await bus.control.subscribe_cancels(seen.append)
+        as_json = {"Content-Type": "application/json"}
+        body = msgspec.json.encode(Cancel(request_id="r2"))
+        await broker.publish("ctl.cancel.r3", body, as_json)
+        await broker.publish("ctl.cancel.r3", b"nonsense")
+        await broker.publish("ctl.cancel.r1", b"")
+        await broker.publish("ctl.cancel.r2", body, as_json)
+        await eventually(lambda: len(seen) == 2)
+        assert seen == [Cancel(request_id="r1"), Cancel(request_id="r2")]
+
+    async def test_queue_status_and_ends(self, bus: Bus, broker: Broker) -> None:
+        statuses: list[QueueStatus] = []
+        ends: list[Ended] = []
+        other = await broker.connect("listener")
+        await other.control.subscribe_queue_status(statuses.append)
+        await other.control.subscribe_ended(ends.append)
+        status = QueueStatus(model="m/1", num_queued=3, bound=9, queued_by_tier={Tier.PRO: 3})
+        ended = Ended(worker_id="w/1", request_ids=("a", "b"))
+        await bus.control.publish_queue_status(status)
+        await bus.control.publish_ended(ended)
+        await eventually(lambda: (statuses, ends) == ([status], [ended]))
+
+
+class TestResumePoints:
+    async def test_are_told_or_not(self, bus: Bus, broker: Broker) -> None:
+        points = {"r.1": ResumePoint(token_ids=(4, 5)), "r2": ResumePoint(open=False)}
+        gateway = await broker.connect("gateway")
+        await gateway.control.serve_resume_points("g", points.get)
+        assert await bus.control.resume_point("g", "r.1", 5.0) == points["r.1"]
+        assert await bus.control.resume_point("g", "r2", 5.0) == points["r2"]
+        assert await bus.control.resume_point("g", "r3", 0.05) is None
+        assert await bus.control.resume_point("elsewhere", "r.1", 5.0) is None
+
+
+class TestTelemetry:
+    async def test_each_query_goes_to_one(self, bus: Bus, broker: Broker) -> None:
+        asked: list[TelemetryQuery] = []
+
+        async def answer(query: TelemetryQuery) -> TelemetryAnswer:
+            asked.append(query)
+            return TelemetryAnswer(rows_json=b'[{"a":1}]')
+
+        for number in range(2):
+            other = await broker.connect(f"telemetry-{number}")
+            await other.control.serve_telemetry(answer)
+        query = TelemetryQuery(name="tokens", params={"minutes": 5})
+        found = await bus.control.query_telemetry(query, 5.0)
+        assert found == TelemetryAnswer(rows_json=b'[{"a":1}]')
+        assert asked == [query]
+
+    async def test_a_failing_query(self, bus: Bus) -> None:
+        async def answer(query: TelemetryQuery) -> TelemetryAnswer:
+            raise KeyError(query.name)
+
+        await bus.control.serve_telemetry(answer)
+        found = await bus.control.query_telemetry(TelemetryQuery(name="x"), 5.0)
+        assert found == TelemetryAnswer(error="KeyError")

@@ -1,0 +1,181 @@
+"""The real server is killed and comes back: nothing accepted is lost, nobody needs restarting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.api import Bus, LeasedJob
+from bus.nats import connect
+from schemas.config import NatsConfig
+from schemas.errors import BusUnavailableError
+from schemas.frames import Accepted, Frame
+from schemas.jobs import Job, JobResult
+from schemas.records import RequestRecord
+from tests.support.nats_streams import delete_streams
+from tests.support.servers import NatsServer, free_port
+from tests.support.waiting import eventually
+
+ACK_WAIT_S = 1.0
+
+
+def job(number: int) -> Job:
+    return Job(request_id=f"r{number}", model="demo", prompt="hi")
+
+
+@pytest.fixture
+async def buses(nats_server: NatsServer) -> AsyncIterator[tuple[Bus, Bus]]:
+    """Two clients of a server that the test may kill."""
+    await delete_streams(nats_server.url)
+    config = NatsConfig(url=nats_server.url, ack_wait_s=ACK_WAIT_S)
+    one, two = await connect(config, "one"), await connect(config, "two")
+    yield one, two
+    if not nats_server.running:
+        nats_server.start()
+    await one.close()
+    await two.close()
+
+
+def restart(server: NatsServer) -> None:
+    server.kill()
+    server.start()
+
+
+async def test_queued_jobs_survive(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
+    one, two = buses
+    await asyncio.gather(*(one.jobs.publish(job(number)) for number in range(100)))
+    held = await two.jobs.pull("demo", 10, 1.0)
+    restart(nats_server)
+    await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in held))
+    pulled: list[LeasedJob] = []
+    while len(pulled) < 90:
+        more = await two.jobs.pull("demo", 50, 5.0)
+        assert more
+        pulled += more
+        await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in more))
+    ids = {leased.job.request_id for leased in (*held, *pulled)}
+    assert ids == {f"r{number}" for number in range(100)}
+    assert all(leased.num_deliveries == 1 for leased in pulled)
+    assert await two.jobs.pull("demo", 1, 0.1) == []
+    assert (await one.jobs.publish(job(5))).duplicate
+
+
+async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
+    one, two = buses
+    waiting = asyncio.ensure_future(two.jobs.pull("demo", 1, 30.0))
+    outbox = asyncio.ensure_future(two.outbox.pull(1, 30.0))
+    await asyncio.sleep(0.05)
+    restart(nats_server)
+    await one.jobs.publish(job(1))
+    await one.outbox.publish(RequestRecord(request_id="r1", tenant="t"))
+    (leased,) = await asyncio.wait_for(waiting, 3.0)
+    assert leased.job.request_id == "r1"
+    assert len(await asyncio.wait_for(outbox, 3.0)) == 1
+
+
+async def test_what_is_stored_during_an_outage_is_stored_once(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, two = buses
+    nats_server.kill()
+    record = RequestRecord(request_id="r1", tenant="t")
+    result = JobResult(request_id="r1", tenant="t", model="demo", status="done")
+    tasks = [
+        asyncio.ensure_future(one.jobs.publish(job(1))),
+        asyncio.ensure_future(one.outbox.publish(record)),
+        asyncio.ensure_future(one.results.store(result)),
+    ]
+    await eventually(lambda: not one.connected)
+    nats_server.start()
+    await asyncio.gather(*tasks)
+    assert len(await two.jobs.pull("demo", 5, 1.0)) == 1
+    assert len(await two.outbox.pull(5, 1.0)) == 1
+    assert await two.results.fetch("t", "r1") == result
+
+
+async def test_frames_flow_again_and_the_reader_is_told(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, two = buses
+    seen: list[tuple[str, Frame]] = []
+    reconnects: list[bool] = []
+    two.on_reconnect(lambda: reconnects.append(two.connected))
+    await two.frames.subscribe("g", lambda *pair: seen.append(pair))
+    nats_server.kill()
+    await eventually(lambda: not one.connected and not two.connected)
+    await one.frames.publish("g", [("lost", Accepted())])
+    nats_server.start()
+    await eventually(lambda: reconnects == [True] and one.connected)
+    await one.frames.publish("g", [("r1", Accepted())])
+    await eventually(lambda: len(seen) == 1)
+    assert seen == [("r1", Accepted())]
+
+
+async def test_a_server_that_lost_its_store(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, two = buses
+    assert await two.jobs.pull("demo", 1, 0.05) == []
+    waiting = asyncio.ensure_future(two.jobs.pull("demo", 1, 30.0))
+    nats_server.kill()
+    nats_server.wipe()
+    nats_server.start()
+    await one.jobs.publish(job(1))
+    (leased,) = await asyncio.wait_for(waiting, 10.0)
+    await two.jobs.ack(leased.lease)
+
+
+async def test_a_hung_server_is_an_error_in_time(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = await connect(NatsConfig(url=nats_server.url, connect_timeout_s=0.6), "impatient")
+    nats_server.pause()
+    try:
+        with pytest.raises(BusUnavailableError):
+            await bus.jobs.publish(job(1))
+        assert await bus.jobs.pull("demo", 1, 0.1) == []
+    finally:
+        nats_server.resume()
+    await bus.close()
+
+
+async def test_nobody_at_the_address() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(BusUnavailableError, match=r"nats\.url"):
+        await connect(NatsConfig(url=url, connect_timeout_s=0.3), "test")
+
+
+async def test_close_while_the_server_is_away(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, _ = buses
+    pulling = asyncio.ensure_future(one.jobs.pull("demo", 1, 0.5))
+    nats_server.kill()
+    await eventually(lambda: not one.connected)
+    await one.frames.publish("g", [("r", Accepted())])
+    started_s = time.monotonic()
+    await one.close()
+    await one.close()
+    assert time.monotonic() - started_s < 3.0
+    assert not one.connected
+    assert await pulling == []
+    with pytest.raises(BusUnavailableError):
+        await one.jobs.publish(job(1))
+
+
+async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> None:
+    await delete_streams(nats_server.url)
+    first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
+    await first.jobs.publish(job(1))
+    await first.jobs.pull("demo", 1, 1.0)
+    config = NatsConfig(url=nats_server.url, ack_wait_s=0.3, max_stored_jobs=7)
+    second = await connect(config, "second")
+    await second.jobs.publish(job(2))
+    assert len(await second.jobs.pull("demo", 1, 1.0)) == 1
+    (again,) = await second.jobs.pull("demo", 1, 2.0)
+    assert again.num_deliveries == 2
+    await first.close()
+    await second.close()

@@ -1,0 +1,65 @@
+"""Who works, on memory and on nats-server alike."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bus.api import Bus
+from schemas.control import WorkerStatus
+from tests.bus.conftest import Broker
+from tests.support.waiting import eventually
+
+
+def status(worker_id: str, **fields: object) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=worker_id,
+        name=worker_id,
+        model="demo",
+        max_num_sequences=4,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def test_newcomers_see_who_is_there_then_every_heartbeat(bus: Bus, broker: Broker) -> None:
+    await bus.workers.announce(status("w.1 é", num_running=1))
+    await bus.workers.announce(status("w2"))
+    await bus.workers.announce(status("w.1 é", num_running=2))
+
+    async def known() -> bool:
+        seen: list[WorkerStatus] = []
+        subscription = await bus.workers.watch(seen.append)
+        await subscription.close()
+        return len(seen) == 2
+
+    await eventually(known)
+    seen: list[WorkerStatus] = []
+    watcher = await broker.connect("scheduler")
+    await watcher.workers.watch(seen.append)
+    assert sorted(seen, key=lambda one: one.worker_id) == [
+        status("w.1 é", num_running=2),
+        status("w2"),
+    ]
+    await bus.workers.announce(status("w2", num_running=3))
+    await eventually(lambda: len(seen) == 3)
+    assert seen[2] == status("w2", num_running=3)
+
+
+async def test_a_retired_worker_is_forgotten_at_once(bus: Bus, broker: Broker) -> None:
+    seen: list[WorkerStatus] = []
+    await bus.workers.watch(seen.append)
+    await bus.workers.announce(status("w1"))
+    await bus.workers.announce(status("w1", retired=True))
+    await eventually(lambda: len(seen) == 2)
+    assert seen[1].retired
+    later: list[WorkerStatus] = []
+    watcher = await broker.connect("scheduler")
+    await watcher.workers.watch(later.append)
+    assert later == []
+
+
+async def test_garbage_does_not_end_the_watch(bus: Bus, broker: Broker) -> None:
+    seen: list[WorkerStatus] = []
+    await bus.workers.watch(seen.append)
+    await broker.publish("hb.w1", b"\xc1")
+    await broker.publish("hb.w1", msgspec.msgpack.encode(status("w1")))
+    await eventually(lambda: seen == [status("w1")])

@@ -1,0 +1,119 @@
+"""Results and outbox, on memory and on nats-server alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from decimal import Decimal
+
+import pytest
+
+from bus import codec
+from bus.api import Bus
+from schemas.errors import PayloadTooLargeError
+from schemas.frames import FinishReason, Usage
+from schemas.jobs import JobResult, Source
+from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from tests.bus.conftest import Broker
+
+
+def request_record(request_id: str) -> RequestRecord:
+    return RequestRecord(request_id=request_id, tenant="t", cost=Decimal("0.000125"))
+
+
+class TestResults:
+    async def test_kept_until_fetched_the_first_one_wins(self, bus: Bus, broker: Broker) -> None:
+        result = JobResult(
+            request_id="r.1",
+            tenant="acme corp",
+            model="demo",
+            status="done",
+            text="né",
+            finish_reason=FinishReason.STOP,
+            usage=Usage(prompt_tokens=1, completion_tokens=2),
+        )
+        assert await bus.results.fetch("acme corp", "r.1") is None
+        await bus.results.store(result)
+        await bus.results.store(
+            JobResult(request_id="r.1", tenant="acme corp", model="", status="")
+        )
+        other = await broker.connect("client")
+        assert await other.results.fetch("acme corp", "r.1") == result
+        assert await other.results.fetch("other", "r.1") is None
+
+    async def test_too_large(self, bus: Bus) -> None:
+        text = "x" * bus.max_payload_bytes
+        with pytest.raises(PayloadTooLargeError):
+            await bus.results.store(
+                JobResult(request_id="r", tenant="t", model="m", status="done", text=text)
+            )
+
+
+class TestOutbox:
+    async def test_records_come_out_in_order_once(self, bus: Bus, broker: Broker) -> None:
+        assert await bus.outbox.last_sequence() == 0
+        records: list[Record] = [
+            request_record("r1"),
+            DeliveryRecord(request_id="r1", gateway_id="g", tenant="t", source=Source.HTTP),
+            WorkerSample(worker_id="w", name="w", model="m", sampled_ns=1, period_ms=1.0),
+            WorkerSample(worker_id="w", name="w", model="m", sampled_ns=2, period_ms=1.0),
+            request_record("r2"),
+        ]
+        for record in (*records, records[0], records[1], records[2]):
+            await bus.outbox.publish(record)
+        assert await bus.outbox.last_sequence() == 5
+        bridge = await broker.connect("bridge")
+        first = await bridge.outbox.pull(3, 1.0)
+        second = await bridge.outbox.pull(9, 1.0)
+        messages = [*first, *second]
+        assert [codec.RECORD.decode(message.payload) for message in messages] == records
+        assert [message.sequence for message in messages] == [1, 2, 3, 4, 5]
+        assert [message.subject for message in messages] == [
+            "rec.request",
+            "rec.delivery",
+            "rec.worker",
+            "rec.worker",
+            "rec.request",
+        ]
+        await bridge.outbox.ack(messages)
+        assert await bridge.outbox.pull(9, 0.05) == []
+
+    async def test_a_waiting_pull_ends_with_the_first_record(self, bus: Bus) -> None:
+        waiting = asyncio.ensure_future(bus.outbox.pull(100, 10.0))
+        await asyncio.sleep(0.05)
+        started_s = time.monotonic()
+        await bus.outbox.publish(request_record("r1"))
+        assert len(await waiting) == 1
+        assert time.monotonic() - started_s < 1.0
+
+    async def test_the_place_is_kept_over_a_restart_of_the_bridge(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        for number in range(4):
+            await bus.outbox.publish(request_record(f"r{number}"))
+        bridge = await broker.connect("bridge")
+        await bridge.outbox.ack(await bridge.outbox.pull(2, 1.0))
+        await bridge.close()
+        again = await broker.connect("bridge")
+        assert [message.sequence for message in await again.outbox.pull(9, 1.0)] == [3, 4]
+
+    async def test_rewind(self, bus: Bus, broker: Broker) -> None:
+        for number in range(5):
+            await bus.outbox.publish(request_record(f"r{number}"))
+        await bus.outbox.ack(await bus.outbox.pull(5, 1.0))
+        other = await broker.connect("bridge")
+        for after, expected in ((2, [3, 4, 5]), (0, [1, 2, 3, 4, 5]), (5, [])):
+            for bridge in (bus, other):
+                await bridge.outbox.rewind(after)
+                pulled = await bridge.outbox.pull(9, 0.05)
+                assert [message.sequence for message in pulled] == expected
+        await bus.outbox.publish(request_record("r9"))
+        assert [message.sequence for message in await bus.outbox.pull(9, 1.0)] == [6]
+
+    async def test_rewound_past_its_end_it_starts_at_its_beginning(self, bus: Bus) -> None:
+        await bus.outbox.publish(request_record("r1"))
+        await bus.outbox.rewind(900)
+        assert [message.sequence for message in await bus.outbox.pull(9, 1.0)] == [1]
+
+    async def test_ack_of_nothing(self, bus: Bus) -> None:
+        await bus.outbox.ack([])
