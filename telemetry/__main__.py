@@ -1,0 +1,72 @@
+"""``python -m telemetry [--config FILE]``: one telemetry process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from bus.api import Bus
+from bus.clock import SystemClock
+from bus.logs import configure_logging
+from bus.nats import connect
+from bus.settings import load_config
+from schemas.config import Config
+from schemas.errors import MillraceError
+from telemetry.service import TelemetryService
+
+logger = logging.getLogger("telemetry")
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 0 after a signal, 1 with one sentence when it cannot run."""
+    parser = argparse.ArgumentParser(prog="telemetry", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
+    try:
+        config = load_config(parser.parse_args(arguments).config, os.environ)
+        configure_logging("telemetry", config.log_level)
+        asyncio.run(_serve(config))
+    except MillraceError as error:
+        sys.stderr.write(f"telemetry: {error.message}\n")
+        return 1
+    return 0
+
+
+async def _serve(config: Config) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    # aiokafka retries by itself and says so on every attempt; what matters reaches our own log.
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    service = await TelemetryService.open(config, SystemClock())
+    tasks: list[asyncio.Task[None]] = []
+    bus: Bus | None = None
+    http = None
+    try:
+        http = service.serve_http()
+        if http is not None:
+            tasks.append(asyncio.create_task(http.run(), name="http"))
+        bus = await connect(config.nats, "telemetry")
+        tasks.append(asyncio.create_task(service.run(bus), name="service"))
+        logger.info("telemetry is ready", extra={"clickhouse": http.url if http else "server"})
+        waiting = asyncio.create_task(stopping.wait(), name="signals")
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        service.stop()
+        if http is not None:
+            http.stop()
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if bus is not None:
+            await bus.close()
+        await service.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

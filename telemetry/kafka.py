@@ -1,0 +1,118 @@
+"""Kafka as the telemetry path uses it: topics, a careful producer, a consumer that commits late."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import TopicAlreadyExistsError, for_code
+
+from bus import subjects
+from schemas.config import KafkaConfig
+
+SEQUENCE_HEADER = "outbox-sequence"
+SUBJECT_HEADER = "subject"
+
+Offsets = Mapping[TopicPartition, int]
+
+logger = logging.getLogger(__name__)
+
+
+def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
+    """Idempotent, acknowledged by all in-sync replicas, in order within a partition."""
+    return AIOKafkaProducer(
+        bootstrap_servers=config.bootstrap_servers,
+        enable_idempotence=True,
+        acks="all",
+        linger_ms=2,
+        max_batch_size=256 * 1024,
+        request_timeout_ms=10_000,
+        compression_type="gzip",
+    )
+
+
+def make_consumer(config: KafkaConfig) -> AIOKafkaConsumer:
+    """A member of the sink's group; offsets are committed by hand."""
+    return AIOKafkaConsumer(
+        *subjects.RECORD_TOPICS,
+        bootstrap_servers=config.bootstrap_servers,
+        group_id=config.group,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        session_timeout_ms=10_000,
+        heartbeat_interval_ms=2_000,
+        # A store that is away for hours must not cost the membership.
+        max_poll_interval_ms=24 * 3_600_000,
+        metadata_max_age_ms=30_000,
+    )
+
+
+async def ensure_topics(config: KafkaConfig) -> None:
+    """Create the topics that are missing.
+
+    The embedded cluster has no controller to ask; its topics come into being on first use.
+    """
+    admin = AIOKafkaAdminClient(bootstrap_servers=config.bootstrap_servers)
+    await admin.start()
+    try:
+        cluster = await admin.describe_cluster()
+        nodes = {broker["node_id"] for broker in cluster["brokers"]}
+        if cluster["controller_id"] not in nodes:
+            return
+        present = set(await admin.list_topics())
+        wanted = dict.fromkeys(subjects.RECORD_TOPICS, config.partitions)
+        wanted |= {subjects.DEAD_TOPIC: 1, subjects.BRIDGE_TOPIC: 1}
+        missing = [
+            NewTopic(topic, partitions, config.replication_factor)
+            for topic, partitions in wanted.items()
+            if topic not in present
+        ]
+        if missing:
+            response = await admin.create_topics(missing)
+            for topic, code, *_ in response.topic_errors:
+                if code and for_code(code) is not TopicAlreadyExistsError:
+                    raise for_code(code)(f"topic {topic} could not be created")
+            logger.info("created Kafka topics", extra={"topics": [t.name for t in missing]})
+    finally:
+        await admin.close()
+
+
+_MARKER = TopicPartition(subjects.BRIDGE_TOPIC, 0)
+
+
+class Incarnation:
+    """Whether this Kafka is the one that the bridge has written to.
+
+    A cluster that lost its topics (the embedded one does at each start) has no marker: what the
+    outbox believes delivered is gone there. The marker is written only after the outbox has been
+    rewound, so a crash in between leaves the cluster new.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+
+    async def look(self) -> tuple[bool, dict[TopicPartition, int]]:
+        """Whether the cluster is known, and where its record topics end now."""
+        consumer = AIOKafkaConsumer(bootstrap_servers=self._config.bootstrap_servers)
+        await consumer.start()
+        try:
+            ends = await consumer.end_offsets([_MARKER])
+            partitions = []
+            for topic in subjects.RECORD_TOPICS:
+                # Asking for an unknown topic's partitions makes the client learn of it.
+                await consumer.end_offsets([TopicPartition(topic, 0)])
+                numbers = consumer.partitions_for_topic(topic) or {0}
+                partitions += [TopicPartition(topic, number) for number in numbers]
+            record_ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
+        finally:
+            await consumer.stop()
+        return ends[_MARKER] > 0, record_ends
+
+    async def sign(self, producer: AIOKafkaProducer) -> None:
+        """From now on this cluster is known."""
+        await producer.send_and_wait(
+            _MARKER.topic, uuid.uuid4().hex.encode(), partition=_MARKER.partition
+        )

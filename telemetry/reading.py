@@ -1,0 +1,141 @@
+"""Questions to ClickHouse: read only, bounded in number, time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import ClickHouseError
+
+from schemas.errors import MillraceError
+
+UNKNOWN_ERROR = 1002
+TOO_MANY_QUERIES = 202
+_CODE = re.compile(r"Code: (\d+)")
+
+
+class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """``max_waiting`` is how many queries may wait for one of ``max_running``."""
+
+    max_running: int = 4
+    max_waiting: int = 64
+    max_execution_s: int = 30
+    max_result_bytes: int = 256 * 1024 * 1024
+    max_memory_bytes: int = 2 * 1024 * 1024 * 1024
+
+    def settings(self) -> dict[str, int]:
+        """As settings of ClickHouse. ``final``: duplicates that have not merged are never seen."""
+        return {
+            "final": 1,
+            "max_execution_time": self.max_execution_s,
+            "max_result_bytes": self.max_result_bytes,
+            "max_memory_usage": self.max_memory_bytes,
+            "max_threads": 2,
+        }
+
+
+class QueryError(MillraceError):
+    """ClickHouse refused a query, or it was never sent. ``number`` is ClickHouse's code."""
+
+    code = "query_failed"
+    http_status = 400
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+    @classmethod
+    def of(cls, text: str) -> QueryError:
+        """From ClickHouse's own text, from its last ``Code:`` prefix on."""
+        start = text.find("Code: ")
+        text = text[start:] if start > 0 else text
+        match = _CODE.match(text)
+        return cls(int(match[1]) if match else UNKNOWN_ERROR, text.strip())
+
+
+class Reader(Protocol):
+    """Runs queries that change nothing."""
+
+    async def read(
+        self,
+        sql: str,
+        parameters: Mapping[str, str | int | float],
+        output_format: str,
+        database: str | None = None,
+    ) -> bytes:
+        """The result in the asked format, unless the query says FORMAT. Raises QueryError."""
+
+    async def close(self) -> None: ...
+
+
+class Turnstile:
+    """Threads for at most ``max_running`` calls, and a bounded queue before them."""
+
+    def __init__(self, limits: ReadLimits, name: str) -> None:
+        self._limits = limits
+        self._pool = ThreadPoolExecutor(limits.max_running, thread_name_prefix=name)
+        self._num_inside = 0
+
+    async def run(self, work: Callable[[], bytes]) -> bytes:
+        """Run in a thread. Raises QueryError at once when too many wait already."""
+        if self._num_inside >= self._limits.max_running + self._limits.max_waiting:
+            raise QueryError(
+                TOO_MANY_QUERIES,
+                f"Code: {TOO_MANY_QUERIES}. DB::Exception: Too many simultaneous queries: "
+                f"{self._num_inside}. Ask again later. (TOO_MANY_SIMULTANEOUS_QUERIES)",
+            )
+        self._num_inside += 1
+        call = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        call.add_done_callback(self._leave)
+        return await call
+
+    def _leave(self, _: asyncio.Future[bytes]) -> None:
+        self._num_inside -= 1
+
+    async def close(self) -> None:
+        """Wait for the calls inside, which their time limit bounds."""
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+
+class ServerReader:
+    """Queries to a server, one connection for each thread."""
+
+    def __init__(self, connect: Callable[..., Client], limits: ReadLimits) -> None:
+        self._connect = connect
+        # Level 2: the settings that go along are ours, and nothing else may change.
+        self._settings = {**limits.settings(), "readonly": 2}
+        self._turnstile = Turnstile(limits, "store-read")
+        self._local = threading.local()
+
+    async def read(
+        self,
+        sql: str,
+        parameters: Mapping[str, str | int | float],
+        output_format: str,
+        database: str | None = None,
+    ) -> bytes:
+        def run() -> bytes:
+            try:
+                if not hasattr(self._local, "client"):
+                    self._local.client = self._connect()
+                result: bytes = self._local.client.raw_query(
+                    sql,
+                    parameters=dict(parameters),
+                    settings=self._settings,
+                    fmt=output_format,
+                    transport_settings={"database": database} if database else None,
+                )
+            except ClickHouseError as error:
+                raise QueryError.of(str(error)) from error
+            return result
+
+        return await self._turnstile.run(run)
+
+    async def close(self) -> None:
+        await self._turnstile.close()

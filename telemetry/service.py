@@ -1,0 +1,114 @@
+"""The telemetry process: migrations, bridge, sink, HTTP interface and answers, kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+
+from bus.api import Bus
+from bus.clock import Clock
+from schemas.config import Config
+from telemetry.answers import Answers
+from telemetry.bridge import Bridge
+from telemetry.http_interface import HttpServer
+from telemetry.ledger import Ledger
+from telemetry.migrate import migrate
+from telemetry.sink import Sink
+from telemetry.store import Store
+from telemetry.supervision import keep_running
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_TIMEOUT_S = 3.0
+
+
+class TelemetryService:
+    """Owns the store from ``open`` to ``close``; ``run`` moves records until ``stop``."""
+
+    def __init__(self, config: Config, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._stop = asyncio.Event()
+        self.store = store
+        self.ledger = Ledger(store)
+        self.answers = Answers(store.reader)
+        self.sink = Sink(config.kafka, config.telemetry, store, self.ledger, clock)
+
+    @classmethod
+    async def open(cls, config: Config, clock: Clock) -> TelemetryService:
+        """Open the store and bring it up to date.
+
+        Raises ConfigError, StoreUnavailableError, MigrationError.
+        """
+        store = await Store.open(config.clickhouse)
+        try:
+            applied = await migrate(store)
+        except BaseException:
+            await store.close()
+            raise
+        if applied:
+            logger.info("migrated the database", extra={"migrations": applied})
+        return cls(config, store, clock)
+
+    def serve_http(self) -> HttpServer | None:
+        """The HTTP interface over an embedded store; a server has its own. Raises ConfigError."""
+        if not self._config.clickhouse.path:
+            return None
+        return HttpServer(self.store.reader, self._config.clickhouse)
+
+    def stop(self) -> None:
+        """Have ``run`` store what is in hand and return."""
+        self._stop.set()
+
+    async def run(self, bus: Bus) -> None:
+        """Move records and answer questions until ``stop``; a part that fails starts again."""
+        bridge = Bridge(
+            bus=bus,
+            config=self._config.kafka,
+            ledger=self.ledger,
+            clock=self._clock,
+            has_stored=self.sink.has_stored,
+            on_new_cluster=self.sink.begin_again,
+        )
+
+        async def answer() -> None:
+            subscription = await bus.control.serve_telemetry(self.answers.answer)
+            try:
+                await self._stop.wait()
+            finally:
+                await subscription.close()
+
+        async with AsyncExitStack() as stack:
+            parts = [
+                self._part(stack, "bridge", keep_running("bridge", bridge.run, self._clock)),
+                self._part(stack, "sink", keep_running("sink", self.sink.run, self._clock)),
+                self._part(stack, "answers", keep_running("answers", answer, self._clock)),
+            ]
+            await self._stop.wait()
+            bridge.stop()
+            self.sink.stop()
+            _, late = await asyncio.wait(parts, timeout=_FLUSH_TIMEOUT_S)
+            if late:
+                # Nothing is lost by it: what was not committed comes again at the next start.
+                logger.warning(
+                    "stopped without flushing", extra={"parts": [t.get_name() for t in late]}
+                )
+
+    async def close(self) -> None:
+        """Let go of the store."""
+        await self.store.close()
+
+    @staticmethod
+    def _part(
+        stack: AsyncExitStack, name: str, work: Coroutine[None, None, None]
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.wait([task])
+
+        stack.push_async_callback(end)
+        return task

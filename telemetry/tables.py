@@ -1,0 +1,168 @@
+"""Records as columns of their tables, checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from schemas.errors import MalformedMessageError
+from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+
+R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample)
+
+_STRING = "LowCardinality(String)"
+_TIME = "DateTime64(6, 'UTC')"
+_MAX_UINT32 = (1 << 32) - 1
+# DateTime64(6) ends in 2299; what is later is a mistake of units.
+_MAX_TIME_NS = timedelta(days=330 * 365) // timedelta(microseconds=1) * 1000
+_COST_STEP = Decimal("0.000000000001")
+_MAX_COST = Decimal(10) ** 24
+
+
+class Column(msgspec.Struct, Generic[R], frozen=True):
+    """A column: its name, its ClickHouse type, and its value in a record."""
+
+    name: str
+    type: str
+    value: Callable[[R], Any]
+
+
+class Table(msgspec.Struct, Generic[R], frozen=True):
+    """A table and how records become its columns; the place in the outbox is its last column."""
+
+    name: str
+    columns: tuple[Column[R], ...]
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        return (*(column.name for column in self.columns), "outbox_sequence")
+
+    @property
+    def column_types(self) -> tuple[str, ...]:
+        return (*(column.type for column in self.columns), "UInt64")
+
+    def to_columns(self, records: Sequence[R], sequences: Sequence[int]) -> list[list[Any]]:
+        """One list for each column. The records have passed ``check``."""
+        columns = [[column.value(record) for record in records] for column in self.columns]
+        columns.append(list(sequences))
+        return columns
+
+
+def table_of(record: Record) -> Table[Any]:
+    """Where a record belongs."""
+    match record:
+        case RequestRecord():
+            return REQUESTS
+        case DeliveryRecord():
+            return DELIVERIES
+        case WorkerSample():
+            return WORKER_SAMPLES
+
+
+def check(record: Record) -> None:
+    """Raises MalformedMessageError, naming the field, for a value that its column cannot hold."""
+    identity = record.worker_id if isinstance(record, WorkerSample) else record.request_id
+    if not identity:
+        raise MalformedMessageError("the record does not say what it is about: its id is empty")
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if type(value) is int:
+            limit = _MAX_TIME_NS if name.endswith("_ns") else _MAX_UINT32
+            if not 0 <= value <= limit:
+                raise MalformedMessageError(f"{name} must be between 0 and {limit}, got {value}")
+        elif type(value) is float and not -1e300 < value < 1e300:
+            raise MalformedMessageError(f"{name} must be a finite number, got {value}")
+        elif type(value) is Decimal and not (value.is_finite() and abs(value) < _MAX_COST):
+            raise MalformedMessageError(f"{name} is not an amount of money: {value}")
+
+
+def _micros(name: str) -> Callable[[Any], int]:
+    return lambda record: getattr(record, name) // 1000
+
+
+def _micros_if_reached(name: str) -> Callable[[Any], int | None]:
+    return lambda record: getattr(record, name) // 1000 or None
+
+
+REQUESTS: Table[RequestRecord] = Table(
+    "requests",
+    (
+        Column("request_id", "String", lambda r: r.request_id),
+        Column("tenant", _STRING, lambda r: r.tenant),
+        Column("user", "String", lambda r: r.user),
+        Column("session", "String", lambda r: r.session_id),
+        Column("source", _STRING, lambda r: r.source.value),
+        Column("tier", _STRING, lambda r: r.tier.value),
+        Column("model_requested", _STRING, lambda r: r.model_requested),
+        Column("model_served", _STRING, lambda r: r.model_served),
+        Column("worker", _STRING, lambda r: r.worker_id),
+        Column("adapter", _STRING, lambda r: r.adapter),
+        Column("prompt_tokens", "UInt32", lambda r: r.prompt_tokens),
+        Column("cached_tokens", "UInt32", lambda r: r.cached_tokens),
+        Column("completion_tokens", "UInt32", lambda r: r.completion_tokens),
+        Column("queue_ms", "Nullable(Float64)", lambda r: r.queue_ms if r.started_ns else None),
+        Column("ttft_ms", "Nullable(Float64)", lambda r: r.ttft_ms if r.first_token_ns else None),
+        Column(
+            "tpot_us", "Nullable(Float64)", lambda r: r.tpot_us if r.completion_tokens > 1 else None
+        ),
+        Column("total_ms", "Float64", lambda r: r.total_ms),
+        Column("finish_reason", _STRING, lambda r: r.finish_reason),
+        Column("status", _STRING, lambda r: r.status.value),
+        Column("error_code", _STRING, lambda r: r.error_code),
+        Column("cost", "Decimal(38, 12)", lambda r: r.cost.quantize(_COST_STEP)),
+        Column("currency", _STRING, lambda r: r.currency),
+        Column("price_version", _STRING, lambda r: r.price_version),
+        Column("received_at", _TIME, _micros("received_ns")),
+        Column("started_at", f"Nullable({_TIME})", _micros_if_reached("started_ns")),
+        Column("first_token_at", f"Nullable({_TIME})", _micros_if_reached("first_token_ns")),
+        Column("done_at", _TIME, _micros("done_ns")),
+        Column("epoch", "UInt32", lambda r: r.epoch),
+        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)
+
+DELIVERIES: Table[DeliveryRecord] = Table(
+    "deliveries",
+    (
+        Column("request_id", "String", lambda r: r.request_id),
+        Column("gateway", _STRING, lambda r: r.gateway_id),
+        Column("tenant", _STRING, lambda r: r.tenant),
+        Column("source", _STRING, lambda r: r.source.value),
+        Column("first_byte_ms", "Float64", lambda r: r.first_byte_ms),
+        Column("total_ms", "Float64", lambda r: r.total_ms),
+        Column("tokens_delivered", "UInt32", lambda r: r.tokens_delivered),
+        Column("num_replays", "UInt32", lambda r: r.num_replays),
+        Column("num_epochs", "UInt32", lambda r: r.num_epochs),
+        Column("outcome", _STRING, lambda r: r.outcome),
+        Column("done_at", _TIME, _micros("done_ns")),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)
+
+WORKER_SAMPLES: Table[WorkerSample] = Table(
+    "worker_samples",
+    (
+        Column("worker", _STRING, lambda r: r.worker_id),
+        Column("name", _STRING, lambda r: r.name),
+        Column("model", _STRING, lambda r: r.model),
+        Column("sampled_at", _TIME, _micros("sampled_ns")),
+        Column("period_ms", "Float64", lambda r: r.period_ms),
+        Column("num_running", "UInt32", lambda r: r.num_running),
+        Column("num_waiting", "UInt32", lambda r: r.num_waiting),
+        Column("num_blocks", "UInt32", lambda r: r.num_blocks),
+        Column("num_free_blocks", "UInt32", lambda r: r.num_free_blocks),
+        Column("num_steps", "UInt32", lambda r: r.num_steps),
+        Column("step_ms_mean", "Float64", lambda r: r.step_ms_mean),
+        Column("busy_share", "Float64", lambda r: r.busy_share),
+        Column("prefill_tokens", "UInt32", lambda r: r.prefill_tokens),
+        Column("decode_tokens", "UInt32", lambda r: r.decode_tokens),
+        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
+        Column("queue_depth", "UInt32", lambda r: r.queue_depth),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)

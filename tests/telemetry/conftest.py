@@ -1,0 +1,46 @@
+"""One embedded store for each pytest process (a process has one path), emptied for each test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.config import ClickHouseConfig, KafkaConfig
+from telemetry.embedded_kafka import EmbeddedKafka
+from telemetry.migrate import migrate
+from telemetry.store import Store
+from tests.support.servers import NatsServer
+
+TABLES = ("requests", "deliveries", "worker_samples", "outbox_ledger")
+
+
+@pytest.fixture(scope="session")
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("clickhouse")
+
+
+@pytest.fixture
+async def store(store_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(ClickHouseConfig(path=str(store_path)))
+    await migrate(opened)
+    for table in TABLES:
+        await opened.command(f"TRUNCATE TABLE {table}")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def embedded_kafka() -> Iterator[KafkaConfig]:
+    cluster = EmbeddedKafka()
+    yield KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)
+    cluster.close()
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
