@@ -1,0 +1,100 @@
+"""The index of who runs what, on a real redis-server and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from bus.clock import ManualClock
+from bus.generations import TTL_S, Generation, GenerationIndex
+from schemas.config import RedisConfig
+from tests.support.servers import RedisServer, free_port
+
+
+@pytest.fixture
+async def index(redis_server: RedisServer) -> AsyncIterator[GenerationIndex]:
+    client = Redis.from_url(redis_server.url)
+    await client.flushall()
+    await client.aclose()
+    made = GenerationIndex(RedisConfig(url=f"{redis_server.url}/0"))
+    yield made
+    await made.close()
+
+
+async def test_a_life_of_a_request(index: GenerationIndex, redis_server: RedisServer) -> None:
+    assert await index.lookup("r 1") is None
+    await index.start("r 1", "w1", 65)
+    assert await index.lookup("r 1") == Generation(worker_id="w1", epoch=65, finished=False)
+    await index.start("r 1", "w2", 66)
+    assert await index.lookup("r 1") == Generation(worker_id="w2", epoch=66, finished=False)
+    await index.finish("r 1", "w2", 66)
+    assert await index.lookup("r 1") == Generation(worker_id="w2", epoch=66, finished=True)
+    client = Redis.from_url(redis_server.url)
+    assert TTL_S - 5 <= await client.ttl("gen:r 1") <= TTL_S
+    await client.aclose()
+
+
+async def test_a_superseded_run_changes_nothing(index: GenerationIndex) -> None:
+    await index.start("r1", "w2", 66)
+    await index.start("r1", "w1", 65)
+    await index.finish("r1", "w1", 65)
+    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=66, finished=False)
+    await index.finish("r1", "w2", 66)
+    await index.start("r1", "w3", 67)
+    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=66, finished=True)
+
+
+async def test_many_at_once(index: GenerationIndex) -> None:
+    await asyncio.gather(*(index.start(f"r{number}", "w", number) for number in range(2000)))
+    found = await asyncio.gather(*(index.lookup(f"r{number}") for number in range(2000)))
+    assert [one.epoch for one in found if one] == list(range(2000))
+
+
+async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    index = GenerationIndex(RedisConfig(url=f"redis://127.0.0.1:{free_port()}/0"))
+    with caplog.at_level(logging.INFO, "bus.generations"):
+        for _ in range(5):
+            await index.start("r1", "w1", 1)
+            assert await index.lookup("r1") is None
+            await index.finish("r1", "w1", 1)
+    assert len(caplog.records) == 1
+    await index.close()
+    await index.close()
+    assert await index.lookup("r1") is None
+
+
+async def test_it_is_found_again(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    index = GenerationIndex(RedisConfig(url=redis_server.url), clock)
+    await index.start("r1", "w1", 1)
+    redis_server.kill()
+    try:
+        assert await index.lookup("r1") is None
+    finally:
+        redis_server.start()
+    assert await index.lookup("r1") is None
+    await clock.advance(2.0)
+    await index.start("r1", "w2", 2)
+    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=2, finished=False)
+    await index.close()
+
+
+async def test_a_hung_redis_costs_little(redis_server: RedisServer) -> None:
+    index = GenerationIndex(RedisConfig(url=redis_server.url))
+    await index.start("r1", "w1", 1)
+    redis_server.pause()
+    try:
+        started_s = time.monotonic()
+        for _ in range(20):
+            assert await index.lookup("r1") is None
+        assert time.monotonic() - started_s < 1.0
+    finally:
+        redis_server.resume()
+    await index.close()
