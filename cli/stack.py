@@ -129,7 +129,7 @@ class Stack:
         await self.supervisor.start(
             Process(
                 name="nats",
-                command=[nats_server_path(), "-c", str(data / "run" / "nats.conf")],
+                command=[str(nats_server_path()), "-c", str(data / "run" / "nats.conf")],
                 ready=lambda: _listens(nats_port),
                 start_timeout_s=30.0,
             )
@@ -140,7 +140,7 @@ class Stack:
             Process(
                 name="redis",
                 command=[
-                    redis_server_path(),
+                    str(redis_server_path()),
                     *("--port", str(redis_port), "--bind", _LOOPBACK),
                     *("--dir", str(data / "redis"), "--appendonly", "yes", "--save", ""),
                 ],
