@@ -29,7 +29,7 @@ _SUBSCRIPTION_MESSAGES = 1024 * 1024
 _SUBSCRIPTION_BYTES = 512 * 1024 * 1024
 _FLUSH_TIMEOUT_S = 2
 _CLOSE_TIMEOUT_S = 2.0
-_ATTEMPT_TIMEOUT_S = 2.0
+_ATTEMPT_TIMEOUT_S = 1.0
 _RETRY_WAIT_S = 0.05
 _HEADER_LINE_BYTES = len(b"NATS/1.0\r\n\r\n")
 _NO_RESPONDERS = "503"
@@ -112,7 +112,10 @@ class Connection:
             return True
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._up.wait()
+                while not self.connected:
+                    await self._up.wait()
+                    if not self.connected:
+                        await asyncio.sleep(_RETRY_WAIT_S)  # the loss is just being noticed
         except TimeoutError:
             return False
         return True

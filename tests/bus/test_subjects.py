@@ -1,0 +1,86 @@
+"""Names on the wire: free strings go in and come out as they were."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus import subjects
+from schemas.jobs import Source, Tier
+from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+
+LEGAL = re.compile(r"[A-Za-z0-9_%-]+")
+FREE_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
+
+
+@given(FREE_TEXT)
+def test_a_token_is_legal_and_reversible(text: str) -> None:
+    encoded = subjects.token(text)
+    assert LEGAL.fullmatch(encoded)
+    assert encoded != subjects.ENVELOPE
+    assert subjects.untoken(encoded) == text
+
+
+@given(FREE_TEXT, FREE_TEXT)
+def test_tokens_differ_where_texts_do(one: str, other: str) -> None:
+    assert (subjects.token(one) == subjects.token(other)) == (one == other)
+    assert (subjects.jobs_consumer(one) == subjects.jobs_consumer(other)) == (one == other)
+    assert (subjects.worker_entry(one) == subjects.worker_entry(other)) == (one == other)
+
+
+@given(st.text(max_size=20))
+def test_what_is_not_a_token_is_refused(encoded: str) -> None:
+    try:
+        text = subjects.untoken(encoded)
+    except ValueError:
+        return
+    assert subjects.token(text) == encoded
+
+
+@pytest.mark.parametrize("encoded", ["", "a.b", "%zz", "%2e", "a%", "%41", "_", "%FF", "é", "%%"])
+def test_known_bad_tokens(encoded: str) -> None:
+    with pytest.raises(ValueError, match="token"):
+        subjects.untoken(encoded)
+
+
+@given(FREE_TEXT, st.sampled_from(Tier))
+def test_a_job_subject_says_model_and_tier(model: str, tier: Tier) -> None:
+    subject = subjects.job(model, tier)
+    assert subject.count(".") == 2
+    assert subjects.model_and_tier(subject) == (model, tier.value)
+
+
+@given(FREE_TEXT, FREE_TEXT)
+def test_a_request_is_told_from_an_envelope(reply: str, request_id: str) -> None:
+    subject = subjects.frames(reply, request_id)
+    assert subject != subjects.envelope(reply)
+    assert subjects.last_token(subject) == request_id
+
+
+def test_plain_names_are_as_they_were() -> None:
+    assert subjects.job("qwen3-0_6b", Tier.PRO) == "jobs.qwen3-0_6b.pro"
+    assert subjects.job("meta/Llama 3.1", Tier.FREE) == "jobs.meta%2FLlama%203%2E1.free"
+    assert subjects.frames("g1", "r1") == "tok.g1.r1"
+    assert subjects.generation_key("r1") == "gen:r1"
+    assert subjects.session_key("s1") == "ctx:s1"
+
+
+@given(st.text(min_size=1, max_size=400))
+def test_consumer_names_fit_a_file_name(model: str) -> None:
+    assert len(subjects.jobs_consumer(model)) <= 128
+
+
+def test_each_record_has_its_subject_topic_and_identity() -> None:
+    records: list[Record] = [
+        RequestRecord(request_id="a.b", tenant="t"),
+        DeliveryRecord(request_id="a.b", gateway_id="g", tenant="t", source=Source.HTTP),
+        WorkerSample(worker_id="w", name="w", model="m", sampled_ns=7, period_ms=1.0),
+    ]
+    names = [subjects.record(record) for record in records]
+    assert names == ["rec.request", "rec.delivery", "rec.worker"]
+    assert [subjects.topic(name) for name in names] == list(subjects.RECORD_TOPICS)
+    identities = [subjects.record_identity(record) for record in records]
+    assert identities == ["request:a%2Eb", "delivery:a%2Eb", "worker:w:7"]
