@@ -1,0 +1,82 @@
+"""``python -m scheduler [--config FILE]``: one scheduler, until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import uuid
+from functools import partial
+
+import msgspec
+import uvloop
+
+from bus import nats
+from bus.clock import SystemClock
+from bus.generations import GenerationIndex
+from bus.logs import configure_logging
+from bus.settings import load_config
+from registry.catalogue import load_catalogue
+from registry.served import ServedModel
+from scheduler.scheduler import Scheduler
+from schemas.config import Config
+from schemas.errors import MillraceError
+
+# Few, large collections: most of what a scheduler makes is freed by reference counts.
+_GC_THRESHOLDS = (50_000, 50, 100)
+
+logger = logging.getLogger("scheduler")
+
+
+async def serve(config: Config) -> None:
+    """Schedule until SIGTERM or SIGINT. Raises MillraceError."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    catalogue = load_catalogue(config.catalogue)
+    for model in config.scheduler.models:
+        catalogue = catalogue.with_model(model)
+    models = tuple(catalogue.entry_for(model).name for model in config.scheduler.models)
+    scheduler_id = config.scheduler.scheduler_id or f"scheduler-{uuid.uuid4().hex[:8]}"
+    bus = await nats.connect(config.nats, scheduler_id)
+    index = GenerationIndex(config.redis)
+    try:
+        scheduler = Scheduler(
+            bus,
+            msgspec.structs.replace(config.scheduler, models=models),
+            SystemClock(),
+            catalogue.names(),
+            partial(ServedModel.load, catalogue),
+            index,
+        )
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        logger.info("ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.lanes)})
+        await scheduler.run(stopping)
+    finally:
+        await index.close()
+        await bus.close()
+
+
+def main() -> int:
+    """The process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, os.environ)
+        configure_logging("scheduler", config.log_level)
+        uvloop.run(serve(config))
+    except MillraceError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

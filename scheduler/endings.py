@@ -1,0 +1,95 @@
+"""Answers jobs that no worker answers, in an order that loses nothing whenever we die."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from bus import codec, subjects
+from bus.api import Bus
+from bus.clock import Clock
+from scheduler.entry import Entry
+from scheduler.verdicts import Verdict, record_of, result_of
+from schemas.errors import BusUnavailableError
+from schemas.jobs import DeadJob, Job
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+
+
+class Endings:
+    """Record, stored result, terminal frame, then the ack. Until the ack the queue has the job:
+    if we die before, it is delivered and answered again, and its record is known by then."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._bus = bus
+        self._clock = clock
+
+    async def end(self, entry: Entry, verdict: Verdict) -> None:
+        """Answer a job whose lease is ours. Raises BusUnavailableError: it will be delivered
+        again."""
+        await self._answer(entry.job, verdict, entry.next_epoch)
+        await self._bus.jobs.ack(entry.lease)
+
+    async def give_up(self, entry: Entry, verdict: Verdict) -> None:
+        """Answer a job that cannot be run, and keep it among the dead letters."""
+        await self._answer(entry.job, verdict, entry.next_epoch)
+        dead = DeadJob(
+            reason=verdict.code,
+            message=verdict.message,
+            subject=subjects.job(entry.job.model, entry.job.tier),
+            payload=codec.encode(entry.job),
+            request_id=entry.request_id,
+            num_deliveries=entry.num_deliveries,
+            died_ns=self._clock.now_ns(),
+        )
+        await self._bus.jobs.bury(dead, entry.lease)
+
+    async def end_taken(self, job: Job, verdict: Verdict) -> None:
+        """Answer a job that was taken out of the queue: it exists nowhere but here, so each step
+        is tried until it succeeds."""
+        now_ns = self._clock.now_ns()
+        record = record_of(job, verdict, 0, now_ns)
+        await self._insist(lambda: self._bus.outbox.publish(record))
+        if job.store_result:
+            result = result_of(job, verdict, now_ns)
+            await self._insist(lambda: self._bus.results.store(result))
+        await self._insist(lambda: self._tell(job, verdict, 0))
+
+    async def _answer(self, job: Job, verdict: Verdict, epoch: int) -> None:
+        now_ns = self._clock.now_ns()
+        await self._bus.outbox.publish(record_of(job, verdict, epoch, now_ns))
+        if job.store_result:
+            await self._bus.results.store(result_of(job, verdict, now_ns))
+        await self._tell(job, verdict, epoch)
+        logger.info(
+            "ended without a worker",
+            extra={
+                "request_id": job.request_id,
+                "model": job.model,
+                "status": verdict.status.value,
+                "code": verdict.code,
+            },
+        )
+
+    async def _tell(self, job: Job, verdict: Verdict, epoch: int) -> None:
+        if job.reply:
+            await self._bus.frames.publish(
+                job.reply,
+                [(job.request_id, verdict.frame(epoch))],
+                batch=job.batch_frames,
+                as_json=job.frames_as_json,
+            )
+
+    async def _insist(self, step: Callable[[], Awaitable[None]]) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await step()
+            except BusUnavailableError:
+                await self._clock.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            else:
+                return

@@ -1,0 +1,135 @@
+"""A job that this scheduler answers for, from the pull until it is known to have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from bus.api import LeasedJob
+from scheduler.need import Need
+from schemas.control import EPOCHS_PER_DELIVERY
+from schemas.jobs import Job
+
+
+class State(Enum):
+    """Who holds the lease: we do, until a worker runs it."""
+
+    PREPARING = auto()
+    WAITING = auto()
+    DISPATCHING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One job and what became of it here.
+
+    ``epoch`` is that of the last run that began or may have begun, 0 before the first;
+    ``num_failures`` counts the runs that were lost, which ``max_attempts`` bounds.
+    ``epoch_floor`` is the highest that somebody else is known to have run at. ``ran_before``: a
+    client may have tokens of an earlier run, so ask before running it again.
+    """
+
+    job: Job
+    lease: str
+    num_deliveries: int
+    stream_sequence: int
+    state: State = State.PREPARING
+    num_attempts: int = 0
+    num_failures: int = 0
+    epoch: int = 0
+    epoch_floor: int = 0
+    ran_before: bool = False
+    worker_id: str = ""
+    resume_token_ids: tuple[int, ...] = ()
+    num_redeliveries: int = 0
+    extended_s: float = 0.0
+    checked_s: float = 0.0
+    told_queued: bool = False
+
+    @classmethod
+    def of(cls, leased: LeasedJob, now_s: float) -> Entry:
+        return cls(
+            job=leased.job,
+            lease=leased.lease,
+            num_deliveries=leased.num_deliveries,
+            stream_sequence=leased.stream_sequence,
+            ran_before=leased.num_deliveries > 1,
+            extended_s=now_s,
+        )
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request_id
+
+    @property
+    def is_held(self) -> bool:
+        """The lease is ours to extend."""
+        return self.state in (State.PREPARING, State.WAITING, State.DISPATCHING)
+
+    @property
+    def is_ended(self) -> bool:
+        """It is not ours any more: answered, or somebody else's."""
+        return self.state is State.ENDED
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next run: above every one before."""
+        by_count = (self.num_deliveries - 1) * EPOCHS_PER_DELIVERY + self.num_attempts + 1
+        return max(by_count, self.epoch + 1, self.epoch_floor + 1)
+
+    @property
+    def need(self) -> Need:
+        """What a prepared job takes of a worker."""
+        num_prompt_tokens = len(self.job.prompt_token_ids or ())
+        num_resumed = len(self.resume_token_ids)
+        max_tokens = self.job.sampling.max_tokens or 1
+        return Need(num_prompt_tokens + num_resumed, max(max_tokens - num_resumed, 0))
+
+    def begin_run(self, now_s: float) -> None:
+        """A dispatch goes out: from here on it may run at the worker."""
+        self.epoch = self.next_epoch
+        self.num_attempts += 1
+        self.checked_s = now_s
+
+    def undo_run(self, epoch_before: int) -> None:
+        """The worker refused the dispatch: nothing ran at that epoch, it is free again."""
+        self.epoch = epoch_before
+        self.num_attempts -= 1
+
+    def take_over(self, leased: LeasedJob, now_s: float) -> None:
+        """The queue delivered it again, to us."""
+        self.lease = leased.lease
+        self.num_deliveries = leased.num_deliveries
+        self.num_redeliveries += 1
+        self.ran_before = True
+        self.extended_s = now_s
+
+
+class Table:
+    """Every entry by its request id. Entries leave it when they ended."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """A snapshot: entries may come and go meanwhile."""
+        return iter(list(self._entries.values()))
+
+    def get(self, request_id: str) -> Entry | None:
+        return self._entries.get(request_id)
+
+    def add(self, entry: Entry) -> None:
+        assert entry.request_id not in self._entries, "an entry is there already"
+        self._entries[entry.request_id] = entry
+
+    def drop(self, entry: Entry) -> None:
+        """The entry is over here; what is still in flight for it finds it ended."""
+        entry.state = State.ENDED
+        if self._entries.get(entry.request_id) is entry:
+            del self._entries[entry.request_id]

@@ -1,0 +1,63 @@
+"""What the parts of one scheduler share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bus.api import Bus
+from bus.clock import Clock
+from scheduler.cancels import CancelMemory
+from scheduler.endings import Endings
+from scheduler.entry import Entry, Table
+from scheduler.fleet import Fleet
+from scheduler.shelf import Shelf
+from scheduler.tasks import Tasks
+from scheduler.verdicts import EXPIRED, Verdict, cancelled
+from schemas.config import SchedulerConfig
+
+
+class Known(Protocol):
+    """What the index says of a request: who ran it last, at what epoch, and whether it ended."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class Generations(Protocol):
+    """The index of who runs what, as a scheduler reads it; ``bus.generations`` is the one."""
+
+    async def lookup(self, request_id: str) -> Known | None:
+        """None: nothing is known, or nobody can say."""
+
+
+@dataclass
+class Parts:
+    """One of each. ``tasks`` owns the work on single jobs."""
+
+    bus: Bus
+    config: SchedulerConfig
+    clock: Clock
+    generations: Generations
+    shelf: Shelf
+    fleet: Fleet
+    cancels: CancelMemory
+    endings: Endings
+    table: Table = field(default_factory=Table)
+    tasks: Tasks = field(default_factory=Tasks)
+
+    def unwanted(self, entry: Entry) -> Verdict | None:
+        """Why nobody waits for this job any more, if so."""
+        reason = self.cancels.reason(entry.request_id, self.clock.monotonic())
+        if reason is not None:
+            return cancelled(reason)
+        deadline_ns = entry.job.deadline_ns
+        if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
+            return EXPIRED
+        return None

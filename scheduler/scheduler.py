@@ -1,0 +1,233 @@
+"""One scheduler: what it hears, and who acts on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from bus.api import Bus, Subscription
+from bus.clock import Clock
+from scheduler.cancels import CancelMemory
+from scheduler.endings import Endings
+from scheduler.entry import Entry, State
+from scheduler.fleet import Departed, Fleet
+from scheduler.intake import Intake
+from scheduler.lane import Lane
+from scheduler.parts import Generations, Parts
+from scheduler.queue_watch import QueueWatch
+from scheduler.shelf import Preparer, Shelf
+from scheduler.strays import Strays
+from scheduler.tasks import Tasks
+from scheduler.verdicts import cancelled
+from scheduler.watchman import Watchman
+from schemas.config import SchedulerConfig
+from schemas.control import Cancel, CancelReason, Ended, WorkerStatus
+from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+
+logger = logging.getLogger(__name__)
+
+_SUBSCRIBE_RETRY_S = 0.25
+_STOP_TIMEOUT_S = 1.2
+_GOODBYE_TIMEOUT_S = 0.5
+
+
+class Scheduler:
+    """Binds jobs to workers, late. Several may run side by side: the queue gives each job to one.
+
+    ``load_model`` may block. ``known_models`` is the whole catalogue; those in ``config.models``,
+    or all of them, are served. Raises ModelNotFoundError if one of them is not in the catalogue.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: SchedulerConfig,
+        clock: Clock,
+        known_models: Collection[str],
+        load_model: Callable[[str], Preparer],
+        generations: Generations,
+    ) -> None:
+        unknown = set(config.models) - set(known_models)
+        if unknown:
+            raise ModelNotFoundError(
+                f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
+                f"not have. The models are: {', '.join(sorted(known_models))}."
+            )
+        self.parts = Parts(
+            bus=bus,
+            config=config,
+            clock=clock,
+            generations=generations,
+            shelf=Shelf(load_model),
+            fleet=Fleet(config.heartbeat_timeout_s),
+            cancels=CancelMemory(config.cancel_memory_s),
+            endings=Endings(bus, clock),
+        )
+        models = config.models or tuple(sorted(known_models))
+        self.lanes = {model: Lane(self.parts, model) for model in models}
+        self.ready = asyncio.Event()
+        self._answers = Tasks()
+        self._services = Tasks()
+        self._intakes = [Intake(self.parts, lane) for lane in self.lanes.values()]
+        self._watches = [
+            QueueWatch(self.parts, lane, self._answers) for lane in self.lanes.values()
+        ]
+        self._strays = Strays(self.parts, known_models)
+        self._watchman = Watchman(
+            self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
+        )
+        self._warmed: set[str] = set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping`` is set, then give back what was not dispatched."""
+        subscriptions: list[Subscription] = []
+        self.parts.bus.on_reconnect(self._on_reconnect)
+        try:
+            await self._subscribe(subscriptions)
+            pulls = Tasks()
+            for intake in self._intakes:
+                pulls.spawn(intake.run(), "pull")
+            for watch in self._watches:
+                self._services.spawn(watch.run(), "watch the queue")
+            self._services.spawn(self._strays.run(), "look for strays")
+            self._services.spawn(self._watchman.run(), "watch")
+            self.ready.set()
+            await stopping.wait()
+            for lane in self.lanes.values():
+                lane.stop()
+            await pulls.close()
+            await self.parts.tasks.close(_STOP_TIMEOUT_S)
+            await self._give_back()
+        finally:
+            await self._services.close()
+            await self._answers.close(_GOODBYE_TIMEOUT_S)
+            for subscription in subscriptions:
+                await subscription.close()
+
+    async def _subscribe(self, subscriptions: list[Subscription]) -> None:
+        bus = self.parts.bus
+        subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
+        subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
+        while True:
+            try:
+                subscriptions.append(await bus.workers.watch(self._on_status))
+            except BusUnavailableError as error:
+                logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
+                await self.parts.clock.sleep(_SUBSCRIBE_RETRY_S)
+            else:
+                return
+
+    async def _give_back(self) -> None:
+        """Release what waits here; what a worker runs stays with the worker."""
+        held = [entry for entry in self.parts.table if entry.is_held]
+        try:
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                for entry in held:
+                    self.parts.table.drop(entry)
+                    await self.parts.bus.jobs.release(entry.lease)
+        except (BusUnavailableError, TimeoutError):
+            logger.warning("jobs could not be given back; their leases lapse by themselves")
+
+    # --- workers ---
+
+    def _on_status(self, status: WorkerStatus) -> None:
+        parts = self.parts
+        known = parts.fleet.get(status.worker_id) is not None
+        departed = parts.fleet.observe(status, parts.clock.monotonic(), parts.clock.now_ns())
+        if not known and parts.fleet.get(status.worker_id) is not None:
+            logger.info(
+                "a worker is there",
+                extra={"worker_id": status.worker_id, "model": status.model},
+            )
+        if departed:
+            self._on_departed(departed)
+        lane = self.lanes.get(status.model)
+        if lane is not None:
+            self._warm(status.model)
+            lane.pump()
+
+    def _on_departed(self, departed: Sequence[Departed]) -> None:
+        for gone in departed:
+            logger.warning(
+                "a worker is gone",
+                extra={
+                    "worker_id": gone.worker_id,
+                    "why": gone.why.value,
+                    "num_requests": len(gone.request_ids),
+                },
+            )
+            # Each goes to the front, so the oldest comes last.
+            for request_id in reversed(gone.request_ids):
+                entry = self.parts.table.get(request_id)
+                if entry is None or entry.worker_id != gone.worker_id:
+                    continue
+                if entry.state is State.RUNNING:
+                    self._lane_of(entry).lost(entry)
+        self._pump()
+
+    def _warm(self, model: str) -> None:
+        """Have the tokenizer ready before the first job needs it."""
+        if model not in self._warmed:
+            self._warmed.add(model)
+            self._services.spawn(self._load(model), f"load {model}")
+
+    async def _load(self, model: str) -> None:
+        try:
+            await self.parts.shelf.warm(model)
+        except MillraceError as error:
+            logger.warning(
+                "a model cannot be loaded; its jobs will be refused",
+                extra={"model": model, "code": error.code, "reason": error.message},
+            )
+
+    # --- requests ---
+
+    def _on_ended(self, ended: Ended) -> None:
+        worker = self.parts.fleet.get(ended.worker_id)
+        for request_id in ended.request_ids:
+            entry = self.parts.table.get(request_id)
+            if entry is None:
+                self.parts.fleet.release(ended.worker_id, request_id)
+            elif entry.worker_id == ended.worker_id or entry.state is State.WAITING:
+                self._lane_of(entry).ended(entry)
+        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
+            lane.throughput.add(len(ended.request_ids), self.parts.clock.monotonic())
+            lane.pump()
+
+    def _on_found_ended(self, entry: Entry) -> None:
+        lane = self._lane_of(entry)
+        lane.ended(entry)
+        lane.pump()
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        entry = self.parts.table.get(cancel.request_id)
+        if cancel.below_epoch is not None:
+            # Another scheduler runs it anew; what we say ourselves names the entry's own epoch.
+            if entry is not None and entry.epoch < cancel.below_epoch:
+                self._lane_of(entry).overtaken(entry)
+            return
+        if cancel.reason is CancelReason.SUPERSEDED:
+            return
+        self.parts.cancels.add(cancel.request_id, cancel.reason, self.parts.clock.monotonic())
+        if entry is not None and entry.state is State.WAITING:
+            lane = self._lane_of(entry)
+            lane.end(entry, cancelled(cancel.reason))
+            lane.pump()
+
+    def _lane_of(self, entry: Entry) -> Lane:
+        return self.lanes[entry.job.model]
+
+    def _end_unwanted(self) -> None:
+        for lane in self.lanes.values():
+            lane.end_unwanted()
+
+    def _pump(self) -> None:
+        for lane in self.lanes.values():
+            lane.pump()
+
+    # --- the bus ---
+
+    def _on_reconnect(self) -> None:
+        self._watchman.reconnected()
+        self._pump()

@@ -1,0 +1,140 @@
+"""Sends one job to one worker, continuing what an earlier run began."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, auto
+from typing import NamedTuple
+
+from scheduler.entry import Entry
+from scheduler.parts import Parts
+from scheduler.verdicts import Verdict, cancelled, failed, refused
+from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
+from schemas.errors import PayloadTooLargeError
+
+logger = logging.getLogger(__name__)
+
+
+class Result(Enum):
+    """What became of a dispatch."""
+
+    ACCEPTED = auto()  # the worker holds the lease
+    REFUSED = auto()  # nothing ran: another worker, or later
+    LOST = auto()  # no answer: it may run there
+    ANSWERED = auto()  # an earlier run had ended it already
+    OVERTAKEN = auto()  # somebody else runs it at a higher epoch
+    ENDS = auto()  # it must not run: see the verdict
+
+
+class Sent(NamedTuple):
+    result: Result
+    verdict: Verdict | None = None
+    reason: str = ""
+
+
+class Sender:
+    """Speaks to workers, gateways and the index about one job; what follows is the lane's to do."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._bus = parts.bus
+        self._config = parts.config
+        self._clock = parts.clock
+        self._generations = parts.generations
+
+    async def last_holder(self, entry: Entry) -> str | None:
+        """The worker that ran a job last as far as the index knows, "" for nobody; None: it is
+        answered already. The next epoch will be above the known one."""
+        known = await self._generations.lookup(entry.request_id)
+        if known is None:
+            return ""
+        entry.epoch_floor = max(entry.epoch_floor, known.epoch)
+        return None if known.finished else known.worker_id
+
+    async def send(self, entry: Entry, worker_id: str) -> Sent:
+        """Dispatch to a worker; a job that ran before is taken away from whoever still runs it.
+
+        Raises BusUnavailableError: nothing was sent.
+        """
+        epoch_before = entry.epoch
+        if not entry.ran_before:
+            entry.begin_run(self._clock.monotonic())
+            return await self._dispatch(entry, worker_id, epoch_before)
+        if await self.last_holder(entry) is None:
+            return Sent(Result.ANSWERED)
+        if not await self._bus.jobs.is_open(entry.stream_sequence):
+            return Sent(Result.ANSWERED)
+        entry.begin_run(self._clock.monotonic())
+        await self._bus.control.cancel(
+            Cancel(
+                request_id=entry.request_id,
+                reason=CancelReason.SUPERSEDED,
+                below_epoch=entry.epoch,
+            )
+        )
+        return await self._continue(entry, worker_id, epoch_before)
+
+    async def continue_at(self, entry: Entry, worker_id: str) -> Sent:
+        """Dispatch to the worker that is thought to run the job still: it goes on with it under
+        the new lease. Raises BusUnavailableError: nothing was sent."""
+        epoch_before = entry.epoch
+        entry.begin_run(self._clock.monotonic())
+        return await self._continue(entry, worker_id, epoch_before)
+
+    async def _continue(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
+        """Dispatch from where the client is."""
+        job = entry.job
+        if job.reply:
+            point = await self._bus.control.resume_point(
+                job.reply, job.request_id, self._config.resume_timeout_s
+            )
+            if point is not None and not point.open:
+                return Sent(Result.ENDS, cancelled(CancelReason.DISCONNECT))
+            entry.resume_token_ids = () if point is None else point.token_ids
+        return await self._dispatch(entry, worker_id, epoch_before)
+
+    async def _dispatch(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
+        dispatch = Dispatch(
+            job=entry.job,
+            epoch=entry.epoch,
+            lease=entry.lease,
+            resume_token_ids=entry.resume_token_ids,
+            dispatched_ns=self._clock.now_ns(),
+        )
+        try:
+            reply = await self._bus.control.command(
+                worker_id, dispatch, self._config.dispatch_timeout_s
+            )
+        except PayloadTooLargeError as error:
+            return Sent(Result.ENDS, refused(error))
+        sent = _read(reply)
+        if sent.result is Result.REFUSED:
+            entry.undo_run(epoch_before)
+        if sent.result is not Result.ACCEPTED:
+            logger.info(
+                "a dispatch did not take",
+                extra={
+                    "request_id": entry.request_id,
+                    "worker_id": worker_id,
+                    "epoch": entry.epoch,
+                    "result": sent.result.name.lower(),
+                    "reason": sent.reason,
+                },
+            )
+        return sent
+
+
+def _read(reply: WorkerReply | None) -> Sent:
+    if reply is None:
+        return Sent(Result.LOST)
+    if reply.ok:
+        return Sent(Result.ACCEPTED)
+    match reply.reason:
+        case "full" | "draining":
+            return Sent(Result.REFUSED, reason=reply.reason)
+        case "stale_epoch":
+            return Sent(Result.OVERTAKEN, reason=reply.reason)
+        case "bad_request":
+            verdict = failed("bad_request", reply.message, retryable=False)
+            return Sent(Result.ENDS, verdict, reply.reason)
+        case _:
+            return Sent(Result.LOST, reason=reply.reason)

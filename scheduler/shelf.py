@@ -1,0 +1,67 @@
+"""The models that jobs are prepared with, loaded when the first job asks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from schemas.jobs import Job
+
+# Beyond this much input, tokenising and checking leave the event loop.
+_INLINE_TOKENS = 4_096
+_INLINE_CHARACTERS = 1_024
+
+
+class Preparer(Protocol):
+    """What the scheduler needs of ``registry.served.ServedModel``."""
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job: ...
+
+
+class Shelf:
+    """Loads each model once. ``load`` may block: it runs in a thread."""
+
+    def __init__(self, load: Callable[[str], Preparer]) -> None:
+        self._load = load
+        self._models: dict[str, asyncio.Task[Preparer]] = {}
+
+    async def prepare(self, job: Job) -> Job:
+        """The job with token ids, max_tokens and seed. Raises MillraceError for a bad one.
+
+        A seed is drawn from the request id, so that every scheduler draws the same: a job that is
+        delivered again starts again from the same seed.
+        """
+        model = await self._get(job.model)
+        seed_source = random.Random(job.request_id)
+        if _is_short(job):
+            return model.prepare(job, seed_source)
+        return await asyncio.to_thread(model.prepare, job, seed_source)
+
+    async def warm(self, model: str) -> None:
+        """Load a model before the first job asks for it."""
+        await self._get(model)
+
+    async def _get(self, model: str) -> Preparer:
+        loading = self._models.get(model)
+        if loading is None:
+            loading = asyncio.create_task(
+                asyncio.to_thread(self._load, model), name=f"load {model}"
+            )
+            self._models[model] = loading
+        try:
+            return await asyncio.shield(loading)
+        except Exception:
+            # The next job tries again: the hub may be back, the files may be there.
+            if self._models.get(model) is loading:
+                del self._models[model]
+            raise
+
+
+def _is_short(job: Job) -> bool:
+    if job.prompt_token_ids is not None:
+        return len(job.prompt_token_ids) <= _INLINE_TOKENS
+    if job.prompt is not None:
+        return len(job.prompt) <= _INLINE_CHARACTERS
+    return sum(len(message.content) for message in job.messages or ()) <= _INLINE_CHARACTERS

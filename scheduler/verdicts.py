@@ -1,0 +1,101 @@
+"""How jobs end that no worker ends: the frame, the record's status, the code."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.control import CancelReason
+from schemas.errors import MillraceError
+from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
+from schemas.jobs import Job, JobResult
+from schemas.records import RequestRecord, Status
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked."""
+
+    status: Status
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+    retry_after_s: float = 0.0
+
+    def frame(self, epoch: int) -> TerminalFrame:
+        match self.status:
+            case Status.CANCELLED:
+                return Cancelled(epoch=epoch)
+            case Status.EXPIRED:
+                return Expired(epoch=epoch)
+            case Status.SHED:
+                return Shed(epoch=epoch, retry_after_s=self.retry_after_s)
+            case _:
+                return Failed(
+                    epoch=epoch, code=self.code, message=self.message, retryable=self.retryable
+                )
+
+
+EXPIRED = Verdict(
+    status=Status.EXPIRED, code="deadline_exceeded", message="The deadline passed before the end."
+)
+
+
+def cancelled(reason: CancelReason) -> Verdict:
+    """The owner does not want it any more."""
+    if reason is CancelReason.DEADLINE:
+        return EXPIRED
+    return Verdict(status=Status.CANCELLED, code="cancelled", message="The request was cancelled.")
+
+
+def shed(retry_after_s: float) -> Verdict:
+    return Verdict(
+        status=Status.SHED,
+        code="queue_full",
+        message=f"The queue is full. Try again in {retry_after_s:.1f} s.",
+        retryable=True,
+        retry_after_s=retry_after_s,
+    )
+
+
+def refused(error: MillraceError) -> Verdict:
+    """The job itself is at fault, or its model cannot be served at all."""
+    return Verdict(
+        status=Status.FAILED, code=error.code, message=error.message, retryable=error.retryable
+    )
+
+
+def failed(code: str, message: str, *, retryable: bool) -> Verdict:
+    return Verdict(status=Status.FAILED, code=code, message=message, retryable=retryable)
+
+
+def record_of(job: Job, verdict: Verdict, epoch: int, now_ns: int) -> RequestRecord:
+    """The record of a job that no worker ended. Nobody knows how many tokens its lost runs made
+    for sure, so none are charged."""
+    return RequestRecord(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        user=job.user,
+        session_id=job.session_id,
+        source=job.source,
+        tier=job.tier,
+        model_requested=job.model_requested or job.model,
+        model_served=job.model,
+        prompt_tokens=len(job.prompt_token_ids or ()),
+        total_ms=max(now_ns - job.received_ns, 0) / 1e6,
+        status=verdict.status,
+        error_code=verdict.code if verdict.status is Status.FAILED else "",
+        received_ns=job.received_ns,
+        done_ns=now_ns,
+        epoch=epoch,
+    )
+
+
+def result_of(job: Job, verdict: Verdict, now_ns: int) -> JobResult:
+    return JobResult(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        status=verdict.status.value,
+        error_code=verdict.code,
+        error_message=verdict.message,
+        done_ns=now_ns,
+    )
