@@ -112,10 +112,10 @@ class Connection:
             return True
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                while not self.connected:
-                    await self._up.wait()
-                    if not self.connected:
+                while not self._client.is_connected:
+                    if self._up.is_set():
                         await asyncio.sleep(_RETRY_WAIT_S)  # the loss is just being noticed
+                    await self._up.wait()
         except TimeoutError:
             return False
         return True

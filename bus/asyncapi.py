@@ -1,0 +1,299 @@
+"""The public contract of the bus as an AsyncAPI 3 document, made from the schemas.
+
+``python -m bus.asyncapi > docs/asyncapi.json`` writes the checked-in copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from bus import codec, subjects
+from schemas.control import (
+    Cancel,
+    Ended,
+    QueueStatus,
+    ResumePoint,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from schemas.frames import Frame, FrameBatch
+from schemas.jobs import DeadJob, Job, JobResult, Tier
+from schemas.records import DeliveryRecord, RequestRecord, WorkerSample
+
+_REF = "#/components/schemas/{name}"
+_BOTH = f"{codec.MSGPACK} (no header needed) or {codec.JSON} by the {codec.CONTENT_TYPE} header"
+
+Action = Literal["send", "receive"]
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """One kind of subject or topic. ``action`` is what Millrace does with it; ``kinds`` are what it
+    carries; ``answer`` comes back on the message's reply subject."""
+
+    key: str
+    address: str
+    title: str
+    action: Action
+    kinds: tuple[Any, ...]
+    description: str
+    answer: Any = None
+    protocol: Literal["nats", "kafka"] = "nats"
+    content_type: str = codec.MSGPACK
+
+
+_PARAMETERS = {
+    "model": "A model of the catalogue, percent-encoded as one subject token.",
+    "tier": "The service tier.",
+    "reason": "Why the job was given up on.",
+    "reply": "Whoever listens: a gateway's id or a name that the publishing service chose; "
+    "percent-encoded as one subject token.",
+    "request": "The request id, percent-encoded as one subject token.",
+    "tenant": "The tenant, percent-encoded as one subject token.",
+    "worker": "The worker's id, percent-encoded as one subject token.",
+}
+
+_CHANNELS = (
+    _Channel(
+        "jobs",
+        "jobs.{model}.{tier}",
+        "Generation jobs",
+        "receive",
+        (Job,),
+        f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
+        "the request id, so that a retried publish is accepted once, and wait for the "
+        "acknowledgement: from then on the job is answered. Model and tier in the body must be "
+        f"those of the subject; an absent tier is the subject's. Encoded as {_BOTH}; a job in JSON "
+        "gets its frames in JSON.",
+    ),
+    _Channel(
+        "frames",
+        "tok.{reply}.{request}",
+        "Frames of one request",
+        "send",
+        (Frame,),
+        "What streams back, at most once and in order. Every request ends in exactly one of done, "
+        "cancelled, expired, shed and failed. Drop frames of an epoch below the highest seen and "
+        "token indices that are there already.",
+    ),
+    _Channel(
+        "envelopes",
+        f"tok.{{reply}}.{subjects.ENVELOPE}",
+        "Frames of many requests",
+        "send",
+        (FrameBatch,),
+        "For listeners whose jobs set batch_frames: what one engine step made, in one message.",
+    ),
+    _Channel(
+        "cancels",
+        "ctl.cancel.{request}",
+        "Cancel a request",
+        "receive",
+        (Cancel,),
+        f"From anyone who owns the request. Encoded as {_BOTH}; an empty message will do.",
+    ),
+    _Channel(
+        "results",
+        "results.{tenant}.{request}",
+        "Final results",
+        "send",
+        (JobResult,),
+        f"JetStream stream {subjects.RESULTS_STREAM}, kept for a day: the last message of the "
+        "subject is the result of a job that set store_result.",
+        content_type=codec.JSON,
+    ),
+    _Channel(
+        "dead",
+        "dead.jobs.{reason}",
+        "Dead letters",
+        "send",
+        (DeadJob,),
+        f"JetStream stream {subjects.DEAD_STREAM}: jobs given up on, with why.",
+    ),
+    _Channel(
+        "resumes",
+        "resume.{reply}.{request}",
+        "Which tokens has the client got?",
+        "send",
+        (),
+        "An empty request to whoever reads the stream, who may stay silent: the job then starts "
+        "again from its seed.",
+        answer=ResumePoint,
+    ),
+    _Channel(
+        "commands",
+        "ctl.worker.{worker}",
+        "Commands to a worker",
+        "receive",
+        (WorkerCommand,),
+        "Dispatch, cancel, replay and drain.",
+        answer=WorkerReply,
+    ),
+    _Channel(
+        "ends",
+        "ctl.ended.{worker}",
+        "Requests that a worker holds no more",
+        "send",
+        (Ended,),
+        "From a worker to the schedulers; may be lost.",
+    ),
+    _Channel(
+        "queue-status",
+        "ctl.queue.{model}",
+        "How a model's queue stands",
+        "send",
+        (QueueStatus,),
+        "A few times a second.",
+    ),
+    _Channel(
+        "telemetry",
+        subjects.TELEMETRY,
+        "Saved queries",
+        "receive",
+        (TelemetryQuery,),
+        "Answered by one of the telemetry processes.",
+        answer=TelemetryAnswer,
+    ),
+    _Channel(
+        "heartbeats",
+        "hb.{worker}",
+        "Capacity and load of a worker",
+        "send",
+        (WorkerStatus,),
+        f"Twice a second; the last one is also in the key-value bucket {subjects.WORKERS_BUCKET}.",
+    ),
+    *(
+        _Channel(
+            key,
+            address,
+            title,
+            "send",
+            (kind,),
+            f"The same record is on the NATS subject {nats_subject} first.",
+            protocol="kafka",
+        )
+        for key, address, title, kind, nats_subject in (
+            (
+                "request-records",
+                subjects.REQUESTS_TOPIC,
+                "One record a request",
+                RequestRecord,
+                "rec.request",
+            ),
+            (
+                "delivery-records",
+                subjects.DELIVERIES_TOPIC,
+                "What clients saw",
+                DeliveryRecord,
+                "rec.delivery",
+            ),
+            ("worker-samples", subjects.WORKERS_TOPIC, "Worker load", WorkerSample, "rec.worker"),
+        )
+    ),
+)
+
+
+def document() -> dict[str, Any]:
+    """The whole document, ready for JSON."""
+    kinds = [kind for one in _CHANNELS for kind in (*one.kinds, one.answer) if kind is not None]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema_of = dict(zip(map(_name, kinds), schemas, strict=True))
+    messages: dict[str, Any] = {}
+    channels: dict[str, Any] = {}
+    operations: dict[str, Any] = {}
+    for one in _CHANNELS:
+        named = {_name(kind): one.content_type for kind in one.kinds}
+        if not one.kinds:
+            named["Empty"] = codec.MSGPACK
+        for name, content_type in named.items():
+            messages[name] = _message(name, content_type, schema_of.get(name))
+        channels[one.key] = _channel(one, named)
+        operations[f"{one.action}-{one.key}"] = _operation(one)
+        if one.answer is not None:
+            name = _name(one.answer)
+            messages[name] = _message(name, codec.MSGPACK, schema_of[name])
+            channels[f"{one.key}-answers"] = {
+                "address": None,
+                "title": f"Answers: {one.title}",
+                "messages": {name: {"$ref": f"#/components/messages/{name}"}},
+                "servers": [{"$ref": "#/servers/nats"}],
+            }
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "Millrace",
+            "version": "1.0.0",
+            "description": "Generation jobs in, frames and records out. Made from schemas/ by "
+            "python -m bus.asyncapi.",
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": codec.MSGPACK,
+        "servers": {
+            "nats": {"host": "127.0.0.1:4222", "protocol": "nats"},
+            "kafka": {"host": "127.0.0.1:9092", "protocol": "kafka"},
+        },
+        "channels": channels,
+        "operations": operations,
+        "components": {"messages": messages, "schemas": components},
+    }
+
+
+def _name(kind: Any) -> str:
+    """A struct's own name; unions are named after what they are unions of."""
+    if kind is Frame:
+        return "Frame"
+    if kind == WorkerCommand:
+        return "WorkerCommand"
+    name: str = kind.__name__
+    return name
+
+
+def _message(name: str, content_type: str, schema: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"name": name, "contentType": content_type}
+    if schema is not None:
+        message["payload"] = schema
+    return message
+
+
+def _channel(one: _Channel, message_names: dict[str, str]) -> dict[str, Any]:
+    channel: dict[str, Any] = {
+        "address": one.address,
+        "title": one.title,
+        "description": one.description,
+        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in message_names},
+        "servers": [{"$ref": f"#/servers/{one.protocol}"}],
+    }
+    names = [part[1:-1] for part in one.address.split(".") if part.startswith("{")]
+    if names:
+        channel["parameters"] = {name: {"description": _PARAMETERS[name]} for name in names}
+        if "tier" in names:
+            channel["parameters"]["tier"]["enum"] = [tier.value for tier in Tier]
+    return channel
+
+
+def _operation(one: _Channel) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "action": one.action,
+        "channel": {"$ref": f"#/channels/{one.key}"},
+        "title": one.title,
+    }
+    if one.answer is not None:
+        operation["reply"] = {"channel": {"$ref": f"#/channels/{one.key}-answers"}}
+    return operation
+
+
+def text() -> str:
+    """The document as it is checked in."""
+    raw = msgspec.json.encode(document(), order="deterministic")
+    return msgspec.json.format(raw, indent=2).decode() + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

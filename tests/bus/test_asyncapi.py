@@ -1,0 +1,94 @@
+"""The checked-in contract is the one that the schemas make."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from bus import asyncapi, subjects
+from schemas.frames import Delta, Done, FinishReason
+from schemas.jobs import Job, Tier
+
+CHECKED_IN = Path(__file__).parents[2] / "docs" / "asyncapi.json"
+
+
+def read() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(CHECKED_IN.read_text(encoding="utf-8"))
+    return document
+
+
+def references(node: object) -> set[str]:
+    if isinstance(node, dict):
+        found = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return found.union(*map(references, node.values()))
+    if isinstance(node, list):
+        return set().union(*map(references, node))
+    return set()
+
+
+def validator(message: str) -> Draft202012Validator:
+    document = read()
+    payload = document["components"]["messages"][message]["payload"]
+    return Draft202012Validator({**payload, "components": document["components"]})
+
+
+def test_it_is_not_stale() -> None:
+    stale = "run: python -m bus.asyncapi > docs/asyncapi.json"
+    assert CHECKED_IN.read_text(encoding="utf-8") == asyncapi.text(), stale
+
+
+def test_every_reference_leads_somewhere() -> None:
+    document = read()
+    for reference in references(document):
+        node: Any = document
+        for key in reference.removeprefix("#/").split("/"):
+            node = node[key]
+
+
+def test_its_addresses_are_the_ones_on_the_wire() -> None:
+    channels = read()["channels"].values()
+    patterns = [
+        re.compile(re.sub(r"\\\{\w+\\\}", "[A-Za-z0-9_%-]+", re.escape(channel["address"])))
+        for channel in channels
+        if channel["address"] is not None
+    ]
+    used = [
+        subjects.job("m/1", Tier.PRO),
+        subjects.frames("g 1", "r.1"),
+        subjects.envelope("g 1"),
+        subjects.cancel("r.1"),
+        subjects.result("t", "r.1"),
+        subjects.dead_job("bad luck"),
+        subjects.resume("g", "r"),
+        subjects.worker_commands("w.1"),
+        subjects.ended("w.1"),
+        subjects.queue_status("m/1"),
+        subjects.heartbeat("w.1"),
+        subjects.TELEMETRY,
+        *subjects.RECORD_TOPICS,
+    ]
+    for name in used:
+        assert any(pattern.fullmatch(name) for pattern in patterns), name
+
+
+def test_what_we_send_is_what_it_describes() -> None:
+    job = Job(request_id="r1", model="demo", prompt="hi", tier=Tier.PRO)
+    validator("Job").validate(json.loads(msgspec.json.encode(job)))
+    for frame in (
+        Delta(index=0, token_ids=(1, 2), text="ab", text_ends=(1, 2)),
+        Done(finish_reason=FinishReason.STOP, num_tokens=2),
+    ):
+        validator("Frame").validate(json.loads(msgspec.json.encode(frame)))
+
+
+def test_it_refuses_what_the_bus_refuses() -> None:
+    for body in ({"model": "demo", "prompt": "x"}, {"request_id": "r", "model": "m", "colour": 1}):
+        with pytest.raises(ValidationError):
+            validator("Job").validate(body)
