@@ -34,10 +34,13 @@ def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
     )
 
 
-def make_consumer(config: KafkaConfig) -> AIOKafkaConsumer:
-    """A member of the sink's group; offsets are committed by hand."""
-    return AIOKafkaConsumer(
-        *subjects.RECORD_TOPICS,
+async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKafkaConsumer:
+    """The sink's consumer, started; offsets are committed by hand.
+
+    A broker shares the partitions among the group's members. The embedded cluster is slow at that
+    (a member that died costs 10 s), and has one consumer only: it takes all partitions.
+    """
+    consumer = AIOKafkaConsumer(
         bootstrap_servers=config.bootstrap_servers,
         group_id=config.group,
         enable_auto_commit=False,
@@ -48,12 +51,18 @@ def make_consumer(config: KafkaConfig) -> AIOKafkaConsumer:
         max_poll_interval_ms=24 * 3_600_000,
         metadata_max_age_ms=30_000,
     )
+    if manages_groups:
+        consumer.subscribe(subjects.RECORD_TOPICS)
+    await consumer.start()
+    if not manages_groups:
+        consumer.assign(await _record_partitions(consumer))
+    return consumer
 
 
-async def ensure_topics(config: KafkaConfig) -> None:
-    """Create the topics that are missing.
+async def ensure_topics(config: KafkaConfig) -> bool:
+    """Create the topics that are missing; whether this is a cluster that manages topics and groups.
 
-    The embedded cluster has no controller to ask; its topics come into being on first use.
+    The embedded cluster has no controller to ask: its topics come into being on first use.
     """
     admin = AIOKafkaAdminClient(bootstrap_servers=config.bootstrap_servers)
     await admin.start()
@@ -61,7 +70,7 @@ async def ensure_topics(config: KafkaConfig) -> None:
         cluster = await admin.describe_cluster()
         nodes = {broker["node_id"] for broker in cluster["brokers"]}
         if cluster["controller_id"] not in nodes:
-            return
+            return False
         present = set(await admin.list_topics())
         wanted = dict.fromkeys(subjects.RECORD_TOPICS, config.partitions)
         wanted |= {subjects.DEAD_TOPIC: 1, subjects.BRIDGE_TOPIC: 1}
@@ -76,8 +85,19 @@ async def ensure_topics(config: KafkaConfig) -> None:
                 if code and for_code(code) is not TopicAlreadyExistsError:
                     raise for_code(code)(f"topic {topic} could not be created")
             logger.info("created Kafka topics", extra={"topics": [t.name for t in missing]})
+        return True
     finally:
         await admin.close()
+
+
+async def _record_partitions(consumer: AIOKafkaConsumer) -> list[TopicPartition]:
+    partitions = []
+    for topic in subjects.RECORD_TOPICS:
+        # Asking for an unknown topic's end makes the client learn of it.
+        await consumer.end_offsets([TopicPartition(topic, 0)])
+        numbers = consumer.partitions_for_topic(topic) or {0}
+        partitions += [TopicPartition(topic, number) for number in numbers]
+    return partitions
 
 
 _MARKER = TopicPartition(subjects.BRIDGE_TOPIC, 0)
@@ -100,12 +120,7 @@ class Incarnation:
         await consumer.start()
         try:
             ends = await consumer.end_offsets([_MARKER])
-            partitions = []
-            for topic in subjects.RECORD_TOPICS:
-                # Asking for an unknown topic's partitions makes the client learn of it.
-                await consumer.end_offsets([TopicPartition(topic, 0)])
-                numbers = consumer.partitions_for_topic(topic) or {0}
-                partitions += [TopicPartition(topic, number) for number in numbers]
+            partitions = await _record_partitions(consumer)
             record_ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
         finally:
             await consumer.stop()

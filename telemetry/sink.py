@@ -14,7 +14,7 @@ from bus.clock import Clock
 from schemas.config import KafkaConfig, TelemetryConfig
 from telemetry.batches import Batch, Row, content_token
 from telemetry.dead_letters import DeadLetters
-from telemetry.kafka import Offsets, ensure_topics, make_consumer, make_producer
+from telemetry.kafka import Offsets, ensure_topics, make_producer, start_consumer
 from telemetry.ledger import Ledger
 from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
 from telemetry.tables import Table
@@ -67,16 +67,15 @@ class Sink:
 
     async def run(self) -> None:
         """Consume until ``stop``; raises what Kafka raises. Waits while the store is away."""
-        await ensure_topics(self._config)
+        manages_groups = await ensure_topics(self._config)
         while not self._stopping:
             self._restart.clear()
             self._stored.clear()
-            await self._consume()
+            await self._consume(manages_groups)
 
-    async def _consume(self) -> None:
-        consumer = make_consumer(self._config)
+    async def _consume(self, manages_groups: bool) -> None:
+        consumer = await start_consumer(self._config, manages_groups=manages_groups)
         producer = make_producer(self._config)
-        await consumer.start()
         try:
             await producer.start()
             try:

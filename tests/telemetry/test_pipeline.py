@@ -101,7 +101,7 @@ async def test_poison_goes_to_the_dead_letters_and_its_batch_lands(
         auto_offset_reset="earliest",
     )
     await consumer.start()
-    reasons = []
+    reasons: list[str] = []
     while len(reasons) < 3:
         for messages in (await consumer.getmany(timeout_ms=1000)).values():
             reasons += [dict(message.headers)["reason"].decode() for message in messages]
