@@ -152,7 +152,7 @@ class Control(Protocol):
     async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription: ...
 
     async def publish_ended(self, ended: Ended) -> None:
-        """Tell every scheduler which requests a worker has answered and acknowledged."""
+        """Tell every scheduler which requests a worker holds no more."""
 
     async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription: ...
 

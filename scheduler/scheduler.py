@@ -189,8 +189,11 @@ class Scheduler:
             entry = self.parts.table.get(request_id)
             if entry is None:
                 self.parts.fleet.release(ended.worker_id, request_id)
-            elif entry.worker_id == ended.worker_id or entry.state is State.WAITING:
+            elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
                 self._lane_of(entry).ended(entry)
+            else:
+                # A run that we thought lost may have answered it, or was superseded: ask.
+                self._watchman.doubt(entry)
         if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
             lane.throughput.add(len(ended.request_ids), self.parts.clock.monotonic())
             lane.pump()

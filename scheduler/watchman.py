@@ -54,6 +54,10 @@ class Watchman:
             entry.checked_s = _NEVER_S
             entry.extended_s = _NEVER_S
 
+    def doubt(self, entry: Entry) -> None:
+        """It may have ended: look it up at the next tick."""
+        entry.checked_s = _NEVER_S
+
     def tick(self) -> None:
         parts, now_s = self._parts, self._parts.clock.monotonic()
         late_s = now_s - self._last_tick_s - TICK_S
@@ -104,7 +108,8 @@ class Watchman:
         due = [
             entry
             for entry in self._parts.table
-            if entry.state is State.RUNNING and now_s - entry.checked_s >= _CHECK_AFTER_S
+            if (entry.state is State.RUNNING and now_s - entry.checked_s >= _CHECK_AFTER_S)
+            or (entry.state is State.WAITING and entry.checked_s == _NEVER_S)
         ][:_MAX_CHECKS_PER_TICK]
         for entry in due:
             entry.checked_s = now_s
@@ -115,7 +120,7 @@ class Watchman:
         try:
             for entry in entries:
                 is_open = await self._parts.bus.jobs.is_open(entry.stream_sequence)
-                if not is_open and entry.state is State.RUNNING:
+                if not is_open and entry.state in (State.RUNNING, State.WAITING):
                     self._on_ended(entry)
         except BusUnavailableError as error:
             logger.warning("requests could not be looked up", extra={"reason": error.message})

@@ -76,8 +76,8 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that a worker has answered and acknowledged, from it to the schedulers. It may be
-    lost: a scheduler that misses one finds out from the queue."""
+    """Requests that a worker holds no more, answered and acknowledged or superseded, from it to
+    the schedulers. It may be lost: a scheduler that misses one finds out from the queue."""
 
     worker_id: str
     request_ids: tuple[str, ...]
