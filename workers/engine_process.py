@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from bus.logs import configure_logging
 from schemas.config import EngineConfig
@@ -169,8 +169,8 @@ class _Link(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # uvloop's transports do not derive from asyncio's classes.
+        self._transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
         for payload in self._unpacker.feed(data):
