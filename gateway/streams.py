@@ -254,7 +254,7 @@ class StreamTable:
                     answers.append(await self._ask_worker(worker_id, stream))
                     if answers[-1]:
                         return
-                if None not in answers:
+                if answers and None not in answers:
                     # Everybody answered that it does not run: it waits in the queue.
                     stream.must_probe = False
         finally:

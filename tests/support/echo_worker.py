@@ -6,7 +6,9 @@ What it says is scripted: by default the prompt's own token ids are its text, on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from bus.api import Bus, LeasedJob, Subscription
 from bus.clock import Clock, SystemClock
@@ -22,7 +24,7 @@ from schemas.frames import (
 )
 from schemas.jobs import Job
 
-Script = Callable[[Job], str]
+Script = Callable[[Job], Sequence[str]]
 _HEARTBEAT_S = 0.5
 _PULL_S = 0.5
 
@@ -33,11 +35,11 @@ def echo_script(job: Job) -> str:
 
 
 class EchoWorker:
-    """Answers jobs of one model; a character is a token, with its code point as token id.
+    """Answers jobs of one model with the texts of a script's tokens, a character each by default.
 
-    ``pace`` is awaited before each token, so that a test decides when it comes; ``ends`` of a
-    request are frames that end it instead of its text; ``lose`` says which frames are never sent
-    (they are still there for a replay).
+    No token leaves while ``gate`` is closed. It falls silent before token ``stop_before``, or
+    sends ``end_with`` there (at once, if there is no ``stop_before``). Frames that ``lose`` picks
+    are never sent; they are still there for a replay.
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class EchoWorker:
                 request_id = leased.job.request_id
                 task = asyncio.create_task(self._run(leased))
                 self._running[request_id] = task
-                task.add_done_callback(lambda _task, key=request_id: self._running.pop(key, None))
+                task.add_done_callback(partial(self._forget, request_id))
+
+    def _forget(self, request_id: str, _task: asyncio.Task[None]) -> None:
+        self._running.pop(request_id, None)
 
     async def _run(self, leased: LeasedJob) -> None:
         job = leased.job
@@ -141,22 +146,22 @@ class EchoWorker:
         )
         limit = job.sampling.max_tokens
         whole = self.script(job)
-        text = whole[:limit]
-        for index in range(0, len(text), self.tokens_per_frame):
+        texts = whole[:limit]
+        for index in range(0, len(texts), self.tokens_per_frame):
             if index == self.stop_before:
                 if self.end_with is not None:
                     await self._send(job, self.end_with)
                     return
                 await asyncio.Event().wait()
             await self.gate.wait()
-            piece = text[index : index + self.tokens_per_frame]
-            await self._send(job, _delta(index, piece, epoch))
+            piece = texts[index : index + self.tokens_per_frame]
+            await self._send(job, delta_of(index, piece, epoch))
             await asyncio.sleep(0)
         await self._send(
-            job, Usage(prompt_tokens=num_prompt, completion_tokens=len(text), epoch=epoch)
+            job, Usage(prompt_tokens=num_prompt, completion_tokens=len(texts), epoch=epoch)
         )
-        reason = FinishReason.LENGTH if len(whole) > len(text) else FinishReason.STOP
-        await self._send(job, Done(finish_reason=reason, num_tokens=len(text), epoch=epoch))
+        reason = FinishReason.LENGTH if len(whole) > len(texts) else FinishReason.STOP
+        await self._send(job, Done(finish_reason=reason, num_tokens=len(texts), epoch=epoch))
 
     async def _send(self, job: Job, frame: Frame) -> None:
         self._sent.setdefault(job.request_id, []).append(frame)
@@ -184,11 +189,13 @@ class EchoWorker:
         return WorkerReply(ok=True)
 
 
-def _delta(index: int, piece: str, epoch: int) -> Delta:
+def delta_of(index: int, texts: Sequence[str], epoch: int = 0) -> Delta:
+    """A frame of tokens with these texts; token ids are their indices."""
+    ends = tuple(itertools.accumulate(map(len, texts)))
     return Delta(
         index=index,
-        token_ids=tuple(map(ord, piece)),
-        text=piece,
-        text_ends=tuple(range(1, len(piece) + 1)) if len(piece) > 1 else (),
+        token_ids=tuple(range(index, index + len(texts))),
+        text="".join(texts),
+        text_ends=ends if len(texts) > 1 else (),
         epoch=epoch,
     )

@@ -1,0 +1,237 @@
+"""The HTTP surface below OpenAI's client: transcripts, bodies, disconnects, records, health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bus import codec
+from schemas.config import GatewayConfig
+from schemas.control import TelemetryAnswer, TelemetryQuery
+from schemas.records import DeliveryRecord
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.waiting import eventually
+
+_GOLDEN = Path(__file__).parent / "golden"
+_CHAT = {"model": MODEL, "messages": [{"role": "user", "content": 'Say "hé"\n'}]}
+
+
+def settled(transcript: str) -> str:
+    """A transcript without what differs from run to run."""
+    transcript = re.sub(r"(chatcmpl|cmpl)-[0-9a-f]{24}", r"\1-ID", transcript)
+    return re.sub(r'"created":\d+', '"created":0', transcript)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("chat.sse", "/v1/chat/completions", _CHAT | {"stream": True}),
+        (
+            "chat_usage.sse",
+            "/v1/chat/completions",
+            _CHAT | {"stream": True, "stream_options": {"include_usage": True}},
+        ),
+        ("completion.sse", "/v1/completions", {"model": MODEL, "prompt": "hé", "stream": True}),
+        ("chat.json", "/v1/chat/completions", _CHAT),
+        ("completion.json", "/v1/completions", {"model": MODEL, "prompt": "hé"}),
+        ("unknown_model.json", "/v1/completions", {"model": "absent", "prompt": "x"}),
+    ],
+)
+async def test_golden_transcripts(
+    front: RunningGateway, http: httpx.AsyncClient, name: str, path: str, body: dict[str, object]
+) -> None:
+    # Each token alone, whatever the loop's mood: the next one leaves when the last has arrived.
+    front.worker.gate.clear()
+    asking = asyncio.create_task(http.post(path, json=body))
+
+    async def feed() -> None:
+        while not asking.done():
+            front.worker.gate.set()
+            await asyncio.sleep(0)
+            front.worker.gate.clear()
+            await asyncio.sleep(0.005)
+
+    await feed()
+    answer = await asking
+    assert settled(answer.text) == (_GOLDEN / name).read_text()
+    assert answer.headers["x-request-id"].startswith(("chatcmpl-", "cmpl-"))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [(b"{", "invalid_json"), (b"", "invalid_json"), (b"[]", "invalid_parameter")],
+)
+async def test_a_body_that_is_not_a_request(
+    http: httpx.AsyncClient, body: bytes, code: str
+) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/tokenize"):
+        answer = await http.post(path, content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
+async def test_paths_and_methods_that_are_not_served(http: httpx.AsyncClient) -> None:
+    absent = await http.get("/v1/absent")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+    for path in ("/v1/chat/completions", "/v1/tokenize"):
+        wrong = await http.get(path)
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert (await http.post("/v1/models")).status_code == 405
+
+
+async def test_a_body_over_the_limit_is_refused_with_both_sizes() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_body_bytes=100_000)) as front,
+        httpx.AsyncClient(base_url=front.url) as http,
+    ):
+        body = json.dumps({"model": MODEL, "prompt": "x" * 300_000}).encode()
+        for path in ("/v1/completions", "/v1/tokenize"):
+            answer = await http.post(path, content=body)
+            assert answer.status_code == 413
+            assert str(len(body)) in answer.json()["error"]["message"]
+            assert "100000" in answer.json()["error"]["message"]
+        assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_a_chunked_body_is_refused_before_it_is_whole() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_body_bytes=50_000)) as front,
+        httpx.AsyncClient(base_url=front.url) as http,
+    ):
+
+        async def endless() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b"x" * 10_000
+
+        answer = await http.post("/v1/chat/completions", content=endless())
+        assert answer.status_code == 413
+        assert "50000" in answer.json()["error"]["message"]
+
+
+async def test_a_job_over_the_bus_limit_is_a_413() -> None:
+    async with (
+        running_gateway() as front,
+        httpx.AsyncClient(base_url=front.url) as http,
+    ):
+        front.broker.max_payload_bytes = 500
+        answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 1_000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+        assert len(front.gateway.streams) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_cancels(front: RunningGateway, stream: bool) -> None:
+    front.worker.stop_before = 2
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        asking = asyncio.create_task(
+            http.post("/v1/chat/completions", json=_CHAT | {"stream": stream})
+        )
+        await eventually(lambda: any(s.reader.next_index == 2 for s in front.gateway.streams))
+        asking.cancel()
+    await eventually(lambda: len(front.worker.cancelled) == 1)
+    await eventually(lambda: len(front.gateway.streams) == 0)
+    record = await delivery(front)
+    assert (record.outcome, record.request_id) == ("disconnect", front.worker.cancelled[0])
+
+
+async def delivery(front: RunningGateway) -> DeliveryRecord:
+    """The next delivery record in the outbox."""
+    messages = await front.worker.bus.outbox.pull(1, 5)
+    record = codec.RECORD.decode(messages[0].payload, codec.MSGPACK)
+    assert isinstance(record, DeliveryRecord)
+    return record
+
+
+async def test_a_delivery_leaves_one_record(front: RunningGateway, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    record = await delivery(front)
+    assert record.request_id == answer.json()["id"]
+    assert (record.gateway_id, record.tenant, record.outcome) == ("gw-test", "local", "done")
+    assert (record.tokens_delivered, record.num_replays, record.num_epochs) == (5, 0, 1)
+    assert 0 < record.first_byte_ms <= record.total_ms
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with running_gateway(GatewayConfig(client_buffer_bytes=50_000)) as front:
+        front.worker.script = lambda _job: ["x" * 20_000] * 400
+        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 400})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", front.server.port)) as client:
+            client.sendall((head + body).encode())
+            await eventually(lambda: len(front.worker.cancelled) == 1)
+            await eventually(lambda: len(front.gateway.streams) == 0)
+            record = await delivery(front)
+            assert record.outcome == "slow_client"
+            assert record.tokens_delivered < 400
+
+
+async def test_tokenize(http: httpx.AsyncClient) -> None:
+    text = await http.post("/v1/tokenize", json={"model": MODEL, "prompt": "hé"})
+    assert text.json() == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 4096}
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await http.post("/v1/tokenize", json={"model": MODEL, "messages": messages})
+    assert chat.json()["tokens"] == [104, 105]
+    both = await http.post(
+        "/v1/tokenize", json={"model": MODEL, "prompt": "x", "messages": messages}
+    )
+    assert both.json()["error"]["param"] == "prompt"
+
+
+async def test_health_follows_bus_and_workers(
+    front: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    healthy = await http.get("/healthz")
+    assert (healthy.status_code, healthy.json()["status"]) == (200, "ok")
+    await front.worker.announce(retired=True)
+    front.broker.stop()
+    away = await http.get("/healthz")
+    assert (away.status_code, away.json()["status"]) == (503, "bus_unavailable")
+
+
+async def test_metrics_count_without_naming_anybody(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "hello", "user": "somebody"}
+    await http.post("/v1/completions", json=body)
+    await http.get("/absent/path")
+    text = (await http.get("/metrics")).text
+    assert 'millrace_http_requests_total{route="/v1/completions",status="200"} 1.0' in text
+    assert 'millrace_http_requests_total{route="unmatched",status="404"} 1.0' in text
+    assert f'millrace_generation_tokens_total{{model="{MODEL}"}} 5.0' in text
+    assert f'millrace_time_to_first_token_seconds_count{{model="{MODEL}"}} 1.0' in text
+    assert "millrace_inter_token_latency_seconds_count 4.0" in text
+    assert "millrace_open_streams 0.0" in text
+    assert "somebody" not in text
+    assert "absent" not in text
+
+
+async def test_operations_queries_go_to_telemetry(
+    front: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    assert (await http.get("/ops/api/rates")).status_code == 503
+    asked: list[TelemetryQuery] = []
+
+    async def answer(query: TelemetryQuery) -> TelemetryAnswer:
+        asked.append(query)
+        if query.name != "rates":
+            return TelemetryAnswer(error=f"unknown query {query.name!r}")
+        return TelemetryAnswer(rows_json=b'[{"rate":1.5}]')
+
+    await front.worker.bus.control.serve_telemetry(answer)
+    rows = await http.get("/ops/api/rates", params={"minutes": 15, "model": "demo"})
+    assert rows.json() == [{"rate": 1.5}]
+    assert asked[0].params == {"minutes": 15, "model": "demo"}
+    assert (await http.get("/ops/api/absent")).status_code == 404
+
+
+async def test_pages_carry_a_strict_policy(http: httpx.AsyncClient) -> None:
+    for path in ("/", "/static/chat.js", "/static/chat.css"):
+        page = await http.get(path)
+        assert page.status_code == 200
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "http" not in page.text.replace("http://www.w3.org/2000/svg", "")
+    assert (await http.get("/static/../app.py")).status_code == 404

@@ -1,0 +1,187 @@
+"""Nothing that is accepted is ignored: fields are honoured or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.errors import InvalidJsonError
+from gateway.parsing import Ask, chat_ask, completion_ask, decode
+from schemas.errors import ParameterError
+from schemas.jobs import ChatMessage, Tier
+from schemas.openai import ChatCompletionRequest, CompletionRequest
+
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+_TEXT = msgspec.json.Decoder(CompletionRequest)
+
+
+def chat(**fields: Any) -> Ask:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return chat_ask(decode(_CHAT, msgspec.json.encode(body)))
+
+
+def text(**fields: Any) -> Ask:
+    body = {"model": "m", "prompt": "hi"} | fields
+    return completion_ask(decode(_TEXT, msgspec.json.encode(body)))
+
+
+def test_sampling_is_taken_over() -> None:
+    ask = chat(
+        max_completion_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        stop="x",
+        stop_token_ids=[7],
+        ignore_eos=True,
+        user="u",
+        session_id="s",
+        service_tier="flex",
+    )
+    sampling = ask.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.9)
+    assert (sampling.top_k, sampling.min_p, sampling.seed) == (40, 0.1, 3)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (("x",), (7,), True)
+    assert (ask.user, ask.session_id, ask.tier) == ("u", "s", Tier.BATCH)
+
+
+def test_messages_may_hold_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ask = chat(
+        messages=[{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
+    )
+    assert ask.messages == (ChatMessage("system", "rules"), ChatMessage("user", "ab"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ("hi", None)),
+        (["hi"], ("hi", None)),
+        ([1, 2], (None, (1, 2))),
+        ([[1, 2]], (None, (1, 2))),
+    ],
+)
+def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
+    ask = text(prompt=prompt)
+    assert (ask.prompt, ask.prompt_token_ids) == expected
+    assert ask.sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [], [[]], 7, None, [1, "a"], [True], {"a": 1}])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        text(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1},
+        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"logit_bias": {}, "logprobs": False, "tools": [], "metadata": {}},
+        {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]},
+        {"store": False, "audio": None, "parallel_tool_calls": True, "top_k": -1},
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+    chat(**fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("metadata", {"a": "b"}),
+        ("store", True),
+        ("temperature", 3),
+        ("temperature", "warm"),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("max_tokens", 0),
+        ("max_completion_tokens", -1),
+        ("seed", -1),
+        ("seed", 10**30),
+        ("stop", [""]),
+        ("stop", ["a"] * 17),
+        ("service_tier", "gold"),
+        ("user", "u" * 300),
+        ("model", 3),
+        ("messages", []),
+        ("messages", "hi"),
+        ("frobnicate", 1),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        chat(**{field: value})
+    assert caught.value.param == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages[0].content[0].type",
+        ),
+        ({"content": "x"}, "messages[0].role"),
+    ],
+)
+def test_messages_are_checked(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        chat(messages=[message])
+    assert caught.value.param == param
+
+
+def test_two_limits_that_differ_are_refused() -> None:
+    with pytest.raises(ParameterError, match="differ"):
+        chat(max_tokens=3, max_completion_tokens=4)
+    assert chat(max_tokens=3, max_completion_tokens=3).sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize("field", ["best_of", "echo", "suffix"])
+def test_completions_refuse_by_name_too(field: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        text(**{field: 2 if field == "best_of" else "x"})
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"model": "\xff", "messages": []}',
+        b'{"model": "\\ud800", "messages": []}',
+        b'{"model": "m", "metadata": ' + b"[" * 100_000,
+        b'{"model": "m", "metadata": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"model": "m", "temperature": NaN}',
+    ],
+)
+def test_what_is_not_json_is_said_to_be_so(body: bytes) -> None:
+    with pytest.raises(InvalidJsonError):
+        decode(_CHAT, body)

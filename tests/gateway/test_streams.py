@@ -1,0 +1,256 @@
+"""The table of streams: gaps, silence, reconnects, takeovers, clients that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.clock import ManualClock
+from bus.memory import MemoryBroker, MemoryBus
+from gateway.fleet import Fleet
+from gateway.latency import GapCounts
+from gateway.stream import Client, OpenStream, status_of
+from gateway.streams import StreamTable
+from schemas.config import GatewayConfig
+from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from schemas.frames import Cancelled, Delta, Done, Failed, FinishReason, Frame, Started, Usage
+from schemas.jobs import Job
+from tests.support.echo_worker import delta_of
+
+_JOB = Job(request_id="r1", model="demo", prompt_token_ids=(1,))
+_END: list[Frame] = [
+    Usage(prompt_tokens=1, completion_tokens=3),
+    Done(finish_reason=FinishReason.STOP, num_tokens=3),
+]
+
+
+class Listener(Client):
+    """A client that keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(limit_bytes=100)
+        self.num_wakes = 0
+        self.dropped = ""
+
+    def wake(self, _stream: OpenStream) -> None:
+        self.num_wakes += 1
+
+    def drop(self, reason: str) -> None:
+        self.dropped = reason
+
+
+class Table:
+    """A table on a bus in memory, with workers that note what they are asked."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.bus = MemoryBus(self.broker)
+        self.fleet = Fleet(self.clock)
+        self.ended: list[OpenStream] = []
+        self.cancels: list[Cancel] = []
+        self.replays: list[tuple[str, int]] = []
+        self.client = Listener()
+        self.streams = StreamTable(
+            self.bus, GatewayConfig(), "gw", self.fleet, self.clock, self.ended.append
+        )
+
+    async def start(self) -> None:
+        await self.streams.start()
+        await self.bus.control.subscribe_cancels(self.cancels.append)
+
+    async def add_worker(self, worker_id: str, frames: list[Frame] | None = None) -> None:
+        """A worker that sends these frames when asked; None: it knows of nothing."""
+
+        async def on_command(command: WorkerCommand) -> WorkerReply:
+            assert isinstance(command, Replay)
+            self.replays.append((worker_id, command.from_index))
+            if frames is None:
+                return WorkerReply(ok=False, reason="unknown_request")
+            await self.bus.frames.publish("gw", [(command.request_id, f) for f in frames])
+            return WorkerReply(ok=True)
+
+        await self.bus.control.serve_commands(worker_id, on_command)
+        self.fleet.on_worker(
+            WorkerStatus(worker_id=worker_id, name=worker_id, model="demo", max_num_sequences=1)
+        )
+
+    def open(self) -> OpenStream:
+        stream = self.streams.open(_JOB, self.client, self.clock.monotonic())
+        self.streams.accept(stream)
+        return stream
+
+    def frames(self, *frames: Frame) -> None:
+        for frame in frames:
+            self.streams.on_frame("r1", frame)
+
+    def text(self, stream: OpenStream) -> str:
+        return stream.take(self.clock.monotonic(), GapCounts()).text
+
+
+@pytest.fixture
+async def table() -> AsyncIterator[Table]:
+    made = Table()
+    await made.start()
+    yield made
+    await made.streams.close()
+
+
+async def test_a_gap_is_filled_by_the_worker_that_has_it(table: Table) -> None:
+    await table.add_worker("w2", None)
+    await table.add_worker("w1", [delta_of(1, ["b", "c"]), *_END])
+    stream = table.open()
+    table.frames(Started(worker_id="w1"), delta_of(0, ["a"]), delta_of(2, ["c"]))
+    await table.clock.advance(0)
+    assert table.replays == [("w1", 1)]
+    assert table.text(stream) == "abc"
+    assert isinstance(stream.reader.terminal, Done)
+    table.streams.finish(stream)
+    assert [ended.num_replays for ended in table.ended] == [1]
+    assert len(table.streams) == 0
+
+
+async def test_a_gap_is_not_asked_for_twice_at_once(table: Table) -> None:
+    await table.add_worker("w1", [])
+    table.open()
+    table.frames(Started(worker_id="w1"), *[delta_of(n, ["x"]) for n in range(2, 9)])
+    await table.clock.advance(0)
+    assert len(table.replays) == 1
+    table.frames(delta_of(9, ["x"]))
+    assert len(table.replays) == 1
+    await table.clock.advance(0.3)
+    table.frames(delta_of(10, ["x"]))
+    await table.clock.advance(0)
+    assert len(table.replays) == 2
+
+
+async def test_a_lost_start_is_found_with_the_models_other_workers(table: Table) -> None:
+    await table.add_worker("idle", None)
+    await table.add_worker("busy", [Started(worker_id="busy"), delta_of(0, ["a", "b", "c"]), *_END])
+    stream = table.open()
+    table.frames(delta_of(2, ["c"]))
+    await table.clock.advance(0)
+    assert table.text(stream) == "abc"
+    assert {worker for worker, _ in table.replays} == {"idle", "busy"}
+
+
+async def test_silence_of_a_started_stream_is_probed(table: Table) -> None:
+    await table.add_worker("w1", [delta_of(1, ["b", "c"]), *_END])
+    stream = table.open()
+    table.frames(Started(worker_id="w1"), delta_of(0, ["a"]))
+    await table.clock.advance(1.5)
+    assert table.replays == []
+    await table.clock.advance(1)
+    assert table.replays == [("w1", 1)]
+    assert table.text(stream) == "abc"
+
+
+async def test_a_stream_that_waits_in_the_queue_is_left_alone(table: Table) -> None:
+    await table.add_worker("w1", None)
+    table.open()
+    await table.clock.advance(20)
+    assert table.replays == []
+
+
+async def test_a_reconnect_probes_every_stream_until_somebody_answers(table: Table) -> None:
+    stream = table.open()
+    table.broker.stop()
+    table.broker.start()
+    await table.clock.advance(1)
+    await table.add_worker("w1", [Started(worker_id="w1"), delta_of(0, ["a", "b", "c"]), *_END])
+    await table.clock.advance(3)
+    assert table.text(stream) == "abc"
+
+
+async def test_another_worker_goes_on(table: Table) -> None:
+    stream = table.open()
+    table.frames(Started(worker_id="w1", epoch=1), delta_of(0, ["a", "b"], 1))
+    point = table.streams.resume_point("r1")
+    assert point is not None
+    assert (point.token_ids, point.open) == ((0, 1), True)
+    table.frames(Started(worker_id="w2", epoch=2), delta_of(1, ["b", "c"], 2))
+    table.frames(delta_of(2, ["X"], 1), Cancelled(epoch=1))
+    assert table.text(stream) == "abc"
+    assert stream.reader.num_epochs == 2
+
+
+async def test_resume_points_of_clients_that_are_gone(table: Table) -> None:
+    stream = table.open()
+    assert table.streams.resume_point("other") is None
+    table.streams.leave(stream, "disconnect")
+    point = table.streams.resume_point("r1")
+    assert point is not None
+    assert not point.open
+
+
+async def test_a_cancel_is_repeated_until_the_end_comes(table: Table) -> None:
+    stream = table.open()
+    table.streams.leave(stream, "disconnect")
+    await table.clock.advance(3)
+    assert len(table.cancels) >= 3
+    assert table.cancels[0].reason is CancelReason.DISCONNECT
+    table.frames(Cancelled())
+    assert table.ended == [stream]
+    assert len(table.streams) == 0
+    sent = len(table.cancels)
+    await table.clock.advance(5)
+    assert len(table.cancels) == sent
+
+
+async def test_a_cancel_without_an_answer_ends_after_a_bound(table: Table) -> None:
+    stream = table.open()
+    table.streams.leave(stream, "disconnect")
+    await table.clock.advance(16)
+    assert table.ended == [stream]
+    assert stream.outcome == "disconnect"
+
+
+async def test_a_client_that_leaves_before_its_job_is_stored(table: Table) -> None:
+    stream = table.streams.open(_JOB, table.client, table.clock.monotonic())
+    table.streams.leave(stream, "disconnect")
+    await table.clock.advance(0.1)
+    assert table.cancels == []
+    table.streams.accept(stream)
+    await table.clock.advance(0.1)
+    assert len(table.cancels) == 1
+
+
+async def test_a_job_that_is_not_stored_leaves_nothing(table: Table) -> None:
+    stream = table.streams.open(_JOB, table.client, table.clock.monotonic())
+    table.streams.discard(stream)
+    assert len(table.streams) == 0
+    assert table.ended == []
+
+
+async def test_a_stream_without_an_end_times_out(table: Table) -> None:
+    stream = table.open()
+    table.frames(Started(worker_id="w1"))
+    await table.clock.advance(601)
+    assert isinstance(stream.reader.terminal, Failed)
+    assert stream.reader.terminal.code == "request_timeout"
+    assert table.cancels[0].reason is CancelReason.DEADLINE
+    assert status_of(stream) == "failed"
+
+
+async def test_text_waits_for_a_slow_client_up_to_its_bound(table: Table) -> None:
+    stream = table.open()
+    table.frames(*[delta_of(n, ["0123456789"]) for n in range(10)])
+    assert table.client.dropped == ""
+    assert table.client.num_wakes == 1
+    assert table.text(stream) == "0123456789" * 10
+    assert table.client.pending_bytes == 0
+    table.frames(*[delta_of(n, ["0123456789"]) for n in range(10, 21)])
+    assert table.client.dropped == "slow_client"
+
+
+async def test_a_write_that_stalls_drops_the_client(table: Table) -> None:
+    table.open()
+    table.client.sending_since_s = table.clock.monotonic()
+    await table.clock.advance(31)
+    assert table.client.dropped == "slow_client"
+
+
+async def test_frames_of_nobody_are_nothing(table: Table) -> None:
+    table.streams.on_frame("unknown", Delta(index=0, token_ids=(1,)))
+    assert len(table.streams) == 0

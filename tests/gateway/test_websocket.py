@@ -1,0 +1,290 @@
+"""Many generations on one socket, and what can go wrong on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from schemas.config import GatewayConfig
+from schemas.frames import Failed, Queued, Shed
+from schemas.websocket import SUBPROTOCOL, ServerMessage
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.waiting import eventually
+
+_DECODER = msgspec.json.Decoder(ServerMessage)
+_TIMEOUT_S = 5.0
+
+
+class Socket:
+    """A client that sends and receives JSON."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.connection = connection
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        await self.connection.send(json.dumps({"type": kind} | fields))
+
+    async def receive(self) -> dict[str, Any]:
+        async with asyncio.timeout(_TIMEOUT_S):
+            raw = await self.connection.recv()
+        _DECODER.decode(raw)
+        message: dict[str, Any] = json.loads(raw)
+        return message
+
+    async def until(self, kind: str, generation: str) -> list[dict[str, Any]]:
+        """Messages up to the first of this kind for this generation."""
+        messages = []
+        while True:
+            messages.append(await self.receive())
+            if messages[-1]["type"] == kind and messages[-1].get("id") == generation:
+                return messages
+
+
+@asynccontextmanager
+async def opened(front: RunningGateway, **options: Any) -> AsyncIterator[Socket]:
+    async with connect(front.ws_url, subprotocols=[SUBPROTOCOL], **options) as connection:  # type: ignore[list-item]
+        yield Socket(connection)
+
+
+@pytest.fixture
+async def socket(front: RunningGateway) -> AsyncIterator[Socket]:
+    async with opened(front) as made:
+        yield made
+
+
+def text_of(messages: list[dict[str, Any]], generation: str) -> str:
+    """The generation's text; its indices must join up."""
+    deltas = [m for m in messages if m["type"] == "delta" and m["id"] == generation]
+    index = 0
+    for delta in deltas:
+        assert delta["index"] == index
+        index += delta["num_tokens"]
+    return "".join(delta["text"] for delta in deltas)
+
+
+async def test_a_generation_from_its_start_to_its_end(socket: Socket) -> None:
+    assert socket.connection.subprotocol == SUBPROTOCOL
+    await socket.send(
+        "generate", id="a", model=MODEL, messages=[{"role": "user", "content": "Grüße"}]
+    )
+    messages = await socket.until("done", "a")
+    assert [m["type"] for m in messages[:2]] == ["accepted", "started"]
+    assert text_of(messages, "a") == "Grüße"
+    done = messages[-1]
+    assert done["finish_reason"] == "stop"
+    assert (done["usage"]["prompt_tokens"], done["usage"]["completion_tokens"]) == (7, 5)
+    assert {m["request_id"] for m in messages} == {messages[0]["request_id"]}
+
+
+async def test_two_generations_share_a_socket(front: RunningGateway, socket: Socket) -> None:
+    front.worker.gate.clear()
+    await socket.send("generate", id="a", model=MODEL, prompt="first " * 20)
+    await socket.send("generate", id="b", model=MODEL, prompt="second " * 20)
+    messages = await socket.until("started", "b")
+    front.worker.gate.set()
+    while sum(m["type"] == "done" for m in messages) < 2:
+        messages.append(await socket.receive())
+    assert text_of(messages, "a") == "first " * 20
+    assert text_of(messages, "b") == "second " * 20
+    order = [m["id"] for m in messages if m["type"] == "delta"]
+    assert order.index("b") < len(order) - 1 - order[::-1].index("a")
+
+
+async def test_a_cancel_ends_in_done(front: RunningGateway, socket: Socket) -> None:
+    front.worker.stop_before = 3
+    await socket.send("generate", id="a", model=MODEL, prompt="for ever")
+    messages = await socket.until("delta", "a")
+    await socket.send("cancel", id="a")
+    messages += await socket.until("done", "a")
+    assert messages[-1]["finish_reason"] == "cancelled"
+    assert len(front.worker.cancelled) == 1
+    assert len(front.gateway.streams) == 0
+    front.worker.stop_before = None
+    await socket.send("generate", id="a", model=MODEL, prompt="again")
+    assert text_of(await socket.until("done", "a"), "a") == "again"
+
+
+async def test_a_cancel_right_behind_its_generation(front: RunningGateway, socket: Socket) -> None:
+    front.worker.stop_before = 0
+    await socket.send("generate", id="a", model=MODEL, prompt="never")
+    await socket.send("cancel", id="a")
+    messages = await socket.until("done", "a")
+    assert messages[-1]["finish_reason"] == "cancelled"
+
+
+async def test_a_closed_socket_cancels_everything_on_it(front: RunningGateway) -> None:
+    front.worker.stop_before = 2
+    async with opened(front) as socket:
+        for name in ("a", "b", "c"):
+            await socket.send("generate", id=name, model=MODEL, prompt="for ever")
+        await eventually(lambda: front.worker.num_running == 3)
+        assert len(front.gateway.streams) == 3
+    await eventually(lambda: len(front.worker.cancelled) == 3)
+    await eventually(lambda: len(front.gateway.streams) == 0)
+
+
+async def test_ping(socket: Socket) -> None:
+    await socket.send("ping")
+    assert await socket.receive() == {"type": "pong"}
+
+
+@pytest.mark.parametrize(
+    ("payload", "code", "generation"),
+    [
+        ("{", "invalid_json", None),
+        ('{"type":"ping"', "invalid_json", None),
+        ('"text"', "unknown_message_type", None),
+        ('{"type":"frobnicate","id":"a"}', "unknown_message_type", "a"),
+        ('{"id":"a"}', "unknown_message_type", "a"),
+        ('{"type":"generate","id":"a"}', "invalid_parameter", "a"),
+        ('{"type":"generate","id":"a","model":"echo"}', "invalid_parameter", "a"),
+        (
+            '{"type":"generate","id":"a","model":"echo","prompt":"x","n":3}',
+            "invalid_parameter",
+            "a",
+        ),
+        ('{"type":"generate","id":"","model":"echo","prompt":"x"}', "invalid_parameter", None),
+        ('{"type":"generate","id":"a","model":"absent","prompt":"x"}', "model_not_found", "a"),
+        (
+            '{"type":"generate","id":"a","model":"echo","prompt":"x","max_tokens":5000}',
+            "context_length_exceeded",
+            "a",
+        ),
+        ('{"type":"cancel","id":"absent"}', "unknown_id", "absent"),
+        ('{"type":"cancel"}', "invalid_parameter", None),
+        (b"\xff\xfe", "invalid_json", None),
+    ],
+)
+async def test_a_bad_message_is_answered_and_the_socket_lives(
+    socket: Socket, payload: str | bytes, code: str, generation: str | None
+) -> None:
+    await socket.connection.send(payload)
+    error = await socket.receive()
+    assert (error["type"], error["code"], error.get("id")) == ("error", code, generation)
+    await socket.send("generate", id="a", model=MODEL, prompt="alive")
+    assert text_of(await socket.until("done", "a"), "a") == "alive"
+
+
+async def test_an_id_that_runs_is_refused(front: RunningGateway, socket: Socket) -> None:
+    front.worker.gate.clear()
+    await socket.send("generate", id="a", model=MODEL, prompt="one")
+    await socket.until("started", "a")
+    await socket.send("generate", id="a", model=MODEL, prompt="two")
+    error = await socket.receive()
+    assert (error["code"], error["param"]) == ("duplicate_id", "id")
+    front.worker.gate.set()
+    assert text_of(await socket.until("done", "a"), "a") == "one"
+
+
+async def test_too_many_generations_are_refused() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_generations_per_socket=2)) as front,
+        opened(front) as socket,
+    ):
+        front.worker.gate.clear()
+        for name in ("a", "b", "c"):
+            await socket.send("generate", id=name, model=MODEL, prompt="x")
+        assert (await socket.until("error", "c"))[-1]["code"] == "too_many_generations"
+        front.worker.gate.set()
+        await socket.until("done", "b")
+
+
+async def test_an_oversized_message_closes_with_1009() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_ws_message_bytes=1_000)) as front,
+        opened(front) as socket,
+    ):
+        await socket.send("ping", padding="x" * 2_000)
+        with pytest.raises(ConnectionClosed) as caught:
+            await socket.receive()
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 1009
+
+
+async def test_other_protocols_are_refused(front: RunningGateway) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        async with connect(front.ws_url, subprotocols=["graphql-ws"]):  # type: ignore[list-item]
+            pass
+    assert caught.value.response.status_code == 400
+    assert b"millrace.v1" in caught.value.response.body
+    async with connect(front.ws_url) as plain:
+        assert plain.subprotocol is None
+        await plain.send('{"type":"ping"}')
+        assert json.loads(await plain.recv()) == {"type": "pong"}
+
+
+async def test_news_of_the_queue_are_passed_on(front: RunningGateway, socket: Socket) -> None:
+    front.worker.end_with = Queued(position=4, eta_s=1.5)
+    await socket.send("generate", id="a", model=MODEL, prompt="x")
+    queued = (await socket.until("queued", "a"))[-1]
+    assert (queued["position"], queued["eta_s"]) == (4, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "retry_after_s"),
+    [
+        (Shed(retry_after_s=4), "overloaded", 4),
+        (Failed(code="worker_failed", message="it broke"), "worker_failed", None),
+    ],
+)
+async def test_an_end_in_failure_is_an_error(
+    front: RunningGateway, socket: Socket, frame: Failed, code: str, retry_after_s: float | None
+) -> None:
+    front.worker.end_with = frame
+    await socket.send("generate", id="a", model=MODEL, prompt="x")
+    error = (await socket.until("error", "a"))[-1]
+    assert (error["code"], error.get("retry_after_s")) == (code, retry_after_s)
+    assert error["request_id"]
+    assert len(front.gateway.streams) == 0
+
+
+async def test_a_client_that_does_not_read_is_closed_with_1013() -> None:
+    async with running_gateway(GatewayConfig(client_buffer_bytes=50_000)) as front:
+        front.worker.script = lambda _job: ["x" * 20_000] * 400
+        async with opened(front, max_queue=1) as socket:
+            await socket.send("generate", id="a", model=MODEL, prompt="x")
+            await eventually(lambda: len(front.worker.cancelled) == 1)
+            with pytest.raises(ConnectionClosed) as caught:
+                await socket.until("done", "a")
+            assert caught.value.rcvd is not None
+            assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1013, "slow_client")
+        await eventually(lambda: len(front.gateway.streams) == 0)
+
+
+async def test_a_slow_client_that_keeps_up_in_the_end_misses_nothing(
+    front: RunningGateway,
+) -> None:
+    """Text that is not read yet is joined to larger messages, never dropped."""
+    front.worker.script = lambda _job: [f"{index:05}" for index in range(3_000)]
+    async with opened(front) as socket:
+        await socket.send("generate", id="a", model=MODEL, prompt="x", max_tokens=3_000)
+        await eventually(lambda: front.worker.num_running == 0 and bool(front.worker.jobs))
+        messages = await socket.until("done", "a")
+    assert text_of(messages, "a") == "".join(f"{index:05}" for index in range(3_000))
+
+
+async def test_a_gateway_that_goes_down_closes_with_1012() -> None:
+    async with running_gateway() as front:
+        front.worker.gate.clear()
+        async with opened(front) as socket:
+            await socket.send("generate", id="a", model=MODEL, prompt="drained")
+            await socket.until("started", "a")
+            stopping = asyncio.create_task(front.server.stop(drain_timeout_s=5))
+            await eventually(lambda: front.gateway.draining)
+            await socket.send("generate", id="b", model=MODEL, prompt="late")
+            assert (await socket.until("error", "b"))[-1]["code"] == "draining"
+            front.worker.gate.set()
+            assert text_of(await socket.until("done", "a"), "a") == "drained"
+            await stopping
+            with pytest.raises(ConnectionClosed) as caught:
+                await socket.receive()
+            assert caught.value.rcvd is not None
+            assert caught.value.rcvd.code == 1012
