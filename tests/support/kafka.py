@@ -119,7 +119,6 @@ class KafkaBroker(Server):
             "broker.heartbeat.interval.ms": "300",
             "num.network.threads": "1",
             "num.io.threads": "2",
-            "log.cleaner.enable": "false",
         }
         return "".join(f"{key}={value}\n" for key, value in lines.items())
 
