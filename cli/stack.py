@@ -293,7 +293,7 @@ async def _answers(url: str, gateway: str | None = None) -> bool:
     def get() -> bool:
         try:
             with urllib.request.urlopen(url, timeout=2.0) as answer:  # noqa: S310 (our own address)
-                return gateway is None or json.loads(answer.read()).get("gateway") == gateway
+                return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
         except (OSError, urllib.error.URLError, ValueError):
             return False
 

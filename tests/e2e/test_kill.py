@@ -42,7 +42,7 @@ async def _kill_while_streaming(system: System, http: httpx.AsyncClient, part: s
 
     async def all_run() -> bool:
         health = (await http.get("/healthz")).json()
-        return bool(health["num_open_streams"] >= NUM_STREAMS)
+        return bool(health["open_streams"] >= NUM_STREAMS)
 
     await eventually(all_run)
     killed = system.kill(part)
