@@ -12,7 +12,6 @@ from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.records import RequestRecord
 from workers.flusher import Flusher
 from workers.generation import Generation
-from workers.index import IndexWriter
 from workers.records import job_result, oversized_result
 
 _FIRST_BACKOFF_S = 0.05
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Endings:
-    """Ends generations whose last frames are posted: result, record, ack, index, in this order.
+    """Ends generations whose last frames are posted: result, record, ack, in this order.
 
     A task each, so that a slow one delays no other; a step that the bus refuses is tried again
     until it succeeds. The lease is acknowledged only when all before it is stored, so a process
@@ -33,16 +32,16 @@ class Endings:
     def __init__(
         self,
         bus: Bus,
-        index: IndexWriter,
         flusher: Flusher,
         clock: Clock,
         make_record: Callable[[Generation], RequestRecord],
+        on_acked: Callable[[Generation], None],
     ) -> None:
         self._bus = bus
-        self._index = index
         self._flusher = flusher
         self._clock = clock
         self._make_record = make_record
+        self._on_acked = on_acked
         self._ending: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
@@ -91,7 +90,7 @@ class Endings:
                 record = self._make_record(generation)
                 await self._insist(lambda: self._bus.outbox.publish(record), generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
-                self._index.finish(generation.request_id, generation.epoch)
+                self._on_acked(generation)
             except Exception:
                 # The lease lapses, and the job is delivered again.
                 logger.exception(

@@ -92,16 +92,23 @@ class Flusher:
             outgoing, self._outgoing = self._outgoing, {}
             waiters, self._waiters = self._waiters, []
             for route, frames in outgoing.items():
-                try:
-                    await self._frames.publish(
-                        route.reply, frames, batch=route.batch, as_json=route.as_json
-                    )
-                except MillraceError as error:
-                    # The listener sees the gap and asks for a replay.
-                    logger.warning(
-                        "frames could not be sent",
-                        extra={"listener": route.reply, "code": error.code},
-                    )
+                if not await self._send(route, frames) and len(frames) > 1:
+                    # One of them is at fault; sending the others twice does no harm.
+                    for frame in frames:
+                        await self._send(route, [frame])
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+    async def _send(self, route: Route, frames: Sequence[tuple[str, Frame]]) -> bool:
+        """Whether the bus took the frames; a listener that sees a gap asks for a replay."""
+        try:
+            await self._frames.publish(
+                route.reply, frames, batch=route.batch, as_json=route.as_json
+            )
+        except MillraceError as error:
+            logger.warning(
+                "frames could not be sent", extra={"listener": route.reply, "code": error.code}
+            )
+            return False
+        return True

@@ -50,8 +50,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 STOPPED = Outcome(status=Status.DONE, finish_reason=FinishReason.STOP)
 LENGTH_REACHED = Outcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
-CANCELLED = Outcome(status=Status.CANCELLED)
-EXPIRED = Outcome(status=Status.EXPIRED)
+CANCELLED = Outcome(
+    status=Status.CANCELLED, error_code="cancelled", error_message="The request was cancelled."
+)
+EXPIRED = Outcome(
+    status=Status.EXPIRED,
+    error_code="deadline_exceeded",
+    error_message="The deadline passed before the end.",
+)
 
 
 class Generation:

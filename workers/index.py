@@ -20,7 +20,7 @@ class Generations(Protocol):
 
 
 class IndexWriter:
-    """Passes writes on in their order; while the index is slow the oldest are given up."""
+    """Passes writes on; while the index is slow the oldest are given up."""
 
     def __init__(self, generations: Generations, worker_id: str) -> None:
         self._generations = generations
@@ -41,8 +41,10 @@ class IndexWriter:
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
-            while self._pending:
-                await self._pending.popleft()()
+            writes = list(self._pending)
+            self._pending.clear()
+            # Made together, they travel together.
+            await asyncio.gather(*(write() for write in writes))
 
     def _add(self, write: Callable[[], Awaitable[None]]) -> None:
         self._pending.append(write)

@@ -40,7 +40,7 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
         total_ms=_since_ms(received_ns, generation.done_ns),
         finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
         status=outcome.status,
-        error_code=outcome.error_code,
+        error_code=outcome.error_code if outcome.status is Status.FAILED else "",
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
         price_version=prices.version,

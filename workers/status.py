@@ -55,10 +55,6 @@ class StatusReporter:
         self._rated = (clock.monotonic(), engine_stats())
         self._queue_depth = 0
 
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
     def drain(self) -> None:
         """From now on the worker takes nothing new; everybody hears so at once."""
         self._draining = True
@@ -87,6 +83,7 @@ class StatusReporter:
             name=self._config.name,
             model=self._model,
             max_num_sequences=self._config.engine.max_num_sequences,
+            max_num_waiting=self._config.max_num_waiting,
             num_running=num_running,
             num_waiting=num_live - num_running,
             block_size_tokens=self._config.engine.block_size_tokens,

@@ -1,0 +1,240 @@
+"""A worker on the in-memory bus, with an engine that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus.clock import ManualClock
+from bus.codec import RECORD
+from bus.memory import MemoryBroker, MemoryBus
+from registry.catalogue import ModelEntry
+from registry.checkpoint import ModelConfig
+from registry.pricing import PriceBook
+from registry.served import ServedModel
+from registry.tokenizer import Tokenizer
+from schemas.config import EngineConfig, WorkerConfig
+from schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
+from schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
+from schemas.jobs import Job
+from schemas.records import RequestRecord, WorkerSample
+from schemas.sampling import SamplingParams
+from tests.support.tokenizers_made import byte_level, write_tokenizer
+from tests.support.waiting import eventually
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.worker import Worker
+
+EOS = 1
+CONTEXT_WINDOW_TOKENS = 128
+PRICES = PriceBook(
+    version="v1",
+    input_per_million=Decimal(1),
+    cached_input_per_million=Decimal("0.5"),
+    output_per_million=Decimal(2),
+)
+GATEWAY = "gw"
+
+
+def served_model(path: Path) -> ServedModel:
+    """A model named ``demo`` with a byte-level tokenizer and no weights."""
+    write_tokenizer(path, byte_level())
+    tokenizer = Tokenizer.load(path)
+    tokenizer.eos_token_ids = (EOS,)
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=8,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=CONTEXT_WINDOW_TOKENS,
+    )
+    entry = ModelEntry(name="demo", source=str(path), prices=PRICES)
+    return ServedModel(entry, path, config, tokenizer)
+
+
+class ScriptedEngine:
+    """See ``workers.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it was told;
+    outputs come when the test calls ``emit``."""
+
+    def __init__(self) -> None:
+        self.added: dict[str, EngineRequest] = {}
+        self.cancelled: list[str] = []
+        self._started: set[str] = set()
+        self.stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
+        self.on_outputs: Any = None
+        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def add(self, request: EngineRequest) -> None:
+        self.added[request.request_id] = request
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def wait_closed(self) -> str:
+        return await self._closed
+
+    def fail(self, why: str) -> None:
+        self._closed.set_result(why)
+
+    def step(self, *outputs: EngineOutput, **stats: Any) -> None:
+        """One step that made ``outputs``."""
+        steps = self.stats.num_steps + 1
+        self.stats = msgspec.structs.replace(self.stats, num_steps=steps, **stats)
+        self._started.update(output.request_id for output in outputs)
+        self.on_outputs(list(outputs), self.stats)
+
+    def emit(
+        self, engine_id: str, token_ids: Sequence[int] = (), finish: FinishReason | None = None
+    ) -> None:
+        """One step with new tokens of one request."""
+        self.step(
+            EngineOutput(
+                request_id=engine_id,
+                token_ids=tuple(token_ids),
+                finish_reason=finish,
+                started=engine_id not in self._started,
+            )
+        )
+
+
+class RecordingIndex:
+    """See ``workers.index.Generations``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, int]] = []
+
+    async def start(self, request_id: str, worker_id: str, epoch: int) -> None:
+        self.calls.append(("start", request_id, epoch))
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        self.calls.append(("finish", request_id, epoch))
+
+
+class Bench:
+    """One worker, and everything around it that a test looks at."""
+
+    def __init__(self, model: ServedModel, config: WorkerConfig) -> None:
+        self.clock = ManualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.bus = MemoryBus(self.broker)
+        self.peer = MemoryBus(self.broker)
+        self.engine = ScriptedEngine()
+        self.index = RecordingIndex()
+        self.model = model
+        self.worker = Worker(self.bus, config, model, self.engine, self.clock, self.index)
+        self.stopping = asyncio.Event()
+        self.run: asyncio.Task[None] | None = None
+        self.frames: dict[str, list[Frame]] = {}
+        self.envelopes: list[str] = []
+        self.statuses: list[WorkerStatus] = []
+
+    def job(self, request_id: str = "r1", **changes: Any) -> Job:
+        sampling = {"max_tokens": 32, "temperature": 0.0, "seed": 7} | changes.pop("sampling", {})
+        given: dict[str, Any] = {
+            "model": "demo",
+            "prompt_token_ids": (10, 11, 12),
+            "reply": GATEWAY,
+            "batch_frames": True,
+            "received_ns": self.clock.now_ns(),
+            "sampling": SamplingParams(**sampling),
+        }
+        return Job(request_id=request_id, **(given | changes))
+
+    async def dispatch(
+        self, job: Job | None = None, epoch: int = 1, lease: str = "", **changes: Any
+    ) -> WorkerReply:
+        """Dispatch a job; without a ``lease`` it is published and pulled for one."""
+        job = job or self.job()
+        return await self.command(
+            Dispatch(job=job, epoch=epoch, lease=lease or await self.lease(job), **changes)
+        )
+
+    async def lease(self, job: Job) -> str:
+        await self.peer.jobs.publish(job)
+        (leased,) = await self.peer.jobs.pull(job.model, 1, 0.0)
+        return leased.lease
+
+    async def command(self, command: WorkerCommand) -> WorkerReply:
+        reply = await self.peer.control.command(self.worker.worker_id, command, 1.0)
+        assert reply is not None, "the worker did not answer"
+        return reply
+
+    async def num_queued(self) -> int:
+        """Jobs in the queue, held or not."""
+        depth = await self.peer.jobs.depth("demo")
+        return depth.num_queued + depth.num_leased
+
+    def on_frame(self, request_id: str, frame: Frame) -> None:
+        self.frames.setdefault(request_id, []).append(frame)
+
+    def of(self, request_id: str = "r1") -> list[Frame]:
+        return self.frames.get(request_id, [])
+
+    def kinds(self, request_id: str = "r1") -> list[str]:
+        return [type(frame).__name__ for frame in self.of(request_id)]
+
+    def deltas(self, request_id: str = "r1") -> list[Delta]:
+        return [frame for frame in self.of(request_id) if isinstance(frame, Delta)]
+
+    def text(self, request_id: str = "r1") -> str:
+        return "".join(delta.text for delta in self.deltas(request_id))
+
+    async def settle(self, seconds: float = 0.0) -> None:
+        """Let ``seconds`` pass, and everything happen that is due."""
+        await self.clock.advance(seconds)
+
+    async def ended(self, request_id: str = "r1") -> Frame:
+        """Wait until the request is over and its lease is acknowledged; the terminal frame."""
+        await eventually(
+            lambda: (
+                bool(self.of(request_id)) and isinstance(self.of(request_id)[-1], TERMINAL_FRAMES)
+            )
+        )
+        await eventually(lambda: self.worker.requests.num_ending == 0)
+        return self.of(request_id)[-1]
+
+    async def records(self) -> list[RequestRecord]:
+        pulled = await self.peer.outbox.pull(1000, 0.0)
+        items = [RECORD.decode(message.payload) for message in pulled]
+        return [item for item in items if isinstance(item, RequestRecord)]
+
+    async def samples(self) -> list[WorkerSample]:
+        pulled = await self.peer.outbox.pull(1000, 0.0)
+        items = [RECORD.decode(message.payload) for message in pulled]
+        return [item for item in items if isinstance(item, WorkerSample)]
+
+    async def stop(self) -> None:
+        """Ask the worker to end, and let time pass until it has."""
+        assert self.run is not None
+        self.stopping.set()
+        while not self.run.done():
+            await self.clock.advance(0.1)
+        await self.run
+
+
+@asynccontextmanager
+async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
+    """A worker that serves; it is stopped at the end unless the test did so."""
+    engine = EngineConfig(max_num_sequences=settings.pop("max_num_sequences", 4))
+    config = WorkerConfig(engine=engine, **settings)
+    one = Bench(model, config)
+    await one.peer.frames.subscribe(GATEWAY, one.on_frame)
+    await one.peer.workers.watch(one.statuses.append)
+    # A broker that hears the number of messages, to see what was batched.
+    one.broker.subscribe(f"tok.{GATEWAY}.>", lambda message: one.envelopes.append(message.subject))
+    one.run = asyncio.create_task(one.worker.run(one.stopping))
+    await asyncio.wait_for(one.worker.ready.wait(), 5.0)
+    try:
+        yield one
+    finally:
+        if not one.run.done():
+            await one.stop()

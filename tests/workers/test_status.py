@@ -1,0 +1,114 @@
+"""What a worker tells of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.clock import ManualClock
+from registry.served import ServedModel
+from schemas.control import Ended, QueueStatus
+from schemas.frames import FinishReason
+from tests.support.waiting import eventually
+from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench
+from workers.engine_process import EngineFailedError
+
+
+async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:
+    async with bench(demo, heartbeat_s=0.5, name="w", max_num_waiting=3) as b:
+        await b.settle()
+        first = b.statuses[0]
+        assert first.worker_id == b.worker.worker_id
+        assert (first.name, first.model, first.max_num_sequences) == ("w", "demo", 4)
+        assert (first.max_num_waiting, first.num_blocks, first.num_free_blocks) == (3, 100, 100)
+        assert first.max_tokens_per_request == CONTEXT_WINDOW_TOKENS
+        await b.dispatch()
+        await b.dispatch(b.job("r2"))
+        b.engine.step(num_running=1, num_free_blocks=90, outstanding_tokens=50, decode_tokens=100)
+        num_before = len(b.statuses)
+        await b.settle(0.5)
+        assert len(b.statuses) == num_before + 1
+        status = b.statuses[-1]
+        assert (status.num_running, status.num_waiting) == (1, 1)
+        assert (status.num_free_blocks, status.outstanding_tokens) == (90, 50)
+        assert status.tokens_per_s == pytest.approx(0.3 * 100 / 0.5)
+
+
+async def test_much_room_that_came_free_is_told_at_once_but_not_too_often(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo, heartbeat_s=5.0, max_num_sequences=4, max_num_waiting=0) as b:
+        for i in range(4):
+            await b.dispatch(b.job(f"r{i}"))
+        await b.settle(5.0)
+        num_before = len(b.statuses)
+        b.engine.emit("r0:1", [20], FinishReason.LENGTH)
+        await b.settle()
+        assert len(b.statuses) == num_before + 1
+        assert b.statuses[-1].num_waiting == 3
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        b.engine.emit("r2:1", [20], FinishReason.LENGTH)
+        await b.settle(0.01)
+        assert len(b.statuses) == num_before + 1
+        await b.settle(0.05)
+        assert len(b.statuses) == num_before + 2
+        assert b.statuses[-1].num_waiting == 1
+
+
+async def test_ends_are_told_once_the_job_has_left_the_queue(demo: ServedModel) -> None:
+    ended: list[Ended] = []
+    async with bench(demo) as b:
+        await b.peer.control.subscribe_ended(ended.append)
+        await b.dispatch()
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        await b.ended()
+        await eventually(lambda: bool(ended))
+        assert ended == [Ended(worker_id=b.worker.worker_id, request_ids=("r1",))]
+
+
+async def test_leases_are_extended_in_time(demo: ServedModel) -> None:
+    async with bench(demo, lease_extend_s=2.0) as b:
+        for i in range(3):
+            await b.dispatch(b.job(f"r{i}"))
+        for _ in range(10):
+            await b.settle(2.0)
+            assert not await b.peer.jobs.pull("demo", 8, 0.0)
+
+
+async def test_leases_are_extended_as_soon_as_the_bus_is_back(demo: ServedModel) -> None:
+    async with bench(demo, lease_extend_s=2.0) as b:
+        await b.dispatch()
+        b.broker.stop()
+        await b.settle(5.5)
+        b.broker.start()
+        await b.settle(0.4)
+        await b.settle(0.3)
+        assert not await b.peer.jobs.pull("demo", 8, 0.0)
+
+
+async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=2.0) as b:
+        await b.peer.control.publish_queue_status(QueueStatus(model="demo", num_queued=7, bound=10))
+        await b.settle(2.0)
+        b.engine.step(decode_tokens=50, prefill_tokens=20, busy_s=0.5, num_running=1)
+        b.engine.step(decode_tokens=90, prefill_tokens=20, busy_s=1.0, num_running=1)
+        await b.settle(2.0)
+        _, sample = await b.samples()
+        assert (sample.decode_tokens, sample.prefill_tokens, sample.num_steps) == (90, 20, 2)
+        assert (sample.period_ms, sample.step_ms_mean, sample.busy_share) == (2000.0, 500.0, 0.5)
+        assert (sample.queue_depth, sample.model, sample.num_running) == (7, "demo", 1)
+
+
+async def test_a_failed_engine_ends_the_worker_at_once(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        assert b.run is not None
+        b.engine.fail("out of memory")
+        with pytest.raises(EngineFailedError, match="out of memory"):
+            await b.run
+        assert b.statuses[-1].retired
+        assert await b.num_queued() == 1
+        assert not b.deltas()
+        assert isinstance(b.clock, ManualClock)
+        assert not await b.peer.jobs.pull("demo", 8, 0.0), "nothing is released: the lease lapses"
+        await b.settle(6.1)
+        assert len(await b.peer.jobs.pull("demo", 8, 0.0)) == 1

@@ -1,0 +1,304 @@
+"""The requests that a worker has been given, from their dispatch to their end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from bus.api import Bus
+from bus.clock import Clock
+from registry.served import ServedModel
+from schemas.config import WorkerConfig
+from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
+from schemas.errors import MillraceError
+from schemas.frames import Frame
+from schemas.records import RequestRecord, Status
+from workers.endings import Endings
+from workers.engine.types import EngineOutput, EngineStats
+from workers.engine_process import EngineLike
+from workers.finished import EpochFloors, FinishedGenerations
+from workers.flusher import Flusher
+from workers.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
+from workers.index import IndexWriter
+from workers.notices import EndedNotices
+from workers.records import request_record
+from workers.text import TextStream
+
+# While the bus does not take records, ended requests pile up to this many times the capacity.
+_MAX_ENDING_FACTOR = 4
+
+_OK = WorkerReply(ok=True)
+logger = logging.getLogger(__name__)
+
+
+class Requests:
+    """Owns the generations of one life of a worker.
+
+    One is running from its dispatch until its outcome is known, then ending until its lease is
+    acknowledged; it is remembered for replays from its outcome on. ``held_leases`` are those of
+    the running and the ending. ``on_room`` is called when there may be more room than before.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        worker_id: str,
+        served_model: ServedModel,
+        engine: EngineLike,
+        clock: Clock,
+        flusher: Flusher,
+        index: IndexWriter,
+        notices: EndedNotices,
+        on_room: Callable[[], None],
+    ) -> None:
+        self.draining = False
+        self._bus = bus
+        self._worker_id = worker_id
+        self._model = served_model
+        self._engine = engine
+        self._clock = clock
+        self._flusher = flusher
+        self._index = index
+        self._notices = notices
+        self._on_room = on_room
+        self._capacity = config.engine.max_num_sequences + config.max_num_waiting
+        self._running: dict[str, Generation] = {}
+        self._by_engine_id: dict[str, Generation] = {}
+        self._endings = Endings(bus, flusher, clock, self._record, self._on_acked)
+        self._finished = FinishedGenerations(clock, config.replay_memory_s)
+        self._floors = EpochFloors()
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose outcome is open."""
+        return len(self._running)
+
+    @property
+    def num_ending(self) -> int:
+        """Requests whose lease is not acknowledged yet though they are over."""
+        return len(self._endings)
+
+    # --- commands ---
+
+    def dispatch(self, dispatch: Dispatch) -> WorkerReply:
+        known = self._find(dispatch.job.request_id)
+        if known is not None:
+            if dispatch.epoch <= known.epoch:
+                return _OK if dispatch.lease == known.lease else _stale(known.epoch)
+            if known.continues(dispatch.resume_token_ids):
+                self._adopt(known, dispatch)
+                return _OK
+            # The client follows another run, whose tokens differ.
+            self._supersede(known)
+        veto = self._veto(dispatch)
+        if veto is not None:
+            return veto
+        self._start(dispatch)
+        return _OK
+
+    def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
+        job, sampling = dispatch.job, dispatch.job.sampling
+        floor = self._floors.get(job.request_id)
+        if dispatch.epoch < floor:
+            return _stale(floor)
+        if job.model != self._model.entry.name:
+            return _no(
+                "wrong_model", f"this worker serves {self._model.entry.name}, not {job.model}"
+            )
+        if not job.prompt_token_ids or sampling.max_tokens is None or sampling.seed is None:
+            return _no("bad_request", "a dispatch needs prompt_token_ids, max_tokens and a seed")
+        if self.draining:
+            return _no("draining", "this worker takes no new work")
+        num_ending = len(self._endings)
+        if (
+            len(self._running) >= self._capacity
+            or num_ending >= _MAX_ENDING_FACTOR * self._capacity
+        ):
+            return _no("full", f"{len(self._running)} requests run here and {num_ending} end")
+        return None
+
+    def _start(self, dispatch: Dispatch) -> None:
+        job = dispatch.job
+        self._finished.discard(job.request_id)
+        stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
+        generation = Generation(dispatch, stream, self._clock.now_ns())
+        self._running[job.request_id] = generation
+        self._by_engine_id[generation.engine_id] = generation
+        outcome = generation.resumed_outcome(self._model.eos_token_ids)
+        if outcome is not None:
+            self._end(generation, outcome)
+        elif _is_late(generation, generation.accepted_ns):
+            self._end(generation, EXPIRED)
+        else:
+            self._engine.add(generation.engine_request(self._model.eos_token_ids))
+            self._index.start(job.request_id, dispatch.epoch)
+
+    def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
+        """Another delivery of a job that runs or ran here: go on with it under the new lease."""
+        generation.adopt(dispatch)
+        self._index.start(generation.request_id, dispatch.epoch)
+        if generation.ended:
+            self._flusher.flush_now(generation, *generation.closing_frames())
+            self._endings.begin(generation)
+        else:
+            if generation.started_ns:
+                self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+            self._flusher.flush_now(generation)
+
+    def cancel(self, cancel: Cancel) -> WorkerReply:
+        superseded = cancel.reason is CancelReason.SUPERSEDED
+        if cancel.below_epoch is not None:
+            self._floors.raise_to(cancel.request_id, cancel.below_epoch)
+        generation = self._find(cancel.request_id)
+        if generation is None:
+            return _no("unknown_request", "no such request runs here")
+        if superseded or cancel.below_epoch is not None:
+            if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
+                self._supersede(generation)
+                self._notices.add(cancel.request_id)
+        elif not generation.ended:
+            late = cancel.reason is CancelReason.DEADLINE
+            self._stop(generation, EXPIRED if late else CANCELLED)
+        return _OK
+
+    def replay(self, replay: Replay) -> WorkerReply:
+        if replay.from_index < 0 or not replay.reply:
+            return _no("bad_request", "a replay needs a reply and an index of 0 or more")
+        generation = self._find(replay.request_id)
+        if generation is None:
+            return _no("unknown_request", "that request is not remembered here")
+        generation.add_listener(replay.reply)
+        frames: list[Frame] = []
+        if generation.started_ns:
+            frames.append(generation.started_frame(self._worker_id))
+        frames += generation.deltas(replay.from_index)
+        if generation.ended:
+            frames += generation.closing_frames()
+        job = generation.job
+        route = Route(replay.reply, job.batch_frames, job.frames_as_json)
+        self._flusher.post_to(route, replay.request_id, frames)
+        return _OK
+
+    # --- what the engine makes ---
+
+    def on_outputs(self, outputs: list[EngineOutput], _stats: EngineStats) -> None:
+        now_ns = self._clock.now_ns()
+        for output in outputs:
+            generation = self._by_engine_id.get(output.request_id)
+            if generation is None:
+                continue
+            try:
+                self._take(generation, output, now_ns)
+            except Exception as error:
+                logger.exception(
+                    "an output could not be used", extra={"request_id": generation.request_id}
+                )
+                self._stop(
+                    generation,
+                    Outcome(
+                        status=Status.FAILED,
+                        error_code=MillraceError.code,
+                        error_message=f"the worker failed on this request: {type(error).__name__}",
+                    ),
+                )
+        self._on_room()
+
+    def _take(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
+        is_start, is_first = not generation.started_ns, not generation.first_token_ns
+        outcome = generation.take(output, now_ns)
+        if is_start:
+            self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+        if outcome is None:
+            if not output.token_ids:
+                return
+            if is_first:
+                self._flusher.flush_now(generation)
+            else:
+                self._flusher.mark(generation)
+        elif output.finished:
+            self._end(generation, outcome)
+        else:
+            self._stop(generation, outcome)
+
+    # --- ends ---
+
+    def _stop(self, generation: Generation, outcome: Outcome) -> None:
+        """End a generation that the engine would go on with."""
+        self._engine.cancel(generation.engine_id)
+        self._end(generation, outcome)
+
+    def _end(self, generation: Generation, outcome: Outcome) -> None:
+        generation.outcome = outcome
+        generation.done_ns = self._clock.now_ns()
+        self._drop(generation)
+        self._finished.add(generation)
+        self._flusher.flush_now(generation, *generation.closing_frames())
+        self._endings.begin(generation)
+        self._on_room()
+
+    def _on_acked(self, generation: Generation) -> None:
+        self._index.finish(generation.request_id, generation.epoch)
+        self._notices.add(generation.request_id)
+
+    def _supersede(self, generation: Generation) -> None:
+        """Another run has the request: stop without a word, and leave the lease alone."""
+        self._engine.cancel(generation.engine_id)
+        self._drop(generation)
+        self._flusher.forget(generation)
+        self._endings.abandon(generation.request_id)
+        self._finished.discard(generation.request_id)
+
+    def _drop(self, generation: Generation) -> None:
+        self._running.pop(generation.request_id, None)
+        self._by_engine_id.pop(generation.engine_id, None)
+
+    def expire_late(self) -> None:
+        """End what has passed its deadline."""
+        now_ns = self._clock.now_ns()
+        for generation in list(self._running.values()):
+            if _is_late(generation, now_ns):
+                self._stop(generation, EXPIRED)
+
+    async def give_back(self) -> None:
+        """Send what was made so far, then let others go on with whatever has not ended."""
+        unfinished = [*self._running.values(), *self._endings.generations()]
+        for generation in list(self._running.values()):
+            self._engine.cancel(generation.engine_id)
+            self._flusher.flush_now(generation)
+            self._drop(generation)
+        await self._flusher.published()
+        for generation in unfinished:
+            self._endings.abandon(generation.request_id)
+            await self._bus.jobs.release(generation.lease)
+
+    # --- shared ---
+
+    def _find(self, request_id: str) -> Generation | None:
+        return (
+            self._running.get(request_id)
+            or self._endings.get(request_id)
+            or self._finished.get(request_id)
+        )
+
+    def held_leases(self) -> Iterator[str]:
+        for generation in self._running.values():
+            yield generation.lease
+        for generation in self._endings.generations():
+            yield generation.lease
+
+    def _record(self, generation: Generation) -> RequestRecord:
+        return request_record(generation, self._worker_id, self._model.entry.prices)
+
+
+def _is_late(generation: Generation, now_ns: int) -> bool:
+    deadline_ns = generation.job.deadline_ns
+    return deadline_ns is not None and now_ns >= deadline_ns
+
+
+def _no(reason: str, message: str) -> WorkerReply:
+    return WorkerReply(ok=False, reason=reason, message=message)
+
+
+def _stale(epoch: int) -> WorkerReply:
+    return _no("stale_epoch", f"epoch {epoch} of this request is known here")
