@@ -68,8 +68,8 @@ def _checked(query: str) -> str:
     try:
         sql = require_reading(query)
     except QueryError as error:
-        why = error.message.rpartition("DB::Exception: ")[2]
-        raise MillraceError(f"only statements that read are run. {why}") from error
+        why = error.message.rpartition(": ")[2].removesuffix("(READONLY)").strip()
+        raise MillraceError(f"one reading statement is run at a time: {why}") from error
     if _FORMAT_CLAUSE.search(sql):
         raise MillraceError("leave FORMAT out of the query and use --format")
     return sql

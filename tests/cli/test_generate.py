@@ -1,0 +1,217 @@
+"""``millrace generate`` on a tiny checkpoint, and the batch runner on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.main import main
+from cli.offline import OfflineBatch
+from registry.tokenizer import Tokenizer
+from schemas.frames import FinishReason
+from schemas.jobs import Job
+from schemas.sampling import SamplingParams
+from tests.support.checkpoints_made import write_checkpoint
+from workers.engine.types import EngineOutput, EngineRequest
+
+SMALL = ("--kv-cache-bytes", "2000000", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets these for its process; here they go back."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def generate(
+    folder: Path, checkpoint: Path, lines: Sequence[Any], *options: str
+) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code and the answers."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "in.jsonl").write_text(text)
+    out = folder / "out.jsonl"
+    code = main(
+        [
+            *("generate", "--model", str(checkpoint), "--input", str(folder / "in.jsonl")),
+            *("--output", str(out), *SMALL, *options),
+        ]
+    )
+    return code, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def test_a_file_of_requests(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"id": "a", "prompt": "mill wheel", "max_tokens": 40, "temperature": 0, "ignore_eos": True},
+        "",
+        {
+            "id": 7,
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 3,
+            "seed": 5,
+            "ignore_eos": True,
+            "logprobs": 2,
+        },
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 3, "temperature": 0, "ignore_eos": True},
+    ]
+    code, answers = generate(tmp_path, checkpoint, lines, "--max-batch", "2")
+    assert code == 0
+    # In the order of the file, though the first ends last; without an id, the line's number.
+    assert [answer["id"] for answer in answers] == ["a", 7, 4]
+    assert [answer["completion_tokens"] for answer in answers] == [40, 3, 3]
+    assert [answer["finish_reason"] for answer in answers] == ["length"] * 3
+    tokenizer = Tokenizer.load(checkpoint)
+    for answer in answers:
+        assert answer["text"] == tokenizer.decode(answer["token_ids"])
+    assert answers[0]["prompt_tokens"] == len(tokenizer.encode("mill wheel"))
+    assert "logprobs" not in answers[0]
+    assert [x["token_id"] for x in answers[1]["logprobs"]] == answers[1]["token_ids"]
+    assert [len(x["top"]) for x in answers[1]["logprobs"]] == [2, 2, 2]
+    summary = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert summary["num_requests"] == 3
+    assert summary["completion_tokens"] == 46
+    assert min(summary[key] for key in ("tokens_per_s", "mean_ttft_ms", "mean_tpot_ms")) > 0
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_batch(tmp_path: Path, checkpoint: Path) -> None:
+    lines = [{"prompt": f"wheel {i % 3}", "seed": i % 3, "max_tokens": 6} for i in range(6)]
+    _, together = generate(tmp_path, checkpoint, lines)
+    _, alone = generate(tmp_path, checkpoint, lines, "--max-batch", "1")
+    assert [x["token_ids"] for x in together] == [x["token_ids"] for x in alone]
+    assert together[0]["token_ids"] == together[3]["token_ids"]
+
+
+def test_bad_lines_are_named_before_anything_runs(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"id": 1, "prompt": "good"},
+        {"id": 2},
+        {"prompt": "x", "prompt_token_ids": [3]},
+        {"prompt": "x", "colour": "red"},
+        "not json",
+        {"prompt": "x", "max_tokens": 0},
+        {"prompt": "x", "max_tokens": 500},
+        {"prompt_token_ids": [99999]},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"id": 1, "prompt": "again"},
+        {"prompt": ""},
+    ]
+    code, answers = generate(tmp_path, checkpoint, lines)
+    assert (code, answers) == (2, [])
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split("in.jsonl, ")[1].split(":")[0] for line in shown] == [
+        f"line {number}" for number in range(2, 12)
+    ]
+    for number, word in ((4, "colour"), (7, "500"), (8, "99999"), (9, "wizard"), (10, "line 1")):
+        assert word in shown[number - 2]
+
+
+def test_a_request_that_the_cache_can_never_hold_fails_alone(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    lines = [
+        {"id": "big", "prompt": "x", "max_tokens": 100, "ignore_eos": True},
+        {"id": "small", "prompt": "x", "max_tokens": 2, "ignore_eos": True},
+    ]
+    code, answers = generate(tmp_path, checkpoint, lines, "--kv-cache-bytes", "16384")
+    assert code == 1
+    assert answers[0]["error"]["code"] == "kv_capacity_exceeded"
+    assert answers[1]["completion_tokens"] == 2
+
+
+def test_files_that_cannot_be_opened(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--model", str(checkpoint), "--input", str(tmp_path / "no")]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert "no cannot be read" in capsys.readouterr().err
+    (tmp_path / "in").write_text("")
+    arguments[-1] = str(tmp_path / "in")
+    assert main([*arguments, "--output", str(tmp_path / "no" / "out")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+class ScriptedEngine:
+    """Gives each request its own prompt back, one token a step and a second of time each."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.most_at_once = 0
+        self.cancelled: list[str] = []
+        self._left: dict[str, list[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left)
+
+    def add(self, request: EngineRequest) -> None:
+        self._left[request.request_id] = list(request.prompt_token_ids)
+        self.most_at_once = max(self.most_at_once, len(self._left))
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        del self._left[request_id]
+
+    def step(self) -> list[EngineOutput]:
+        self.now_s += 1.0
+        outputs = []
+        for request_id, left in list(self._left.items()):
+            token_id = left.pop(0)
+            finish_reason = None if left else FinishReason.LENGTH
+            outputs.append(
+                EngineOutput(
+                    request_id=request_id, token_ids=(token_id,), finish_reason=finish_reason
+                )
+            )
+            if not left:
+                del self._left[request_id]
+        return outputs
+
+
+def test_the_batch_is_bounded_and_measured(checkpoint: Path) -> None:
+    engine = ScriptedEngine()
+    tokenizer = Tokenizer.load(checkpoint)
+    batch = OfflineBatch(engine, tokenizer, max_batch=2, monotonic=lambda: engine.now_s)
+    jobs = [
+        Job(request_id=str(i), model="m", prompt_token_ids=(5, 6, 7, 8)[: i + 1]) for i in range(4)
+    ]
+    ended = [generated.job.request_id for generated in batch.run(jobs)]
+    assert sorted(ended) == ["0", "1", "2", "3"]
+    assert engine.most_at_once == 2
+    summary = batch.summary()
+    assert summary.completion_tokens == 10
+    assert summary.mean_ttft_ms == 1000.0
+    assert summary.mean_tpot_ms == 1000.0
+    assert summary.wall_s == engine.now_s
+    assert summary.tokens_per_s == round(10 / engine.now_s, 2)
+
+
+def test_a_stop_string_ends_a_request_and_frees_it(checkpoint: Path) -> None:
+    engine = ScriptedEngine()
+    tokenizer = Tokenizer.load(checkpoint)
+    ids = tuple(tokenizer.encode("a b STOP and more", add_special_tokens=False))
+    job = Job(
+        request_id="r",
+        model="m",
+        prompt_token_ids=ids,
+        sampling=SamplingParams(stop=("STOP",)),
+    )
+    batch = OfflineBatch(engine, tokenizer, max_batch=1, monotonic=lambda: engine.now_s)
+    (generated,) = batch.run([job])
+    # The text goes on behind a prompt that is the same text.
+    assert "".join(generated.text) == "a b "
+    assert generated.finish_reason is FinishReason.STOP
+    assert len(generated.token_ids) < len(ids)
+    assert engine.cancelled == ["r"]

@@ -1,0 +1,171 @@
+"""``millrace publish`` and ``result`` on a real bus, with a worker that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from bus import nats
+from bus.api import Bus
+from cli.answers import StreamPrinter
+from cli.main import main
+from schemas.config import NatsConfig
+from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame
+from schemas.jobs import Job, JobResult
+
+
+@pytest.fixture
+async def bus(nats_config: NatsConfig) -> AsyncIterator[Bus]:
+    bus = await nats.connect(nats_config, "test")
+    yield bus
+    await bus.close()
+
+
+async def answer_one(bus: Bus, frames: Sequence[Frame], result: JobResult | None = None) -> Job:
+    """Pull the next job, send it these frames, store the result and let go of the job."""
+    (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+    job = leased.job
+    if job.reply:
+        await bus.frames.publish(job.reply, [(job.request_id, frame) for frame in frames])
+    await bus.results.store(
+        result
+        or JobResult(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            model=job.model,
+            status="done",
+            text="Hello 你",
+            finish_reason=FinishReason.STOP,
+        )
+    )
+    await bus.jobs.ack(leased.lease)
+    return job
+
+
+async def millrace(*arguments: str, nats_url: str) -> int:
+    """The command, as a person runs it, beside the test's own loop."""
+    return await asyncio.to_thread(main, [*arguments, "--nats", nats_url, "--timeout", "20"])
+
+
+async def test_wait_for_the_result(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, job = await asyncio.gather(
+        millrace("publish", "--prompt", "Hi", "--seed", "7", nats_url=nats_config.url),
+        answer_one(bus, ()),
+    )
+    shown = capsys.readouterr()
+    assert code == 0
+    assert shown.out == "Hello 你\n"
+    assert shown.err == f"{job.request_id}\n"
+    assert job.messages is not None
+    assert [(turn.role, turn.content) for turn in job.messages] == [("user", "Hi")]
+    assert job.store_result
+    assert job.sampling.seed == 7
+    assert job.received_ns > 0
+
+
+async def test_leave_and_come_back(
+    bus: Bus, nats_config: NatsConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("Once upon")
+    file = str(tmp_path / "prompt.txt")
+    options = ("--file", file, "--raw", "--no-wait", "--tenant", "acme", "--tier", "batch")
+    assert await millrace("publish", *options, nats_url=nats_config.url) == 0
+    request_id = capsys.readouterr().out.strip()
+    job = await answer_one(bus, ())
+    assert (job.request_id, job.prompt, job.tenant) == (request_id, "Once upon", "acme")
+    fetched = await millrace("result", request_id, "--tenant", "acme", nats_url=nats_config.url)
+    assert fetched == 0
+    assert capsys.readouterr().out == "Hello 你\n"
+
+
+async def test_stream(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = (
+        Accepted(),
+        Delta(index=0, token_ids=(1, 2), text="Hello", text_ends=(2, 5)),
+        Delta(index=2, token_ids=(3,), text=" 你"),
+        Done(finish_reason=FinishReason.STOP, num_tokens=3),
+    )
+    code, job = await asyncio.gather(
+        millrace("publish", "--prompt", "Hi", "--stream", nats_url=nats_config.url),
+        answer_one(bus, frames),
+    )
+    shown = capsys.readouterr()
+    assert (code, shown.out, shown.err) == (0, "Hello 你\n", f"{job.request_id}\n")
+
+
+async def test_what_a_stream_lost_comes_from_the_stored_result(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = (
+        Delta(index=0, token_ids=(1,), text="He"),
+        Delta(index=2, token_ids=(3,), text=" 你"),
+    )
+    code, _ = await asyncio.gather(
+        millrace("publish", "--prompt", "Hi", "--stream", nats_url=nats_config.url),
+        answer_one(bus, frames),
+    )
+    assert (code, capsys.readouterr().out) == (0, "Hello 你\n")
+
+
+async def test_a_failed_request_is_exit_code_1(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail() -> None:
+        (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+        failed = JobResult(
+            request_id=leased.job.request_id,
+            tenant="local",
+            model="demo",
+            status="failed",
+            error_code="model_not_found",
+            error_message="There is no such model.",
+        )
+        await bus.results.store(failed)
+        await bus.jobs.ack(leased.lease)
+
+    code, _ = await asyncio.gather(
+        millrace("publish", "--prompt", "Hi", nats_url=nats_config.url), fail()
+    )
+    assert code == 1
+    assert "failed: There is no such model. (model_not_found)" in capsys.readouterr().err
+
+
+async def test_no_result_in_time(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["result", "no-such-id", "--nats", nats_config.url, "--timeout", "0.1"]
+    assert await asyncio.to_thread(main, arguments) == 1
+    assert "millrace result no-such-id" in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_NATS__CONNECT_TIMEOUT_S", "0.2")
+    assert main(["publish", "--prompt", "x", "--nats", "nats://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err.startswith("millrace publish: ")
+
+
+def test_a_printer_writes_each_token_once() -> None:
+    written: list[str] = []
+    printer = StreamPrinter(written.append)
+    for frame in (
+        Delta(epoch=1, index=0, token_ids=(1, 2), text="ab", text_ends=(1, 2)),
+        Delta(epoch=0, index=2, token_ids=(9,), text="old"),
+        Delta(epoch=2, index=1, token_ids=(2, 3, 4), text="bcd", text_ends=(1, 2, 3)),
+        Delta(epoch=2, index=1, token_ids=(2,), text="b"),
+        Failed(epoch=1, code="late", message=""),
+    ):
+        printer.on_frame("r", frame)
+    assert "".join(written) == "abcd"
+    assert printer.resume_point("r").token_ids == (1, 2, 3, 4)
+    assert not printer.ended.is_set()
+    printer.on_frame("r", Done(epoch=2, finish_reason=FinishReason.STOP, num_tokens=4))
+    assert printer.ended.is_set()
+    printer.show_rest("abcde")
+    assert "".join(written) == "abcde"
