@@ -159,11 +159,11 @@ class Lane:
             case Result.ACCEPTED:
                 self._accepted(entry)
             case Result.REFUSED:
-                fleet.refuse(worker_id)
                 self._take_back(entry)
-            case Result.LOST:
                 fleet.refuse(worker_id)
+            case Result.LOST:
                 self.lost(entry)
+                fleet.refuse(worker_id)
             case Result.ANSWERED:
                 self.answered(entry)
             case Result.OVERTAKEN:

@@ -79,7 +79,8 @@ class WorkerView:
             self._freed_blocks += run.num_blocks
             reported = max(self.status.num_running + self.status.num_waiting, 1)
             self._freed_tokens += self.status.outstanding_tokens // reported
-        self.refusing = False
+        if run.confirmed:
+            self.refusing = False
         return True
 
     # --- predictions ---

@@ -1,0 +1,182 @@
+"""A worker without a model: it takes what it is sent, and ends what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from bus.api import Bus, Subscription
+from bus.clock import Clock
+from schemas.control import (
+    Cancel,
+    CancelReason,
+    Dispatch,
+    Drain,
+    Ended,
+    Replay,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from schemas.errors import MillraceError
+from schemas.frames import Done, FinishReason
+from schemas.records import RequestRecord
+
+_HEARTBEAT_S = 0.5
+_LEASE_EXTEND_S = 2.0
+_BLOCK_TOKENS = 16
+_lives = itertools.count(1)
+
+
+class ScriptedWorker:
+    """Holds up to ``num_slots`` requests. ``veto`` is the reason it gives for refusing, ``mute``
+    makes it answer nothing. ``history`` is every dispatch that it accepted."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        name: str = "w",
+        model: str = "m",
+        num_slots: int = 4,
+        num_blocks: int = 1_000,
+        max_tokens_per_request: int = 0,
+    ) -> None:
+        self.bus = bus
+        self.clock = clock
+        self.name = name
+        self.worker_id = f"{name}-{next(_lives)}"
+        self.model = model
+        self.num_slots = num_slots
+        self.num_blocks = num_blocks
+        self.max_tokens_per_request = max_tokens_per_request
+        self.veto = ""
+        self.mute = False
+        self.draining = False
+        self.tells_ends = True
+        self.running: dict[str, Dispatch] = {}
+        self.history: list[Dispatch] = []
+        self.cancels: list[Cancel] = []
+        self.alive = False
+        self._started_ns = clock.now_ns()
+        self._subscriptions: list[Subscription] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> ScriptedWorker:
+        self.alive = True
+        self._started_ns = self.clock.now_ns()
+        control = self.bus.control
+        self._subscriptions = [
+            await control.serve_commands(self.worker_id, self._on_command),
+            await control.subscribe_cancels(self._on_cancel),
+        ]
+        await self.announce()
+        self._tasks = [
+            asyncio.create_task(self._beat()),
+            asyncio.create_task(self._hold_leases()),
+        ]
+        return self
+
+    async def kill(self) -> None:
+        """As kill -9 does: not a word, and nobody is there any more."""
+        self.alive = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self.running.clear()
+
+    async def retire(self) -> None:
+        await self.announce(retired=True)
+        await self.kill()
+
+    def status(self, *, retired: bool = False) -> WorkerStatus:
+        used = sum(
+            -(-len(d.job.prompt_token_ids or ()) // _BLOCK_TOKENS) for d in self.running.values()
+        )
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            name=self.name,
+            model=self.model,
+            max_num_sequences=self.num_slots,
+            num_running=len(self.running),
+            block_size_tokens=_BLOCK_TOKENS,
+            num_blocks=self.num_blocks,
+            num_free_blocks=self.num_blocks - used,
+            max_tokens_per_request=self.max_tokens_per_request,
+            outstanding_tokens=sum(d.job.sampling.max_tokens or 0 for d in self.running.values()),
+            draining=self.draining,
+            retired=retired,
+            started_ns=self._started_ns,
+            sent_ns=self.clock.now_ns(),
+        )
+
+    async def announce(self, *, retired: bool = False) -> None:
+        await self.bus.workers.announce(self.status(retired=retired))
+
+    async def finish(self, request_id: str) -> None:
+        """Answer a request: frame, record, ack, notice."""
+        dispatch = self.running.pop(request_id)
+        job = dispatch.job
+        if job.reply:
+            done = Done(finish_reason=FinishReason.STOP, num_tokens=1, epoch=dispatch.epoch)
+            await self.bus.frames.publish(job.reply, [(request_id, done)])
+        await self.bus.outbox.publish(
+            RequestRecord(request_id=request_id, tenant=job.tenant, epoch=dispatch.epoch)
+        )
+        await self.bus.jobs.ack(dispatch.lease)
+        if self.tells_ends:
+            await self.bus.control.publish_ended(
+                Ended(worker_id=self.worker_id, request_ids=(request_id,))
+            )
+
+    async def finish_all(self) -> None:
+        for request_id in list(self.running):
+            await self.finish(request_id)
+
+    async def _on_command(self, command: WorkerCommand) -> WorkerReply:
+        match command:
+            case Dispatch():
+                return await self._on_dispatch(command)
+            case Cancel():
+                self._on_cancel(command)
+                return WorkerReply(ok=True)
+            case Replay() | Drain():
+                return WorkerReply(ok=False, reason="bad_request")
+
+    async def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:
+        if self.mute:
+            await asyncio.Event().wait()
+        if self.veto:
+            return WorkerReply(ok=False, reason=self.veto, message="as told")
+        known = self.running.get(dispatch.job.request_id)
+        if known is not None and dispatch.epoch <= known.epoch:
+            return WorkerReply(ok=False, reason="stale_epoch")
+        if known is None and len(self.running) >= self.num_slots:
+            return WorkerReply(ok=False, reason="full")
+        self.running[dispatch.job.request_id] = dispatch
+        self.history.append(dispatch)
+        return WorkerReply(ok=True)
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+        known = self.running.get(cancel.request_id)
+        if known is None:
+            return
+        if cancel.reason is CancelReason.SUPERSEDED and known.epoch < (cancel.below_epoch or 0):
+            del self.running[cancel.request_id]
+
+    async def _beat(self) -> None:
+        while True:
+            await self.clock.sleep(_HEARTBEAT_S)
+            await self.announce()
+
+    async def _hold_leases(self) -> None:
+        while True:
+            await self.clock.sleep(_LEASE_EXTEND_S)
+            for dispatch in list(self.running.values()):
+                try:
+                    await self.bus.jobs.extend(dispatch.lease)
+                except MillraceError:
+                    break

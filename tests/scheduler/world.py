@@ -1,0 +1,185 @@
+"""A scheduler on the in-memory bus in virtual time, with a client and workers to script."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from bus.clock import ManualClock
+from bus.generations import Generation
+from bus.memory import MemoryBroker, MemoryBus
+from scheduler.scheduler import Scheduler
+from schemas.config import NatsConfig, SchedulerConfig
+from schemas.control import QueueStatus
+from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
+from schemas.frames import TERMINAL_FRAMES, Frame
+from schemas.jobs import Job
+from schemas.records import RequestRecord
+from schemas.sampling import SamplingParams
+from tests.scheduler.scripted_worker import ScriptedWorker
+
+CONTEXT_TOKENS = 1_000
+CONFIG = SchedulerConfig(models=("m",), dispatch_timeout_s=0.05, resume_timeout_s=0.05)
+_STEP_S = 0.05
+
+
+class FakeModel:
+    """A byte is a token."""
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        token_ids = job.prompt_token_ids or tuple((job.prompt or "").encode())
+        if not token_ids:
+            raise ParameterError("prompt", "prompt must not be empty")
+        sampling = job.sampling
+        wanted = sampling.max_tokens or 1
+        if len(token_ids) + wanted > CONTEXT_TOKENS:
+            raise ContextLengthError(len(token_ids), wanted, CONTEXT_TOKENS)
+        seed = seed_source.getrandbits(32) if sampling.seed is None else sampling.seed
+        return msgspec.structs.replace(
+            job,
+            prompt=None,
+            prompt_token_ids=token_ids,
+            sampling=msgspec.structs.replace(sampling, max_tokens=wanted, seed=seed),
+        )
+
+
+def load_fake(model: str) -> FakeModel:
+    if model != "m":
+        raise ModelNotFoundError(f"no {model}")
+    return FakeModel()
+
+
+class FakeGenerations:
+    """What Redis would know."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Generation] = {}
+
+    async def lookup(self, request_id: str) -> Generation | None:
+        return self.known.get(request_id)
+
+
+def job(request_id: str, **changes: object) -> Job:
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "model": "m",
+        "prompt_token_ids": (1, 2, 3),
+        "sampling": SamplingParams(max_tokens=16, seed=7),
+        "reply": "client",
+    } | changes
+    return Job(**fields)  # type: ignore[arg-type]
+
+
+class World:
+    """Everything in one loop; ``until`` is how time goes on."""
+
+    def __init__(self, config: SchedulerConfig = CONFIG) -> None:
+        self.clock = ManualClock()
+        self.broker = MemoryBroker(self.clock, NatsConfig())
+        self.client = MemoryBus(self.broker)
+        self.generations = FakeGenerations()
+        self.frames: list[tuple[str, Frame]] = []
+        self.statuses: list[QueueStatus] = []
+        self.workers: list[ScriptedWorker] = []
+        self.config = config
+        self.schedulers: list[Scheduler] = []
+        self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
+
+    async def open(self) -> None:
+        await self.client.frames.subscribe("client", lambda *frame: self.frames.append(frame))
+        await self.client.control.subscribe_queue_status(self.statuses.append)
+        await self.add_scheduler()
+
+    async def add_scheduler(self) -> Scheduler:
+        scheduler = Scheduler(
+            MemoryBus(self.broker), self.config, self.clock, ["m"], load_fake, self.generations
+        )
+        await scheduler.parts.shelf.warm("m")
+        stopping = asyncio.Event()
+        self.schedulers.append(scheduler)
+        self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
+        await self.until(scheduler.ready.is_set)
+        return scheduler
+
+    async def stop_scheduler(self, index: int = 0) -> None:
+        stopping, task = self._running.pop(index)
+        self.schedulers.pop(index)
+        stopping.set()
+        await task
+
+    async def kill_scheduler(self, index: int = 0) -> None:
+        """Without a word to anybody."""
+        scheduler = self.schedulers.pop(index)
+        _, task = self._running.pop(index)
+        await scheduler.parts.tasks.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            if worker.alive:
+                await worker.kill()
+        while self.schedulers:
+            await self.kill_scheduler()
+
+    async def add_worker(
+        self, name: str = "w", num_slots: int = 4, num_blocks: int = 1_000, max_tokens: int = 0
+    ) -> ScriptedWorker:
+        worker = ScriptedWorker(
+            MemoryBus(self.broker),
+            self.clock,
+            name,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            max_tokens_per_request=max_tokens,
+        )
+        self.workers.append(worker)
+        return await worker.start()
+
+    async def until(self, predicate: Callable[[], bool], within_s: float = 30.0) -> None:
+        """Let virtual time go on until something holds; AssertionError after ``within_s``."""
+        deadline_s = self.clock.monotonic() + within_s
+        while not predicate():
+            assert self.clock.monotonic() < deadline_s, "it did not come about"
+            await self.pass_s(_STEP_S)
+
+    async def pass_s(self, seconds: float) -> None:
+        await self.clock.advance(seconds)
+        # Requests have timeouts on the real clock; let answers come.
+        await asyncio.sleep(0)
+
+    async def pass_real(self, predicate: Callable[[], bool]) -> None:
+        """For what waits on the real clock: answers that time out."""
+        async with asyncio.timeout(5.0):
+            while not predicate():
+                await self.clock.advance(_STEP_S)
+                await asyncio.sleep(0.005)
+
+    def records(self) -> list[RequestRecord]:
+        outbox = self.broker.outbox
+        return [
+            msgspec.msgpack.decode(record.payload, type=RequestRecord)
+            for record in outbox._records
+            if record.subject == "rec.request"
+        ]
+
+    def record(self, request_id: str) -> RequestRecord | None:
+        found = [record for record in self.records() if record.request_id == request_id]
+        assert len(found) <= 1, "a request has one record"
+        return found[0] if found else None
+
+    def frames_of(self, request_id: str) -> list[Frame]:
+        return [frame for owner, frame in self.frames if owner == request_id]
+
+    def terminal(self, request_id: str) -> Frame | None:
+        found = [f for f in self.frames_of(request_id) if isinstance(f, TERMINAL_FRAMES)]
+        assert len(found) <= 1, "a request has one terminal frame"
+        return found[0] if found else None
+
+    @property
+    def num_stored(self) -> int:
+        """Jobs that the queue still has."""
+        return len(self.broker.jobs)
