@@ -30,7 +30,8 @@ def configure_threads(
         environ["OMP_NUM_THREADS"] = str(config.num_threads)
     else:
         environ.setdefault("OMP_NUM_THREADS", str(default_num_threads(usable_cores(), shared)))
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE" if shared else "ACTIVE")
+    if shared:
+        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     num_threads = int(environ["OMP_NUM_THREADS"].split(",")[0])
     if "torch" in sys.modules:
         # Too late for the wait policy, but not for the size of the pool.

@@ -14,8 +14,7 @@ from workers.models.rope import inverse_frequencies, rotate_, rotation
 
 
 class Projection(NamedTuple):
-    """A linear map. ``weight``: [num_inputs, num_outputs], contiguous, which is the layout that a
-    product with few rows reads fastest; ``bias``: [num_outputs]."""
+    """A linear map. ``weight``: [num_outputs, num_inputs]; ``bias``: [num_outputs]."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -36,7 +35,7 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """``embedding``: [vocab_size, hidden_size]; ``head``: [hidden_size, vocab_size]."""
+    """``embedding`` and ``head``: [vocab_size, hidden_size], the same tensor when tied."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -84,7 +83,7 @@ class Decoder(Generic[MetadataT]):
             gate, up = _project(normed, layer.gate_up).chunk(2, -1)
             _project_onto_(hidden, F.silu(gate).mul_(up), layer.down)
         hidden = hidden.index_select(0, batch.sampled_rows)
-        return torch.mm(self._norm(hidden, weights.final_norm), weights.head)
+        return F.linear(self._norm(hidden, weights.final_norm), weights.head)
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         num_queries = self._config.num_attention_heads
@@ -105,13 +104,11 @@ class Decoder(Generic[MetadataT]):
 
 
 def _project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
-    if projection.bias is None:
-        return torch.mm(rows, projection.weight)
-    return torch.addmm(projection.bias, rows, projection.weight)
+    return F.linear(rows, projection.weight, projection.bias)
 
 
 def _project_onto_(total: torch.Tensor, rows: torch.Tensor, projection: Projection) -> None:
     """Add the projection to ``total`` in place."""
-    total.addmm_(rows, projection.weight)
+    total.addmm_(rows, projection.weight.t())
     if projection.bias is not None:
         total.add_(projection.bias)

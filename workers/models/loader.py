@@ -64,7 +64,7 @@ def load_weights(
     else:
         head = reader.tensor("lm_head.weight", (vocabulary, hidden))
     reader.refuse_leftovers()
-    return DecoderWeights(embedding, layers, final_norm, head.t().contiguous())
+    return DecoderWeights(embedding, layers, final_norm, head)
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
@@ -129,7 +129,7 @@ class _Reader:
             self.tensor(f"{prefix}{name}.weight", (size, num_inputs))
             for name, size in outputs.items()
         ]
-        weight = torch.cat(weights).t().contiguous()
+        weight = torch.cat(weights)
         if not bias:
             return Projection(weight, None)
         biases = [self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()]

@@ -1,0 +1,37 @@
+"""A small random Llama, saved once, and engines on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.config import EngineConfig
+from tests.workers.checkpoints import save_llama
+from workers.engine.engine import Engine
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(checkpoint folder, the transformers model that is in it)"""
+    path = tmp_path_factory.mktemp("llama")
+    return path, save_llama(path)
+
+
+@pytest.fixture
+def make_engine(llama: tuple[Path, Any]) -> MakeEngine:
+    def make(**config: Any) -> Engine:
+        settings: dict[str, Any] = {"num_blocks": 128, "device": "cpu"} | config
+        return Engine.load(llama[0], EngineConfig(**settings))
+
+    return make

@@ -1,0 +1,101 @@
+"""What is refused at load, and in which dtype a checkpoint is computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from registry.checkpoint import ModelConfig, read_model_config
+from schemas.errors import CheckpointError, ConfigError
+from tests.workers.checkpoints import save_llama
+from workers.models.loader import choose_dtype, load_weights, num_parameters
+from workers.models.rope import inverse_frequencies
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_llama(tmp_path)
+    return tmp_path
+
+
+def load(path: Path) -> None:
+    load_weights(path, read_model_config(path), dtype=torch.float32, device=CPU)
+
+
+def change_tensors(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    change_tensors(checkpoint, {"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(checkpoint)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(checkpoint: Path) -> None:
+    change_tensors(checkpoint, {"model.layers.0.self_attn.k_proj.weight": torch.zeros(30, 48)})
+    with pytest.raises(CheckpointError, match=r"k_proj.*\[30, 48\].*\[32, 48\]"):
+        load(checkpoint)
+
+
+def test_a_tensor_without_a_place_is_refused(checkpoint: Path) -> None:
+    change_tensors(checkpoint, {"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)})
+    with pytest.raises(CheckpointError, match="q_norm"):
+        load(checkpoint)
+
+
+def test_a_tied_checkpoint_may_store_its_head_twice(tmp_path: Path) -> None:
+    save_llama(tmp_path, tie_word_embeddings=True)
+    change_tensors(tmp_path, {"lm_head.weight": torch.zeros(199, 48)})
+    load(tmp_path)
+
+
+def test_an_unknown_rope_scaling_is_refused(checkpoint: Path) -> None:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        vocab_size=8,
+        max_position_embeddings=8,
+        rope_scaling={"rope_type": "longrope", "factor": 2.0},
+    )
+    with pytest.raises(CheckpointError, match=r"longrope.*linear, llama3"):
+        inverse_frequencies(config)
+
+
+def test_auto_widens_small_checkpoints_on_the_cpu_only(checkpoint: Path) -> None:
+    file = checkpoint / "config.json"
+    fields = json.loads(file.read_text()) | {"dtype": "bfloat16"}
+    file.write_text(json.dumps(fields))
+    small = read_model_config(checkpoint)
+    assert choose_dtype(small, "auto", CPU) is torch.float32
+    assert choose_dtype(small, "auto", torch.device("cuda")) is torch.bfloat16
+    assert choose_dtype(small, "bfloat16", CPU) is torch.bfloat16
+    file.write_text(json.dumps(fields | {"vocab_size": 10_000_000}))
+    assert choose_dtype(read_model_config(checkpoint), "auto", CPU) is torch.bfloat16
+    with pytest.raises(ConfigError, match=re.escape("'int4'")):
+        choose_dtype(small, "int4", CPU)
+
+
+def test_parameters_are_counted(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    matrices = sum(t.numel() for t in tensors.values() if t.dim() == 2)
+    assert num_parameters(read_model_config(checkpoint)) == matrices
