@@ -14,6 +14,7 @@ import msgspec
 from schemas.errors import MillraceError
 
 _encode = msgspec.json.Encoder(decimal_format="number").encode
+_MAX_PLAIN_DIGITS = 30
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
@@ -86,7 +87,9 @@ def _shown(value: Any, null: str) -> str:
         return null
     if isinstance(value, str):
         return value
-    return format(value, "f") if isinstance(value, Decimal) else _encode(value).decode()
+    if isinstance(value, Decimal) and abs(value.adjusted()) < _MAX_PLAIN_DIGITS:
+        return format(value, "f")
+    return str(value) if isinstance(value, Decimal) else _encode(value).decode()
 
 
 def _one_line(text: str) -> str:

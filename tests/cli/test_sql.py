@@ -57,6 +57,12 @@ def test_csv() -> None:
     )
 
 
+def test_huge_and_tiny_numbers_stay_short() -> None:
+    answer = b'{"meta": [{"name": "x", "type": "Float64"}], "data": [[1e300], [8.5e-7], [2.50]]}'
+    shown = render(parse_rows(answer), "csv")
+    assert shown == "x\n1E+300\n0.00000085\n2.50\n"
+
+
 def test_integers_beyond_json_stay_text() -> None:
     answer = b'{"meta": [{"name": "n", "type": "UInt128"}], "data": [[18446744073709551616]]}'
     assert json.loads(render(parse_rows(answer), "json")) == [{"n": "18446744073709551616"}]
