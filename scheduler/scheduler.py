@@ -69,6 +69,7 @@ class Scheduler:
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
+        self._pulls = Tasks()
         self._intakes = [Intake(self.parts, lane) for lane in self.lanes.values()]
         self._watches = [
             QueueWatch(self.parts, lane, self._answers) for lane in self.lanes.values()
@@ -85,9 +86,8 @@ class Scheduler:
         self.parts.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            pulls = Tasks()
             for intake in self._intakes:
-                pulls.spawn(intake.run(), "pull")
+                self._pulls.spawn(intake.run(), "pull")
             for watch in self._watches:
                 self._services.spawn(watch.run(), "watch the queue")
             self._services.spawn(self._strays.run(), "look for strays")
@@ -96,10 +96,11 @@ class Scheduler:
             await stopping.wait()
             for lane in self.lanes.values():
                 lane.stop()
-            await pulls.close()
+            await self._pulls.close()
             await self.parts.tasks.close(_STOP_TIMEOUT_S)
             await self._give_back()
         finally:
+            await self._pulls.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
             for subscription in subscriptions:

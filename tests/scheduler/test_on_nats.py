@@ -1,0 +1,187 @@
+"""The same on a real nats-server, and the process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bus.api import Bus
+from bus.clock import SystemClock
+from bus.nats import connect
+from scheduler.scheduler import Scheduler
+from schemas.config import NatsConfig
+from tests.scheduler.scripted_worker import ScriptedWorker
+from tests.scheduler.world import CONFIG, FakeGenerations, job, load_fake
+from tests.support.servers import NatsServer, die_with_parent
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def config(server: NatsServer) -> NatsConfig:
+    return NatsConfig(url=server.url)
+
+
+@pytest.fixture
+async def bus(config: NatsConfig) -> AsyncIterator[Bus]:
+    bus = await connect(config, "client")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
+    bus = await connect(config, "scheduler")
+    made = Scheduler(bus, CONFIG, SystemClock(), ["m"], load_fake, FakeGenerations())
+    stopping = asyncio.Event()
+    running = asyncio.create_task(made.run(stopping))
+    await made.ready.wait()
+    yield made
+    stopping.set()
+    await running
+    await bus.close()
+
+
+async def worker_on(config: NatsConfig, name: str, num_slots: int = 4) -> ScriptedWorker:
+    bus = await connect(config, name)
+    return await ScriptedWorker(bus, SystemClock(), name, num_slots=num_slots).start()
+
+
+async def close(*workers: ScriptedWorker) -> None:
+    for worker in workers:
+        if worker.alive:
+            await worker.kill()
+        await worker.bus.close()
+
+
+async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) -> None:
+    worker = await worker_on(config, "a", num_slots=2)
+    for number in range(6):
+        await bus.jobs.publish(job(f"r{number}"))
+    await eventually(lambda: len(worker.running) == 2)
+    assert (await bus.jobs.depth("m")).num_queued == 4
+    for _ in range(3):
+        await eventually(lambda: len(worker.running) == 2)
+        await worker.finish_all()
+
+    async def empty() -> bool:
+        depth = await bus.jobs.depth("m")
+        return depth.num_queued == depth.num_leased == 0
+
+    await eventually(empty)
+    assert [dispatch.job.request_id for dispatch in worker.history] == [f"r{n}" for n in range(6)]
+    await eventually(lambda: len(scheduler.parts.table) == 0)
+    await close(worker)
+
+
+async def test_a_dead_worker_s_jobs_go_on(
+    bus: Bus, config: NatsConfig, scheduler: Scheduler
+) -> None:
+    first = await worker_on(config, "a")
+    for number in range(4):
+        await bus.jobs.publish(job(f"r{number}", reply=""))
+    await eventually(lambda: len(first.running) == 4)
+    second = await worker_on(config, "b")
+    await first.kill()
+    await eventually(lambda: len(second.running) == 4, timeout_s=4.0)
+    assert {dispatch.epoch for dispatch in second.history} == {2}
+    await second.finish_all()
+    await close(first, second)
+
+
+async def test_a_job_of_an_unknown_model_is_answered(
+    bus: Bus, config: NatsConfig, scheduler: Scheduler
+) -> None:
+    frames: list[object] = []
+    await bus.frames.subscribe("client", lambda _id, frame: frames.append(frame))
+    await bus.jobs.publish(job("r1", model="no such/model"))
+    await eventually(lambda: len(frames) == 1)
+    assert await bus.jobs.waiting_models() == []
+
+
+async def test_the_queue_says_what_is_open(bus: Bus, config: NatsConfig) -> None:
+    published = await bus.jobs.publish(job("r1"))
+    assert await bus.jobs.is_open(published.stream_sequence)
+    assert await bus.jobs.waiting_models() == ["m"]
+    (leased,) = await bus.jobs.pull("m", 1, 2.0)
+    assert await bus.jobs.is_open(published.stream_sequence)
+    await bus.jobs.ack(leased.lease)
+    assert not await bus.jobs.is_open(published.stream_sequence)
+    assert await bus.jobs.waiting_models() == []
+
+
+async def test_a_restart_of_the_server_loses_nothing(
+    server: NatsServer, bus: Bus, config: NatsConfig, scheduler: Scheduler
+) -> None:
+    worker = await worker_on(config, "a", num_slots=8)
+    for number in range(4):
+        await bus.jobs.publish(job(f"r{number}", reply=""))
+    await eventually(lambda: len(worker.running) == 4)
+    server.kill()
+    await asyncio.sleep(0)
+    server.start()
+    await eventually(lambda: bus.connected and scheduler.parts.bus.connected)
+    for number in range(4, 8):
+        await bus.jobs.publish(job(f"r{number}", reply=""))
+    await eventually(lambda: len(worker.running) == 8)
+
+    async def all_answered() -> bool:
+        await worker.finish_all()
+        depth = await bus.jobs.depth("m")
+        return depth.num_queued == depth.num_leased == 0
+
+    await eventually(all_answered, timeout_s=15.0)
+    runs = [(dispatch.job.request_id, dispatch.epoch) for dispatch in worker.history]
+    assert len(runs) == len(set(runs))
+    await eventually(lambda: len(scheduler.parts.table) == 0)
+    await close(worker)
+
+
+async def test_the_process_starts_and_stops(server: NatsServer, bus: Bus, tmp_path: Path) -> None:
+    statuses: list[object] = []
+    await bus.control.subscribe_queue_status(statuses.append)
+    environment = {
+        **os.environ,
+        "MILLRACE_NATS__URL": server.url,
+        "MILLRACE_REDIS__URL": "redis://127.0.0.1:1/0",
+    }
+    command = [sys.executable, "-m", "scheduler"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stderr=log, preexec_fn=die_with_parent)
+    try:
+        await eventually(lambda: len(statuses) > 2, timeout_s=20.0)
+        process.send_signal(signal.SIGTERM)
+        await eventually(lambda: process.poll() is not None, timeout_s=2.0)
+        assert process.returncode == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_bad_configuration_is_one_sentence() -> None:
+    environment = {**os.environ, "MILLRACE_SCHEDULER__NONSENSE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "scheduler"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "nonsense" in done.stderr.lower()
+    assert len(done.stderr.strip().splitlines()) == 1
