@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from schemas.config import EngineConfig
-from schemas.errors import ContextLengthError, MillraceError, ParameterError
+from schemas.errors import ConfigError, ContextLengthError, MillraceError, ParameterError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_SEED
 from workers.engine.block_pool import BlockPool
 from workers.engine.planner import Planner, ScheduledSequence
+from workers.engine.random_stream import stream_key
 from workers.engine.runner import ModelRunner
-from workers.engine.sampler import SampleRow, row_key, sample
+from workers.engine.sampler import SampleRow, sample
 from workers.engine.sequence import Sequence
 from workers.engine.types import (
     EngineOutput,
@@ -72,6 +73,7 @@ class Engine:
     @classmethod
     def load(cls, path: Path, config: EngineConfig) -> Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
+        _check_config(config)
         return cls(ModelRunner.load(path, config), config)
 
     @property
@@ -110,7 +112,7 @@ class Engine:
         sequence = Sequence(
             request,
             arrival=self._num_arrived,
-            key=row_key(self._seed_source() if seed is None else seed),
+            key=stream_key(self._seed_source() if seed is None else seed),
             max_total_tokens=max_total_tokens,
         )
         self._num_arrived += 1
@@ -148,7 +150,7 @@ class Engine:
                 self._execute(plan[:middle], outputs)
                 self._execute(plan[middle:], outputs)
                 return
-            _log.error("the model failed on one sequence: %s", type(error).__name__)
+            _log.exception("the model failed on one sequence")
             self._fail(plan[0].sequence, _as_millrace_error(error), outputs)
             return
         for sequence, num_tokens in plan:
@@ -196,7 +198,6 @@ class Engine:
                 token_ids=(token,),
                 logprobs=() if logprob is None else (logprob,),
                 finish_reason=finish_reason,
-                num_cached_tokens=sequence.num_cached_tokens,
                 started=not sequence.started,
             )
         )
@@ -270,6 +271,18 @@ class Engine:
         """Raise AssertionError unless sequences, planner and pool agree."""
         self._planner.check_integrity()
         assert self._planner.num_live == len(self._sequences)
+
+
+def _check_config(config: EngineConfig) -> None:
+    for name in ("max_num_sequences", "max_batch_tokens", "block_size_tokens", "kv_cache_bytes"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
+    if config.num_blocks < 0:
+        raise ConfigError(
+            f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "
+            f"{config.num_blocks}."
+        )
 
 
 def _finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from registry.checkpoint import ModelConfig
@@ -29,17 +31,23 @@ class KVCache:
         self.num_blocks = num_blocks
         self.null_block = num_blocks
         self.block_size_tokens = block_size_tokens
-        # Zeros come from untouched pages: the memory is only taken when blocks are first written.
-        self.data = torch.zeros(
+        shape = (
             config.num_hidden_layers,
             num_blocks + 1,
             block_size_tokens,
             2,
             config.num_key_value_heads,
             config.head_dim,
-            dtype=dtype,
-            device=device,
         )
+        try:
+            # On a CPU zeros come from untouched pages: memory is taken as blocks are first used.
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size_bytes = math.prod(shape) * dtype.itemsize
+            raise ConfigError(
+                f"The KV cache of {num_blocks} blocks takes {size_bytes} bytes, which {device} "
+                f"does not have. Lower engine.kv_cache_bytes or engine.num_blocks."
+            ) from error
 
     def clear(self, blocks: list[int]) -> None:
         """Zero the contents of blocks."""

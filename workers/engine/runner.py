@@ -13,7 +13,7 @@ from registry.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from workers.engine.attention import TorchAttention, TorchAttentionMetadata
-from workers.engine.batch import FlatBatch, build_batch
+from workers.engine.batch import build_batch
 from workers.engine.kv_cache import KVCache, choose_num_blocks
 from workers.engine.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
@@ -83,10 +83,7 @@ class ModelRunner:
         """
         with torch.inference_mode():
             batch = build_batch(plan, self._device)
-            return StepLogits(batch.sampled, self._forward(batch))
-
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
-        return self._decoder.forward(batch)
+            return StepLogits(batch.sampled, self._decoder.forward(batch))
 
     def clear(self, blocks: list[int]) -> None:
         """Make blocks fit for reuse after something that is not finite was stored in them."""

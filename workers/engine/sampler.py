@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from schemas.frames import TokenLogprob
 from schemas.sampling import SamplingParams
-from workers.engine.random_stream import stream_key, uniforms
+from workers.engine.random_stream import uniforms
 
 # Rows of the vocabulary are reduced in two levels, by groups of this many tokens: a sum over
 # groups runs at memory speed, where a running sum or an argmax over the whole row does not.
@@ -20,7 +20,8 @@ _NUCLEUS_GUESS_TOKENS = 64
 
 
 class SampleRow(NamedTuple):
-    """How to draw one row: its parameters, its random stream, and the index of the token."""
+    """How to draw one row: its parameters, the key of its random stream (``stream_key`` of its
+    seed), and the index of the token."""
 
     sampling: SamplingParams
     key: int
@@ -33,11 +34,6 @@ class Sampled(NamedTuple):
 
     token_ids: list[int | None]
     logprobs: list[TokenLogprob | None]
-
-
-def row_key(seed: int) -> int:
-    """What ``SampleRow.key`` is for a seed."""
-    return stream_key(seed)
 
 
 def sample(logits: torch.Tensor, rows: Rows[SampleRow]) -> Sampled:

@@ -35,11 +35,9 @@ class Sequence:
         "contents_finite",
         "key",
         "max_total_tokens",
-        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "priority",
         "rank",
         "request",
         "started",
@@ -53,14 +51,12 @@ class Sequence:
     ) -> None:
         self.request = request
         self.arrival = arrival
-        self.priority = request.priority
         self.rank = (-request.priority, arrival)
         self.key = key
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = max_total_tokens
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
         self.contents_finite = True

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
 from schemas.frames import FinishReason
 from tests.workers.checkpoints import reference_greedy, reference_logits
 from tests.workers.engine.conftest import MakeEngine
@@ -41,8 +43,6 @@ MIXED: list[EngineRequest] = [
 @pytest.fixture(scope="module")
 def alone(llama: tuple[Path, Any]) -> dict[str, list[int]]:
     """Each of ``MIXED`` run by itself."""
-    from schemas.config import EngineConfig
-
     tokens: dict[str, list[int]] = {}
     engine = Engine.load(llama[0], EngineConfig(num_blocks=128, device="cpu"))
     for item in MIXED:
@@ -326,6 +326,34 @@ def test_priority_is_admitted_first(make_engine: MakeEngine) -> None:
     for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
         engine.add(request(name, prompt(1, 4), max_tokens=1, priority=priority))
     assert [o.request_id for o in drain(engine)] == ["high", "first", "second", "low"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_num_sequences", 0),
+        ("max_batch_tokens", 0),
+        ("block_size_tokens", 0),
+        ("num_blocks", -1),
+        ("num_blocks", 10**12),
+        ("kv_cache_bytes", 0),
+        ("dtype", "int3"),
+        ("device", "abacus"),
+    ],
+)
+def test_a_bad_setting_is_named(make_engine: MakeEngine, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"engine.{setting}"):
+        make_engine(**{setting: value})
+
+
+def test_the_cache_is_sized_by_bytes_but_no_larger_than_of_use(make_engine: MakeEngine) -> None:
+    block_bytes = 3 * 16 * 2 * 2 * 16 * 4
+    engine = make_engine(num_blocks=0, kv_cache_bytes=10 * block_bytes + 1)
+    assert engine.stats().num_blocks == 10
+    engine = make_engine(num_blocks=0, max_num_sequences=2)
+    assert engine.stats().num_blocks == 2 * 512 // 16
+    with pytest.raises(ConfigError, match=f"takes {block_bytes} bytes"):
+        make_engine(num_blocks=0, kv_cache_bytes=block_bytes - 1)
 
 
 def test_stats_count_the_work(make_engine: MakeEngine) -> None:

@@ -1,0 +1,168 @@
+"""Milliseconds per step of the engine alone, beside the memory bandwidth that bounds it.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.engine_step [--model PATH] [--dtype auto] ...
+
+Without a model, random weights in the shape of the demo model are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from registry.checkpoint import read_model_config
+from schemas.config import EngineConfig
+from schemas.sampling import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.types import EngineRequest
+from workers.models.loader import choose_dtype, num_parameters
+
+_COPY_BYTES = 1 << 26
+
+
+def main() -> None:
+    """Print one line per batch size, and prefill."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", type=Path, help="checkpoint folder")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.model or _random_checkpoint(Path(folder), arguments)
+        _measure(path, arguments)
+
+
+def _measure(path: Path, arguments: argparse.Namespace) -> None:
+    config = read_model_config(path)
+    dtype = choose_dtype(config, arguments.dtype, torch.device("cpu"))
+    weight_bytes = num_parameters(config) * dtype.itemsize
+    copy_bytes_per_s = _copy_bandwidth()
+    floor_ms = weight_bytes / copy_bytes_per_s * 1e3
+    print(
+        f"{num_parameters(config) / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}, "
+        f"{torch.get_num_threads()} threads; reading the weights once at the "
+        f"{copy_bytes_per_s / 1e9:.1f} GB/s of a copy takes {floor_ms:.2f} ms"
+    )
+    engine = EngineConfig(dtype=arguments.dtype, device="cpu")
+    for batch in (1, 8, 32):
+        steps_ms = _decode_ms(Engine.load(path, engine), batch, arguments)
+        median_ms = statistics.median(steps_ms)
+        print(
+            f"decode batch {batch:2}: median {median_ms:6.2f} ms, min {min(steps_ms):6.2f} ms, "
+            f"{batch * 1e3 / median_ms:6.0f} tokens/s"
+        )
+    for num_tokens in (32, 256, 1024):
+        prefill_ms = _prefill_ms(Engine.load(path, engine), num_tokens, config.vocab_size)
+        print(
+            f"prefill {num_tokens:4} tokens: median {prefill_ms:6.2f} ms, "
+            f"{num_tokens * 1e3 / prefill_ms:6.0f} tokens/s"
+        )
+
+
+def _decode_ms(engine: Engine, batch: int, arguments: argparse.Namespace) -> list[float]:
+    sampling = {"temperature": arguments.temperature, "ignore_eos": True, "seed": 1}
+    for i in range(batch):
+        engine.add(
+            EngineRequest(
+                request_id=str(i),
+                prompt_token_ids=tuple(range(10, 10 + arguments.prompt_tokens)),
+                sampling=SamplingParams(max_tokens=arguments.steps + 64, **sampling),
+            )
+        )
+    while engine.stats().decode_tokens < 8 * batch:  # everybody decodes, and caches are warm
+        engine.step()
+    return [_timed_step_ms(engine) for _ in range(arguments.steps)]
+
+
+def _prefill_ms(engine: Engine, num_tokens: int, vocab_size: int) -> float:
+    times_ms: list[float] = []
+    for i in range(6):
+        token_ids = tuple((i + j) % vocab_size for j in range(num_tokens))
+        engine.add(
+            EngineRequest(
+                request_id=str(i),
+                prompt_token_ids=token_ids,
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            )
+        )
+        elapsed_ms = 0.0
+        while engine.has_work:
+            elapsed_ms += _timed_step_ms(engine)
+        times_ms.append(elapsed_ms)
+    return statistics.median(times_ms)
+
+
+def _timed_step_ms(engine: Engine) -> float:
+    begin_s = time.perf_counter()
+    engine.step()
+    return (time.perf_counter() - begin_s) * 1e3
+
+
+def _copy_bandwidth() -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    times_s: list[float] = []
+    for _ in range(8):
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        times_s.append(time.perf_counter() - begin_s)
+    return 2 * _COPY_BYTES / min(times_s)
+
+
+def _random_checkpoint(path: Path, arguments: argparse.Namespace) -> Path:
+    hidden, vocab_size = arguments.hidden, arguments.vocab
+    inner = hidden * 11 // 4
+    kv = hidden // 2
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
+        "num_key_value_heads": arguments.heads // 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (vocab_size, hidden),
+        "norm": (hidden,),
+    }
+    for i in range(arguments.layers):
+        shapes |= {
+            f"layers.{i}.self_attn.q_proj": (hidden, hidden),
+            f"layers.{i}.self_attn.k_proj": (kv, hidden),
+            f"layers.{i}.self_attn.v_proj": (kv, hidden),
+            f"layers.{i}.self_attn.o_proj": (hidden, hidden),
+            f"layers.{i}.mlp.gate_proj": (inner, hidden),
+            f"layers.{i}.mlp.up_proj": (inner, hidden),
+            f"layers.{i}.mlp.down_proj": (hidden, inner),
+            f"layers.{i}.input_layernorm": (hidden,),
+            f"layers.{i}.post_attention_layernorm": (hidden,),
+        }
+    tensors = {
+        f"model.{name}.weight": (torch.randn(shape) * 0.05).bfloat16()
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+if __name__ == "__main__":
+    main()
