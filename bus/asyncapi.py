@@ -241,8 +241,21 @@ def document() -> dict[str, Any]:
         },
         "channels": channels,
         "operations": operations,
-        "components": {"messages": messages, "schemas": components},
+        "components": _without_discriminators({"messages": messages, "schemas": components}),
     }
+
+
+def _without_discriminators(node: Any) -> Any:
+    """OpenAPI's form of them is not AsyncAPI's; each struct's own tag says as much."""
+    if isinstance(node, dict):
+        return {
+            key: _without_discriminators(value)
+            for key, value in node.items()
+            if key != "discriminator"
+        }
+    if isinstance(node, list):
+        return [_without_discriminators(item) for item in node]
+    return node
 
 
 def _name(kind: Any) -> str:

@@ -1,0 +1,183 @@
+"""What the bus costs above its client library, on a nats-server of its own.
+
+``python -m benchmarks.bus`` prints, from the same run, publish to pull latency through the job
+queue and frames relayed per second, each beside bare nats-py doing the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import nats
+import uvloop
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus.api import Bus
+from bus.nats import connect
+from schemas.config import NatsConfig
+from schemas.frames import Delta, Frame
+from schemas.jobs import Job
+from tests.support.servers import NatsServer
+
+MODEL = "bench"
+PROMPT = tuple(range(256))
+_BATCH = 64
+
+
+def percentiles(samples_s: list[float]) -> str:
+    """p50 and p99 in ms."""
+    ordered = sorted(samples_s)
+    return f"p50 {ordered[len(ordered) // 2] * 1e3:6.2f} ms   p99 {_p99(ordered) * 1e3:6.2f} ms"
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(len(ordered) - 1, round(len(ordered) * 0.99))]
+
+
+async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
+    """Seconds from the call of publish to the job in the puller's hands, one job at a time."""
+    samples: list[float] = []
+    for number in range(num_jobs):
+        pulling = asyncio.ensure_future(receiver.jobs.pull(MODEL, 8, 5.0))
+        await asyncio.sleep(0.002)
+        started_s = time.perf_counter()
+        job = Job(request_id=f"bench-{number}", model=MODEL, prompt_token_ids=PROMPT)
+        publishing = asyncio.ensure_future(sender.jobs.publish(job))
+        (leased,) = await pulling
+        samples.append(time.perf_counter() - started_s)
+        await publishing
+        await receiver.jobs.ack(leased.lease)
+    return samples
+
+
+async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[float]:
+    """The same with nats-py alone: publish, fetch, ack_sync."""
+    stream = sender.jetstream()
+    await stream.add_stream(name="BARE", subjects=["bare.>"])
+    pull = await receiver.jetstream().pull_subscribe("bare.x", durable="bare")
+    payload = bytes(512)
+    samples: list[float] = []
+    for _ in range(num_jobs):
+        pulling = asyncio.ensure_future(pull.fetch(1, 5))
+        await asyncio.sleep(0.002)
+        started_s = time.perf_counter()
+        publishing = asyncio.ensure_future(stream.publish("bare.x", payload))
+        (message,) = await pulling
+        samples.append(time.perf_counter() - started_s)
+        await publishing
+        await message.ack_sync()
+    return samples
+
+
+async def frame_rate(sender: Bus, receiver: Bus, num_frames: int, *, batch: bool) -> float:
+    """Frames per second from one connection to another, one token each."""
+    done = asyncio.Event()
+    num_seen = 0
+
+    def on_frame(_request_id: str, _frame: Frame) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == num_frames:
+            done.set()
+
+    subscription = await receiver.frames.subscribe("bench", on_frame)
+    pairs: list[tuple[str, Frame]] = [
+        (f"request-{number}", Delta(index=number, token_ids=(number,), text=" word"))
+        for number in range(_BATCH)
+    ]
+
+    async def send() -> None:
+        await sender.frames.publish("bench", pairs, batch=batch)
+
+    return await _rate(send, done, num_frames, subscription.close)
+
+
+async def bare_rate(sender: Client, receiver: Client, num_messages: int) -> float:
+    """Messages per second of nats-py alone, with a payload of a frame's size."""
+    done = asyncio.Event()
+    num_seen = 0
+
+    async def on_message(_message: Msg) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == num_messages:
+            done.set()
+
+    subscription = await receiver.subscribe("bare-frames.>", cb=on_message)
+    # The client's PING overtakes what it still buffers; the second one follows the subscription.
+    await receiver.flush()
+    await receiver.flush()
+    payload = bytes(48)
+
+    async def send() -> None:
+        for _ in range(_BATCH):
+            await sender.publish("bare-frames.x", payload)
+
+    return await _rate(send, done, num_messages, subscription.unsubscribe)
+
+
+async def _rate(
+    send: Callable[[], Awaitable[None]],
+    done: asyncio.Event,
+    num_items: int,
+    close: Callable[[], Awaitable[None]],
+) -> float:
+    started_s = time.perf_counter()
+    for _ in range(num_items // _BATCH):
+        await send()
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await done.wait()
+    rate = num_items / (time.perf_counter() - started_s)
+    await close()
+    return rate
+
+
+async def measure(url: str, num_jobs: int, num_frames: int) -> None:
+    """Prints the table."""
+    num_frames -= num_frames % _BATCH
+    config = NatsConfig(url=url)
+    sender, receiver = await connect(config, "sender"), await connect(config, "receiver")
+    bare_sender, bare_receiver = await nats.connect(url), await nats.connect(url)
+    await receiver.jobs.depth(MODEL)
+    bare_samples = await bare_latency(bare_sender, bare_receiver, num_jobs)
+    samples = await job_latency(sender, receiver, num_jobs)
+    print(f"publish to pull, one job at a time, {num_jobs} jobs")
+    print(f"  nats-py fetch   {percentiles(bare_samples)}")
+    print(f"  job queue       {percentiles(samples)}")
+    bare = await bare_rate(bare_sender, bare_receiver, num_frames)
+    single = await frame_rate(sender, receiver, num_frames, batch=False)
+    batched = await frame_rate(sender, receiver, num_frames, batch=True)
+    print(f"relay on one core, {num_frames} frames of one token, both ends in this process")
+    print(f"  nats-py raw     {bare:9,.0f} messages/s")
+    print(f"  frames, single  {single:9,.0f} frames/s   {single / bare:.0%} of raw")
+    print(f"  frames, {_BATCH} each {batched:9,.0f} frames/s   {batched / bare:.0%} of raw")
+    for client in (bare_sender, bare_receiver):
+        await client.close()
+    await sender.close()
+    await receiver.close()
+
+
+def main() -> None:
+    """Starts a server of its own and measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=500)
+    parser.add_argument("--frames", type=int, default=50_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        server = NatsServer(Path(directory))
+        server.start()
+        try:
+            uvloop.run(measure(server.url, arguments.jobs, arguments.frames))
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
