@@ -66,10 +66,10 @@ class Supervisor:
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {process.name}")
 
     async def restart(self, name: str) -> None:
-        """End a process in an orderly way; its watcher starts it again."""
+        """End a process, in an orderly way if it can; its watcher starts it again."""
         running = self._running[name]
         if running.handle is not None and running.handle.returncode is None:
-            running.handle.terminate()
+            await _end(running.handle, running.process.stop_timeout_s)
 
     async def stop(self, within_s: float) -> None:
         """Stop all, the last started first; whatever is left at the end is killed."""
@@ -79,17 +79,9 @@ class Supervisor:
             if running.watcher is not None:
                 running.watcher.cancel()
                 await asyncio.gather(running.watcher, return_exceptions=True)
-            handle = running.handle
-            if handle is not None and handle.returncode is None:
+            if running.handle is not None:
                 left_s = max(0.2, deadline - time.monotonic())
-                _signal_group(handle.pid, signal.SIGTERM)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(
-                        handle.wait(), min(running.process.stop_timeout_s, left_s)
-                    )
-            if handle is not None:
-                _signal_group(handle.pid, signal.SIGKILL)
-                await handle.wait()
+                await _end(running.handle, min(running.process.stop_timeout_s, left_s))
             self._pid_file(running).unlink(missing_ok=True)
 
     async def _spawn(self, running: _Running) -> None:
@@ -178,6 +170,16 @@ class _Running:
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _end(handle: asyncio.subprocess.Process, within_s: float) -> None:
+    """SIGTERM, then SIGKILL for the process and whatever it had started."""
+    if handle.returncode is None:
+        _signal_group(handle.pid, signal.SIGTERM)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(handle.wait(), within_s)
+    _signal_group(handle.pid, signal.SIGKILL)
+    await handle.wait()
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
