@@ -28,8 +28,8 @@ from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundErro
 logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_RETRY_S = 0.25
-_STOP_TIMEOUT_S = 1.2
-_GOODBYE_TIMEOUT_S = 0.5
+_STOP_TIMEOUT_S = 0.8
+_GOODBYE_TIMEOUT_S = 0.4
 
 
 class Scheduler:

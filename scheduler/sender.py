@@ -64,13 +64,7 @@ class Sender:
         if not await self._bus.jobs.is_open(entry.stream_sequence):
             return Sent(Result.ANSWERED)
         entry.begin_run(self._clock.monotonic())
-        await self._bus.control.cancel(
-            Cancel(
-                request_id=entry.request_id,
-                reason=CancelReason.SUPERSEDED,
-                below_epoch=entry.epoch,
-            )
-        )
+        await self._supersede(entry)
         return await self._continue(entry, worker_id, epoch_before)
 
     async def continue_at(self, entry: Entry, worker_id: str) -> Sent:
@@ -78,7 +72,20 @@ class Sender:
         the new lease. Raises BusUnavailableError: nothing was sent."""
         epoch_before = entry.epoch
         entry.begin_run(self._clock.monotonic())
-        return await self._continue(entry, worker_id, epoch_before)
+        sent = await self._continue(entry, worker_id, epoch_before)
+        if sent.result is Result.ENDS:
+            await self._supersede(entry)
+        return sent
+
+    async def _supersede(self, entry: Entry) -> None:
+        """Whoever runs it at an older epoch stops, and leaves the lease alone."""
+        await self._bus.control.cancel(
+            Cancel(
+                request_id=entry.request_id,
+                reason=CancelReason.SUPERSEDED,
+                below_epoch=entry.epoch,
+            )
+        )
 
     async def _continue(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
         """Dispatch from where the client is."""

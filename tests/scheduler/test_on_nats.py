@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path / "nats")
     server.start()
     yield server

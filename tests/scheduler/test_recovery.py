@@ -194,6 +194,17 @@ async def test_a_lease_that_lapsed_here_goes_on_under_the_new_one(world: World) 
     assert worker.running["r1"].lease.split(".")[2] == "2"
 
 
+async def test_a_redelivered_job_whose_client_left_stops_where_it_runs(world: World) -> None:
+    await world.client.control.serve_resume_points("client", lambda _id: ResumePoint(open=False))
+    worker = await world.add_worker("a")
+    await world.client.jobs.publish(job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+    worker._tasks[1].cancel()
+    await world.until(lambda: isinstance(world.terminal("r1"), Cancelled), within_s=7.0)
+    assert not worker.running
+    assert world.num_stored == 0
+
+
 async def test_a_lost_notice_leaks_nothing(world: World) -> None:
     worker = await world.add_worker(num_slots=2)
     worker.tells_ends = False
