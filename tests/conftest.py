@@ -24,7 +24,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture
 async def nats_config(nats_server: NatsServer) -> NatsConfig:
     """Configuration of a bus on the real server, which holds no stream when the test starts."""
-    await delete_streams(nats_server.url)
+    await delete_streams(nats_server)
     return NatsConfig(url=nats_server.url)
 
 

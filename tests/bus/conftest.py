@@ -126,21 +126,21 @@ class OnNats:
 
 
 @pytest.fixture(params=["memory", "nats"])
-def server_url(request: pytest.FixtureRequest) -> str:
-    """Empty for the in-memory broker."""
+def server(request: pytest.FixtureRequest) -> NatsServer | None:
+    """None for the in-memory broker."""
     if request.param == "memory":
-        return ""
-    server: NatsServer = request.getfixturevalue("nats_server")
-    return server.url
+        return None
+    started: NatsServer = request.getfixturevalue("nats_server")
+    return started
 
 
 @pytest.fixture
-async def broker(server_url: str) -> AsyncIterator[Broker]:
+async def broker(server: NatsServer | None) -> AsyncIterator[Broker]:
     config = NatsConfig(ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_stored_jobs=20)
     made: Broker
-    if server_url:
-        await delete_streams(server_url)
-        made = OnNats(msgspec.structs.replace(config, url=server_url))
+    if server is not None:
+        await delete_streams(server)
+        made = OnNats(msgspec.structs.replace(config, url=server.url))
     else:
         made = OnMemory(config)
     yield made

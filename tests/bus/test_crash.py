@@ -29,7 +29,7 @@ def job(number: int) -> Job:
 @pytest.fixture
 async def buses(nats_server: NatsServer) -> AsyncIterator[tuple[Bus, Bus]]:
     """Two clients of a server that the test may kill."""
-    await delete_streams(nats_server.url)
+    await delete_streams(nats_server)
     config = NatsConfig(url=nats_server.url, ack_wait_s=ACK_WAIT_S)
     one, two = await connect(config, "one"), await connect(config, "two")
     yield one, two
@@ -167,7 +167,7 @@ async def test_close_while_the_server_is_away(
 
 
 async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> None:
-    await delete_streams(nats_server.url)
+    await delete_streams(nats_server)
     first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
     await first.jobs.publish(job(1))
     await first.jobs.pull("demo", 1, 1.0)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import nats
 from nats.js.errors import NotFoundError
 
+from tests.support.servers import NatsServer
+from tests.support.waiting import eventually
 
-async def delete_streams(url: str) -> None:
-    """Delete every stream, with its consumers and messages."""
-    client = await nats.connect(url, connect_timeout=5)
+
+async def delete_streams(server: NatsServer) -> None:
+    """Delete every stream, with its consumers and messages.
+
+    The server removes the files of a deleted stream in the background; a stream that is created
+    again before that may come up with its old messages, so the files are waited for.
+    """
+    client = await nats.connect(server.url, connect_timeout=5)
     try:
         manager = client.jsm()
         for stream in await manager.streams_info():
@@ -18,3 +25,7 @@ async def delete_streams(url: str) -> None:
                 continue  # a client that is closing may have raced us
     finally:
         await client.close()
+    await eventually(
+        lambda: not list(server.store_path.glob("jetstream/*/streams/*")),
+        what="removing the files of deleted streams",
+    )

@@ -140,7 +140,7 @@ class NatsServer(Server):
         self._config_path = directory / "nats.conf"
         self._config_path.write_text(
             f'listen: "127.0.0.1:{self.port}"\n'
-            f'jetstream {{ store_dir: "{directory / "store"}" }}\n{options}\n'
+            f'jetstream {{ store_dir: "{self.store_path}" }}\n{options}\n'
         )
 
     def command(self) -> list[str]:
@@ -149,10 +149,14 @@ class NatsServer(Server):
     def greets(self, connection: socket.socket) -> bool:
         return connection.recv(5) == b"INFO "
 
+    @property
+    def store_path(self) -> Path:
+        return self.directory / "store"
+
     def wipe(self) -> None:
         """Delete everything that it stored; only while it does not run."""
         assert not self.running, "stop it first"
-        shutil.rmtree(self.directory / "store", ignore_errors=True)
+        shutil.rmtree(self.store_path, ignore_errors=True)
 
 
 class RedisServer(Server):
