@@ -20,6 +20,7 @@ import yaml
 from bus import nats as nats_bus
 from bus.api import Bus
 from bus.binaries import nats_server_path, redis_server_path
+from cli.endpoints import Endpoints
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
 from schemas.config import (
@@ -55,17 +56,6 @@ class Plan:
 
 
 @dataclass
-class Endpoints:
-    """Where the parts listen, as written to ``run/endpoints.json``."""
-
-    http: str
-    nats: str
-    redis: str
-    kafka: str
-    clickhouse: str
-
-
-@dataclass
 class Stack:
     """Starts the parts in dependency order; owns nothing but what the supervisor runs for it."""
 
@@ -98,7 +88,8 @@ class Stack:
             kafka=kafka,
             clickhouse=_url(config.clickhouse.serve_host, config.clickhouse.serve_port),
         )
-        self._write_run_file("endpoints.json", json.dumps(endpoints.__dict__, indent=2) + "\n")
+        encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
+        self._write_run_file("endpoints.json", encoded.decode() + "\n")
         return endpoints
 
     def _choose_addresses(self) -> Config:

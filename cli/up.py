@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 from schemas.errors import MillraceError
 
 if TYPE_CHECKING:
-    from cli.stack import Endpoints, Plan
+    from cli.endpoints import Endpoints
+    from cli.stack import Plan
 
 _STOP_WITHIN_S = 9.0
 

@@ -99,9 +99,8 @@ async def test_closing_a_client_frees_its_blocks(http: httpx.AsyncClient, bus: B
     baseline = latest[-1].num_free_blocks
     body = chat_body("What is TTFT?", stream=True, max_tokens=1500, ignore_eos=True)
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                break
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
         await eventually(lambda: latest[-1].num_running == 1)
         assert latest[-1].num_free_blocks < baseline
     await eventually(
