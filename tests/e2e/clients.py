@@ -40,7 +40,8 @@ async def ask_sse(http: httpx.AsyncClient, question: str, **options: Any) -> Ans
     """One streamed chat completion over server-sent events."""
     body = chat_body(question, stream=True, stream_options={"include_usage": True}, **options)
     pieces: list[str] = []
-    finish, usage, ended = "", {}, False
+    usage: dict[str, int] = {}
+    finish, ended = "", False
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise AssertionError((await response.aread()).decode())
