@@ -35,8 +35,9 @@ class Flusher:
 
     def mark(self, generation: Generation) -> None:
         """The generation has new tokens, to be sent with the next flush."""
+        if not self._marked:
+            self._has_marked.set()
         self._marked[generation] = None
-        self._has_marked.set()
 
     def flush_now(self, generation: Generation, *after: Frame) -> None:
         """Send its unsent tokens at once, then the frames ``after`` them."""

@@ -163,7 +163,8 @@ class Generation:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns
             self.last_token_ns = now_ns
-            self.logprobs.extend(output.logprobs)
+            if output.logprobs:
+                self.logprobs.extend(output.logprobs)
             push, token_ids, pieces = self._stream.push, self.token_ids, self.pieces
             for token_id in output.token_ids:
                 text, stopped = push(token_id)

@@ -79,6 +79,10 @@ class Requests:
         """Requests whose lease is not acknowledged yet though they are over."""
         return len(self._endings)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether it runs or ends here: whether its lease is kept."""
+        return request_id in self._running or self._endings.get(request_id) is not None
+
     # --- commands ---
 
     def dispatch(self, dispatch: Dispatch) -> WorkerReply:

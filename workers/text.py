@@ -32,7 +32,15 @@ class TextStream:
     was primed with the first n tokens goes on exactly where another left off.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_longest_stop", "_silent", "_stops", "stopped")
+    __slots__ = (
+        "_beginnings",
+        "_detokenizer",
+        "_held",
+        "_longest_stop",
+        "_silent",
+        "_stops",
+        "stopped",
+    )
 
     def __init__(
         self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]
@@ -40,6 +48,7 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._silent = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
         self._stops = sampling.stop
+        self._beginnings = frozenset(stop[0] for stop in sampling.stop)
         self._longest_stop = max(map(len, sampling.stop), default=0)
         self._held = ""
         self.stopped = False
@@ -70,6 +79,8 @@ class TextStream:
 
     def _sift(self, text: str) -> TextPiece:
         """``text`` and what was held before it, up to a stop string or the beginning of one."""
+        if not self._held and self._beginnings.isdisjoint(text):
+            return TextPiece(text, False)
         text = self._held + text
         end, start = min(
             ((found + len(stop), found) for stop in self._stops if (found := text.find(stop)) >= 0),
