@@ -15,6 +15,7 @@ import uvloop
 
 from bus import nats
 from bus.clock import SystemClock
+from bus.generations import GenerationIndex
 from bus.logs import configure_logging
 from bus.settings import load_config
 from gateway.core import Gateway
@@ -53,7 +54,8 @@ async def _run(config: Config) -> None:
     except BaseException:
         listener.close()
         raise
-    gateway = Gateway(bus, config.gateway, models, SystemClock())
+    generations = GenerationIndex(config.redis)
+    gateway = Gateway(bus, config.gateway, models, SystemClock(), generations=generations)
     server = Server(gateway, listener)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,6 +64,7 @@ async def _run(config: Config) -> None:
         await _warm_up(models, catalogue)
         await _serve(server, stopped, config.gateway)
     finally:
+        await generations.close()
         await bus.close()
 
 

@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
 from gateway.stream import Client, OpenStream, status_of
-from gateway.streams import StreamTable
+from gateway.streams import GenerationIndex, StreamTable
 from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError, ParameterError
 from schemas.frames import Cancelled
@@ -45,6 +45,7 @@ class Gateway:
         models: Models,
         clock: Clock,
         seed_source: random.Random | None = None,
+        generations: GenerationIndex | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -53,7 +54,9 @@ class Gateway:
         self.gateway_id = config.gateway_id or f"gw-{secrets.token_hex(6)}"
         self.metrics = Metrics()
         self.fleet = Fleet(clock)
-        self.streams = StreamTable(bus, config, self.gateway_id, self.fleet, clock, self._on_end)
+        self.streams = StreamTable(
+            bus, config, self.gateway_id, self.fleet, clock, self._on_end, generations
+        )
         self.deliveries = Deliveries(bus.outbox, clock)
         self.draining = False
         self._seed_source = seed_source or random.Random()

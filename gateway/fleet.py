@@ -33,10 +33,13 @@ class Fleet:
         self._subscriptions = []
 
     def on_worker(self, status: WorkerStatus) -> None:
-        if status.retired:
-            self._workers.pop(status.worker_id, None)
+        """A worker's name stays over its lives: a new life takes the place of the former one."""
+        if not status.retired:
+            self._workers[status.name] = (status, self._clock.monotonic())
             return
-        self._workers[status.worker_id] = (status, self._clock.monotonic())
+        known = self._workers.get(status.name)
+        if known is not None and known[0].worker_id == status.worker_id:
+            del self._workers[status.name]
 
     def on_queue(self, status: QueueStatus) -> None:
         self._queues[status.model] = (status, self._clock.monotonic())

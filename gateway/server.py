@@ -74,6 +74,7 @@ class Server:
             ws_per_message_deflate=False,
             lifespan="off",
             access_log=False,
+            proxy_headers=False,
             log_config=None,
             log_level="warning",
             backlog=_BACKLOG,

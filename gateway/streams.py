@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
+from bus.generations import Generation
 from gateway.fleet import Fleet
 from gateway.reader import Outcome
 from gateway.stream import Client, OpenStream
@@ -26,6 +27,14 @@ _MIN_REPLAY_INTERVAL_S = 0.2
 _MAX_REPLAYS_AT_ONCE = 64
 _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
+_LAST_CANCELS_S = 0.5
+_LOST_AFTER_S = 5.0
+
+
+class GenerationIndex(Protocol):
+    """What the table uses of ``bus.generations.GenerationIndex``."""
+
+    async def lookup(self, request_id: str) -> Generation | None: ...
 
 
 class StreamTable:
@@ -45,6 +54,7 @@ class StreamTable:
         fleet: Fleet,
         clock: Clock,
         on_end: Callable[[OpenStream], None],
+        generations: GenerationIndex | None = None,
     ) -> None:
         self._bus = bus
         self._config = config
@@ -52,9 +62,11 @@ class StreamTable:
         self._fleet = fleet
         self._clock = clock
         self._on_end = on_end
+        self._generations = generations
         self._streams: dict[str, OpenStream] = {}
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
         self._replay_slots = asyncio.Semaphore(_MAX_REPLAYS_AT_ONCE)
         self.num_replays = 0
 
@@ -76,9 +88,15 @@ class StreamTable:
             await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
         ]
         self._bus.on_reconnect(self._on_reconnect)
-        self._spawn(self._sweep_forever())
+        self._sweeper = asyncio.create_task(self._sweep_forever())
+        self._sweeper.add_done_callback(self._done)
 
     async def close(self) -> None:
+        """Let the last cancels out, then stop."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_CANCELS_S)
         for subscription in self._subscriptions:
             await subscription.close()
         self._subscriptions = []
@@ -257,9 +275,20 @@ class StreamTable:
                 if answers and None not in answers:
                     # Everybody answered that it does not run: it waits in the queue.
                     stream.must_probe = False
+                await self._end_if_lost(stream)
         finally:
             stream.replaying = False
             stream.replay_after_s = self._clock.monotonic() + _MIN_REPLAY_INTERVAL_S
+
+    async def _end_if_lost(self, stream: OpenStream) -> None:
+        """No worker has the frames any more; if the request is answered, none ever will."""
+        silent_s = self._clock.monotonic() - stream.last_frame_s
+        if self._generations is None or silent_s < _LOST_AFTER_S:
+            return
+        known = await self._generations.lookup(stream.request_id)
+        if known is not None and known.finished and not stream.ended:
+            message = "The answer was made, but its end was lost on the way. Ask again."
+            self._end(stream, Failed(code="answer_lost", message=message, retryable=True))
 
     async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
         """True: it sends the frames again; False: it knows nothing of them; None: no answer."""

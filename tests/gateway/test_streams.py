@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus.clock import ManualClock
+from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
 from gateway.fleet import Fleet
 from gateway.latency import GapCounts
@@ -53,12 +54,16 @@ class Table:
         self.replays: list[tuple[str, int]] = []
         self.client = Listener()
         self.streams = StreamTable(
-            self.bus, GatewayConfig(), "gw", self.fleet, self.clock, self.ended.append
+            self.bus, GatewayConfig(), "gw", self.fleet, self.clock, self.ended.append, self
         )
+        self.index: dict[str, Generation] = {}
 
     async def start(self) -> None:
         await self.streams.start()
         await self.bus.control.subscribe_cancels(self.cancels.append)
+
+    async def lookup(self, request_id: str) -> Generation | None:
+        return self.index.get(request_id)
 
     async def add_worker(self, worker_id: str, frames: list[Frame] | None = None) -> None:
         """A worker that sends these frames when asked; None: it knows of nothing."""
@@ -161,6 +166,17 @@ async def test_a_reconnect_probes_every_stream_until_somebody_answers(table: Tab
     await table.add_worker("w1", [Started(worker_id="w1"), delta_of(0, ["a", "b", "c"]), *_END])
     await table.clock.advance(3)
     assert table.text(stream) == "abc"
+
+
+async def test_an_answer_whose_end_is_lost_is_an_error(table: Table) -> None:
+    stream = table.open()
+    table.frames(Started(worker_id="dead"), delta_of(0, ["a"]))
+    await table.clock.advance(20)
+    assert not stream.ended
+    table.index["r1"] = Generation(worker_id="dead", epoch=0, finished=True)
+    await table.clock.advance(3)
+    assert isinstance(stream.reader.terminal, Failed)
+    assert stream.reader.terminal.code == "answer_lost"
 
 
 async def test_another_worker_goes_on(table: Table) -> None:
