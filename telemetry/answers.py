@@ -55,7 +55,7 @@ class Answers:
         query = self._queries.get(asked.name)
         if query is None:
             known = ", ".join(sorted(self._queries))
-            return TelemetryAnswer(error=f"no saved query {asked.name!r}; there are {known}")
+            return TelemetryAnswer(error=f"unknown query {asked.name!r}; there are {known}")
         unknown = sorted(asked.params.keys() - query.types.keys())
         if unknown:
             takes = ", ".join(sorted(query.types)) or "none"

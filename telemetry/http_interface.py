@@ -10,7 +10,8 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import parse_qsl
 
 import uvicorn
@@ -136,8 +137,10 @@ class HttpServer:
 class _QuietServer(uvicorn.Server):
     """Leaves the process's signals to whoever owns them."""
 
-    def install_signal_handlers(self) -> None:
-        """Nothing is installed."""
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None is captured."""
+        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -146,6 +149,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise ConfigError(

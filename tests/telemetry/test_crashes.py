@@ -62,7 +62,7 @@ async def test_killed_again_and_again(
         await process.answers()
         seen = await process.sql("SELECT count() FROM requests")
         if round_number < 4:
-            # In mid-flight: of what it pulled, some is in Kafka, some in ClickHouse, some in neither.
+            # In mid-flight: part of what it pulled is in Kafka, part in ClickHouse, part nowhere.
             async def moves(seen: str = seen) -> bool:
                 return await process.sql("SELECT count() FROM requests") != seen
 

@@ -1,0 +1,75 @@
+// Numbers, money and times as people read them.
+
+const NONE = "–";
+
+/** At most three significant digits, with k and M; "–" for what is not there. */
+export function compact(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  const size = Math.abs(value);
+  if (size >= 1e9) return `${digits(value / 1e9)}G`;
+  if (size >= 1e6) return `${digits(value / 1e6)}M`;
+  if (size >= 1e4) return `${digits(value / 1e3)}k`;
+  return digits(value);
+}
+
+function digits(value) {
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 100) return value.toFixed(0);
+  if (size >= 10) return trim(value.toFixed(1));
+  return trim(value.toFixed(size >= 1 ? 2 : 3));
+}
+
+function trim(text) {
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+
+/** Whole numbers with separators. */
+export function whole(value) {
+  return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
+}
+
+/** Milliseconds; seconds from ten of them on. */
+export function ms(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  return value >= 10_000 ? `${compact(value / 1000)} s` : `${compact(value)} ms`;
+}
+
+/** Money with as many digits as a small amount needs, or with exactly `digits` after the point. */
+export function money(value, currency, digits) {
+  if (value === null || value === undefined) return NONE;
+  const size = Math.abs(value);
+  const needed = size === 0 || size >= 100 ? 2 : Math.min(9, Math.max(2, 2 - Math.floor(Math.log10(size))));
+  const fraction = digits ?? needed;
+  try {
+    return new Intl.NumberFormat("en", {
+      style: "currency",
+      currency: currency || "USD",
+      minimumFractionDigits: digits ?? 2,
+      maximumFractionDigits: fraction,
+    }).format(value);
+  } catch {
+    return `${value.toFixed(fraction)} ${currency}`;
+  }
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? NONE : `${compact(value)} %`;
+}
+
+const two = (number) => String(number).padStart(2, "0");
+
+/** The time of day of a Unix time in seconds, where the reader is. */
+export function clock(seconds, withSeconds = true) {
+  const date = new Date(seconds * 1000);
+  const minutes = `${two(date.getHours())}:${two(date.getMinutes())}`;
+  return withSeconds ? `${minutes}:${two(date.getSeconds())}` : minutes;
+}
+
+const DAYS = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
+
+export function day(seconds) {
+  const date = new Date(seconds * 1000);
+  return `${DAYS[date.getDay()]} ${date.getDate()}`;
+}

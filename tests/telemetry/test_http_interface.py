@@ -1,0 +1,206 @@
+"""The read-only part of ClickHouse's HTTP interface, over the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import clickhouse_connect
+import httpx
+import pytest
+
+from schemas.config import ClickHouseConfig
+from schemas.errors import ConfigError
+from telemetry.http_interface import HttpInterface, HttpServer
+from telemetry.reading import ReadLimits
+from telemetry.reading_embedded import EmbeddedReader
+from telemetry.store import Store
+from telemetry.tables import REQUESTS
+from tests.telemetry.records import request_record
+
+
+async def insert(store: Store, first: int, last: int, token: str) -> None:
+    records = [request_record(number) for number in range(first, last)]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(first, last)), token)
+
+
+@pytest.fixture
+async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
+    await insert(store, 0, 10, "a")
+    transport = httpx.ASGITransport(HttpInterface(store.reader))
+    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as made:
+        yield made
+
+
+async def test_ping(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/ping")
+    assert (answer.status_code, answer.text) == (200, "Ok.\n")
+
+
+@pytest.mark.parametrize("method", ["body", "query", "both"])
+async def test_sql_may_come_either_way(client: httpx.AsyncClient, method: str) -> None:
+    parameters = {"default_format": "JSONEachRow", "database": "millrace", "readonly": "1"}
+    if method == "body":
+        answer = await client.post(
+            "/", params=parameters, content="SELECT count() AS n FROM requests"
+        )
+    elif method == "query":
+        answer = await client.get(
+            "/", params={**parameters, "query": "SELECT count() AS n FROM requests"}
+        )
+    else:
+        answer = await client.post(
+            "/", params={**parameters, "query": "SELECT count() AS n"}, content="FROM requests;"
+        )
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.text) == {"n": 10}
+
+
+async def test_the_query_s_own_format_wins(client: httpx.AsyncClient) -> None:
+    answer = await client.post(
+        "/?database=millrace", content="SELECT 1 AS a, 'x,y' AS b FORMAT CSVWithNames"
+    )
+    assert answer.text == '"a","b"\n1,"x,y"\n'
+
+
+async def test_parameters_are_bound_by_the_engine(client: httpx.AsyncClient) -> None:
+    parameters = {"param_tenant": "' OR 1 --", "param_n": "3"}
+    answer = await client.post(
+        "/", params=parameters, content="SELECT {tenant:String}, {n:UInt8} + 1"
+    )
+    assert answer.text == "\\' OR 1 --\t4\n"
+
+
+async def test_what_has_not_merged_counts_once(store: Store, client: httpx.AsyncClient) -> None:
+    await insert(store, 0, 10, "b")
+    assert await store.rows("SELECT count() FROM requests") == [(20,)]
+    answer = await client.post("/?database=millrace", content="SELECT count() FROM requests")
+    assert answer.text == "10\n"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT INTO requests (request_id) VALUES ('x')",
+        "DROP TABLE requests",
+        "ALTER TABLE requests DELETE WHERE 1",
+        "TRUNCATE TABLE requests",
+        "CREATE TABLE x (a Int8) ENGINE = Memory",
+        "SYSTEM SHUTDOWN",
+        "KILL QUERY WHERE 1",
+        "SET readonly = 0",
+        "USE system",
+        "SELECT 1; DROP TABLE requests",
+        "/* SELECT */ DROP TABLE requests",
+        "SELECT 1 INTO OUTFILE 'x.tsv'",
+        "SELECT 1 INTO/**/OUTFILE 'x.tsv'",
+        "SELECT file('/etc/hostname')",
+        "SELECT FILE ('/etc/hostname')",
+        "SELECT `file`('/etc/hostname')",
+        "SELECT * FROM file('/etc/hostname', LineAsString)",
+        "SELECT * FROM url('http://127.0.0.1:1/', LineAsString)",
+        "SELECT * FROM Python(secret)",
+        "SELECT 1 SETTINGS max_execution_time = 0",
+        "EXPLAIN INSERT INTO requests (request_id) SELECT 'x'",
+        "WITH 1 AS a INSERT INTO requests (request_id) SELECT 'x'",
+    ],
+)
+async def test_only_reading_is_allowed(client: httpx.AsyncClient, store: Store, sql: str) -> None:
+    answer = await client.post("/?database=millrace", content=sql)
+    if not sql.startswith("EXPLAIN"):
+        assert answer.status_code == 400, answer.text
+        assert "X-ClickHouse-Exception-Code" in answer.headers
+        assert answer.text.startswith("Code: ")
+    assert await store.rows("SELECT count() FROM requests") == [(10,)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SHOW TABLES",
+        "DESCRIBE TABLE requests",
+        "EXISTS TABLE requests",
+        "EXPLAIN SELECT 1",
+        "WITH 1 AS a SELECT a",
+        "(SELECT 1) UNION ALL (SELECT 2)",
+        "-- why\n# shell style\nSELECT 'INTO OUTFILE; DROP' AS \"into\"",
+        "SELECT 'it''s', 'a\\'b; c'",
+        "SELECT $tag$ ; DROP TABLE requests $tag$",
+    ],
+)
+async def test_reading_is(client: httpx.AsyncClient, sql: str) -> None:
+    answer = await client.post("/?database=millrace", content=sql)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("sql", "status", "code"),
+    [
+        ("SELECT * FROM nowhere", 404, "60"),
+        ("SELECT nothing FROM requests", 404, "47"),
+        ("SELEC 1", 400, "164"),
+        ("SELECT FROM WHERE", 400, "62"),
+        ("", 400, "62"),
+        ("SELECT throwIf(1)", 400, "395"),
+    ],
+)
+async def test_errors_are_clickhouse_s_own(
+    client: httpx.AsyncClient, sql: str, status: int, code: str
+) -> None:
+    answer = await client.post("/?database=millrace", content=sql)
+    assert (answer.status_code, answer.headers["X-ClickHouse-Exception-Code"]) == (status, code)
+
+
+async def test_a_setting_that_is_not_honoured_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/?max_threads=64", content="SELECT 1")
+    assert answer.status_code == 400
+    assert "max_threads" in answer.text
+    assert (await client.post("/?database=nowhere", content="SELECT 1")).status_code == 404
+    assert (await client.get("/other")).status_code == 404
+    assert (await client.delete("/")).status_code == 405
+
+
+async def test_queries_are_bounded_in_time_and_number(store: Store, store_path: Path) -> None:
+    limits = ReadLimits(max_running=1, max_waiting=1, max_execution_s=1)
+    reader = EmbeddedReader(str(store_path), "millrace", limits)
+    transport = httpx.ASGITransport(HttpInterface(reader))
+    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
+        slow = "SELECT count() FROM numbers(1000000000000)"
+        answers = await asyncio.gather(
+            *(client.post("/", content=slow, timeout=10) for _ in range(3))
+        )
+        assert sorted(answer.status_code for answer in answers) == [408, 408, 503]
+    await reader.close()
+
+
+async def test_clickhouse_connect_takes_it_for_a_server(store: Store) -> None:
+    await insert(store, 0, 10, "a")
+    server = HttpServer(store.reader, ClickHouseConfig(serve_port=0))
+    task = asyncio.create_task(server.run())
+
+    def ask() -> list[tuple[object, ...]]:
+        host, port = server.url.removeprefix("http://").split(":")
+        client = clickhouse_connect.get_client(host=host, port=int(port), database="millrace")
+        answer = client.query(
+            "SELECT request_id, cost, received_at FROM requests WHERE tenant != {tenant:String} "
+            "ORDER BY request_id LIMIT 3",
+            parameters={"tenant": "x"},
+        )
+        client.close()
+        return [tuple(row) for row in answer.result_rows]
+
+    rows = await asyncio.to_thread(ask)
+    assert [row[0] for row in rows] == [request_record(number).request_id for number in range(3)]
+    assert rows[0][1] == request_record(0).cost
+    server.stop()
+    await task
+
+
+def test_a_taken_port_is_said(store_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)):
+            HttpServer(None, ClickHouseConfig(serve_port=port))  # type: ignore[arg-type]

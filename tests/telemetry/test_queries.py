@@ -1,0 +1,97 @@
+"""Every saved query, run by its name on the real engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from schemas.control import TelemetryQuery
+from telemetry.answers import Answers, load_queries
+from telemetry.store import Store
+from telemetry.tables import REQUESTS, WORKER_SAMPLES
+from tests.telemetry.records import request_record, worker_sample
+
+
+async def fill(store: Store) -> None:
+    """A minute of traffic that ended a moment ago, each row twice."""
+    now_ns = time.time_ns()
+    records = [request_record(n, done_ns=now_ns - n * 10**9) for n in range(60)]
+    samples = [
+        worker_sample(n, sampled_ns=now_ns - n * 10**9, worker=worker)
+        for n in range(60)
+        for worker in ("w-1", "w-2")
+    ]
+    for token in ("once", "twice"):
+        await store.insert(REQUESTS, REQUESTS.to_columns(records, range(60)), token)
+        await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(120)), token)
+
+
+async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
+    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    assert answer.error == ""
+    rows: list[dict[str, Any]] = json.loads(answer.rows_json)
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(load_queries()))
+async def test_each_query_runs_empty_and_filled(store: Store, name: str) -> None:
+    await ask(store, name)
+    await fill(store)
+    assert await ask(store, name)
+
+
+async def test_totals_count_each_request_once(store: Store) -> None:
+    await fill(store)
+    (totals,) = await ask(store, "totals", minutes=5)
+    records = [request_record(n) for n in range(60)]
+    assert totals["requests"] == 60
+    assert totals["completion_tokens"] == sum(record.completion_tokens for record in records)
+    assert totals["cost"] == pytest.approx(float(sum(record.cost for record in records)))
+    assert totals["ttft_p50_ms"] == pytest.approx(
+        sorted(record.ttft_ms for record in records)[30], rel=0.1
+    )
+
+
+async def test_rates_add_up_and_quiet_steps_are_zeros(store: Store) -> None:
+    await fill(store)
+    rows = await ask(store, "traffic", minutes=5, step_s=5)
+    assert len(rows) in {60, 61}
+    total = sum(5 * (row["done_per_s"] + row["other_per_s"]) for row in rows)
+    assert total == pytest.approx(60, abs=6)
+    assert rows[0]["done_per_s"] == 0
+
+
+async def test_workers_are_added_up(store: Store) -> None:
+    await fill(store)
+    rows = await ask(store, "workers", minutes=5, step_s=10)
+    assert all(0 < row["kv_use_percent"] < 100 for row in rows)
+    assert all(row["busy_percent"] < 100 for row in rows)
+    assert max(row["decode_tokens_per_s"] for row in rows) > 500
+    now = await ask(store, "workers_now")
+    assert [row["name"] for row in now] == ["w-1", "w-2"]
+
+
+async def test_recent_requests_are_the_latest(store: Store) -> None:
+    await fill(store)
+    rows = await ask(store, "recent_requests", rows=5)
+    assert [row["request_id"] for row in rows] == [request_record(n).request_id for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "error"),
+    [
+        ("nothing", {}, "unknown query 'nothing'"),
+        ("totals", {"hours": 1}, "no parameter 'hours'"),
+        ("totals", {"minutes": "1) OR 1"}, "minutes"),
+        ("totals; DROP TABLE requests", {}, "unknown query"),
+    ],
+)
+async def test_what_is_wrong_is_said(
+    store: Store, name: str, params: dict[str, str | int | float], error: str
+) -> None:
+    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    assert error in answer.error
+    assert answer.rows_json == b"[]"
