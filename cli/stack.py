@@ -31,6 +31,7 @@ from schemas.config import (
     NatsConfig,
     RedisConfig,
     SchedulerConfig,
+    WorkerConfig,
 )
 from schemas.control import WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Frame
@@ -106,7 +107,12 @@ class Stack:
                 serve_host=_LOOPBACK,
                 serve_port=ports.pick("clickhouse", defaults.clickhouse.serve_port),
             ),
-            gateway=GatewayConfig(host=plan.host, port=front.pick("gateway", plan.port)),
+            # Open streams may end before all stops; what then still runs is given back to the
+            # queue, and goes on in the next life.
+            gateway=GatewayConfig(
+                host=plan.host, port=front.pick("gateway", plan.port), drain_timeout_s=3.0
+            ),
+            worker=WorkerConfig(drain_timeout_s=1.0),
             scheduler=SchedulerConfig(models=plan.models),
         )
         for moved in ports.moved + front.moved:
