@@ -82,7 +82,9 @@ class JobQueue(Protocol):
     async def pull(self, model: str, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
         """Up to ``max_jobs`` jobs, as soon as there is one; an empty list after ``timeout_s``.
 
-        A message that cannot be decoded is moved to the dead letters and never returned.
+        A message that cannot be decoded, and a job that was delivered too often, is moved to the
+        dead letters and never returned; its owner, as far as it can be told, gets a Failed frame,
+        and a job its record. An empty list is also what a server that is away gives.
         """
 
     async def depth(self, model: str) -> QueueDepth: ...
@@ -101,13 +103,20 @@ class JobQueue(Protocol):
         one caller only, who must answer it."""
 
     async def extend(self, lease: str) -> None:
-        """Hold the job for another AckWait. Any process may, by the lease alone."""
+        """Hold the job for another AckWait. Any process may, by the lease alone.
+
+        Never raises for a server that is away: the job then lasts until its lease ends.
+        """
 
     async def ack(self, lease: str) -> None:
-        """The job is answered; it leaves the queue for good. Returns when the server knows."""
+        """The job is answered; it leaves the queue for good. Returns when the server knows.
+
+        May be called again. Raises BusUnavailableError if the server cannot be told.
+        """
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
-        """Give the job back, to be delivered again after ``delay_s``."""
+        """Give the job back, to be delivered again after ``delay_s``; if the server is away, its
+        lease ends by itself."""
 
     async def bury(self, dead: DeadJob, lease: str) -> None:
         """Store a job among the dead letters, then take it out of the queue."""

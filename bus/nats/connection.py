@@ -21,6 +21,7 @@ from schemas.errors import BusUnavailableError, PayloadTooLargeError
 logger = logging.getLogger(__name__)
 
 NAK = b"-NAK"
+MESSAGE_ID = "Nats-Msg-Id"
 
 _RECONNECT_WAIT_S = 0.1
 _PING_INTERVAL_S = 5

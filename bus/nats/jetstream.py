@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -44,9 +45,15 @@ class Delivered(msgspec.Struct, frozen=True):
     stream_seq: int = 0
 
 
-class ConsumerInfo(msgspec.Struct, frozen=True):
-    """``delivered.stream_seq`` is the newest message that was delivered to anybody."""
+class _ConsumerConfig(msgspec.Struct, frozen=True):
+    pause_until: str = ""
 
+
+class ConsumerInfo(msgspec.Struct, frozen=True):
+    """``delivered.stream_seq`` is the newest message that was delivered to anybody;
+    ``config.pause_until`` is when the last pause ends or ended."""
+
+    config: _ConsumerConfig
     delivered: Delivered
     num_pending: int = 0
     num_ack_pending: int = 0
@@ -143,6 +150,12 @@ async def consumer_info(connection: Connection, stream: str, consumer: str) -> C
     return msgspec.json.decode(data, type=ConsumerInfo)
 
 
+async def pause(connection: Connection, stream: str, consumer: str, until: datetime) -> None:
+    """Deliver nothing until then, by the server's clock; a time that is past ends a pause."""
+    body = {"pause_until": until.isoformat()}
+    await call(connection, f"CONSUMER.PAUSE.{stream}.{consumer}", body)
+
+
 async def stream_state(connection: Connection, stream: str) -> StreamState:
     data = await call(connection, f"STREAM.INFO.{stream}")
     return msgspec.json.decode(data, type=StreamInfo).state
@@ -187,9 +200,11 @@ async def delete(connection: Connection, stream: str, sequence: int) -> bool:
     try:
         _raise_error(answer)
     except JetStreamError as error:
-        if error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND):
-            return num_attempts > 1
-        raise
+        gone = error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND)
+        # Losing a race against another deletion or an ack is reported as a failure to delete.
+        if not gone and await exists(connection, stream, sequence):
+            raise
+        return num_attempts > 1
     return True
 
 

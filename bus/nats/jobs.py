@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import datetime
 
@@ -12,9 +13,9 @@ from bus import codec, intake, subjects
 from bus.api import LeasedJob, PublishedJob, QueueDepth
 from bus.clock import Clock
 from bus.codec import CONTENT_TYPE
-from bus.nats import jetstream, topology
-from bus.nats.connection import NAK, Connection, NoAnswerError
-from bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
+from bus.nats import jetstream, shedding, topology
+from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
+from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
 from bus.nats.puller import Puller
 from bus.refusals import Refusals
@@ -29,7 +30,6 @@ from schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_ID = "Nats-Msg-Id"
 RETRY_AFTER_FULL_S = 5.0
 
 _ACK = b"+ACK"
@@ -49,6 +49,7 @@ class NatsJobQueue:
         self._refusals = refusals
         self._clock = clock
         self._pullers: dict[str, Puller] = {}
+        self._shedding: dict[str, asyncio.Lock] = {}
 
     # --- in ---
 
@@ -141,18 +142,14 @@ class NatsJobQueue:
             raise jetstream.unexpected(error) from error
 
     async def shed_newest(self, model: str, count: int) -> list[Job]:
-        """Only jobs behind the newest delivered one are waiting. A job that may have been
-        delivered while it was being deleted goes back to the queue: running twice does no harm,
-        as frames and records are known again; being nobody's would."""
-        taken = await self._delete_newest(model, count)
-        if not taken:
-            return []
-        delivered = (await self._info(model)).delivered.stream_seq
+        await self._puller(model).ensure()
+        async with self._shedding.setdefault(model, asyncio.Lock()):
+            try:
+                taken = await shedding.take_newest(self._connection, model, count)
+            except JetStreamError as error:
+                raise jetstream.unexpected(error) from error
         shed: list[Job] = []
         for message in taken:
-            if message.seq <= delivered:
-                await self._put_back(message)
-                continue
             content_type = message.header(CONTENT_TYPE)
             stored_ns = _epoch_ns(message.time)
             try:
@@ -168,31 +165,6 @@ class NatsJobQueue:
                 continue
             shed.append(job)
         return shed
-
-    async def _delete_newest(self, model: str, count: int) -> list[RawMessage]:
-        delivered = (await self._info(model)).delivered.stream_seq
-        stream, job_filter = subjects.JOBS_STREAM, subjects.jobs_of(model)
-        taken: list[RawMessage] = []
-        while len(taken) < count:
-            try:
-                message = await jetstream.newest(self._connection, stream, job_filter)
-                if message is None or message.seq <= delivered:
-                    break
-                if await jetstream.delete(self._connection, stream, message.seq):
-                    taken.append(message)
-            except JetStreamError as error:
-                raise jetstream.unexpected(error) from error
-        return taken
-
-    async def _put_back(self, message: RawMessage) -> None:
-        headers = {MESSAGE_ID: f"back:{message.seq}"}
-        content_type = message.header(CONTENT_TYPE)
-        if content_type is not None:
-            headers[CONTENT_TYPE] = content_type
-        try:
-            await jetstream.store(self._connection, message.subject, message.payload, headers)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
 
     # --- leases ---
 

@@ -12,9 +12,8 @@ from nats.aio.msg import Msg
 from bus import codec, subjects
 from bus.api import OutboxMessage
 from bus.nats import jetstream, topology
-from bus.nats.connection import Connection, status_of
+from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
-from bus.nats.jobs import MESSAGE_ID
 from bus.nats.leases import read_lease
 from bus.nats.puller import Puller
 from schemas.errors import BusUnavailableError

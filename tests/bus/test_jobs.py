@@ -209,6 +209,25 @@ class TestDepthAndShedding:
         assert (depth.num_queued, depth.num_leased) == (0, 2)
         assert len(await bus.jobs.pull("other", 5, 1.0)) == 1
 
+    async def test_deliveries_go_on_after_shedding(self, bus: Bus) -> None:
+        await bus.jobs.publish(job(1))
+        assert len(await bus.jobs.shed_newest(MODEL, 1)) == 1
+        await bus.jobs.publish(job(2))
+        started_s = time.monotonic()
+        assert (await pull_one(bus)).job.request_id == "r2"
+        assert time.monotonic() - started_s < 1.0
+
+    async def test_what_is_open_and_of_which_models(self, bus: Bus) -> None:
+        assert await bus.jobs.waiting_models() == []
+        published = await bus.jobs.publish(job(1))
+        await bus.jobs.publish(Job(request_id="o", model="other", prompt="hi"))
+        assert await bus.jobs.waiting_models() == sorted([MODEL, "other"])
+        leased = await pull_one(bus)
+        assert await bus.jobs.is_open(published.stream_sequence)
+        await bus.jobs.ack(leased.lease)
+        assert not await bus.jobs.is_open(published.stream_sequence)
+        assert await bus.jobs.waiting_models() == ["other"]
+
     async def test_each_job_is_shed_to_one_or_pulled(self, bus: Bus, broker: Broker) -> None:
         other = await broker.connect("other")
         for number in range(20):
