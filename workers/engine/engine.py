@@ -114,6 +114,7 @@ class Engine:
             arrival=self._num_arrived,
             key=stream_key(self._seed_source() if seed is None else seed),
             max_total_tokens=max_total_tokens,
+            added_s=self._monotonic(),
         )
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
@@ -133,6 +134,9 @@ class Engine:
         plan = self._planner.plan()
         if plan:
             started = self._monotonic()
+            for sequence, _ in plan:
+                if not sequence.started:
+                    sequence.queued_s = started - sequence.added_s
             self._execute(plan, outputs)
             self._num_steps += 1
             self._busy_s += self._monotonic() - started
@@ -160,7 +164,11 @@ class Engine:
         for sequence, _ in plan:
             if not sequence.started and sequence.request_id in self._sequences:
                 sequence.started = True
-                outputs.append(EngineOutput(request_id=sequence.request_id, started=True))
+                outputs.append(
+                    EngineOutput(
+                        request_id=sequence.request_id, started=True, queued_s=sequence.queued_s
+                    )
+                )
 
     def _sample(
         self, sequences: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
@@ -199,6 +207,8 @@ class Engine:
                 logprobs=() if logprob is None else (logprob,),
                 finish_reason=finish_reason,
                 started=not sequence.started,
+                queued_s=0.0 if sequence.started else sequence.queued_s,
+                num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
             )
         )
         sequence.started = True
@@ -211,6 +221,8 @@ class Engine:
                 request_id=sequence.request_id,
                 error=(error.code, error.message),
                 started=not sequence.started,
+                queued_s=0.0 if sequence.started else sequence.queued_s,
+                num_preemptions=sequence.num_preemptions,
             )
         )
         self._end(sequence)

@@ -1,8 +1,9 @@
 """Random numbers that depend on (seed, token index) alone: no state, no order, no company.
 
-A key is mixed from the seed once; the number for an index is one more mixing round of SplitMix64
-(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), in int64
-arithmetic that wraps, so that a whole batch is drawn on its device.
+A key is mixed from the seed once, a counter from key and token index, and each number from the
+counter and its lane, every time by a round of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014), in int64 arithmetic that wraps, so that a whole
+batch is drawn on its device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# With 52 bits, u < 1 times any positive double stays below that double after rounding.
+# The most for which k + 0.5 is exact, so that a draw is never 0 nor 1.
 _UNIFORM_BITS = 52
 
 
@@ -30,13 +31,19 @@ def stream_key(seed: int) -> int:
     return _signed(mixed ^ (mixed >> 31))
 
 
-def uniforms(keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """One draw in [0, 1) for each pair of int64 ``keys`` and ``indices``: float64, same shape."""
-    mixed = keys + (indices + 1) * _signed(_GOLDEN)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_MIX_1)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_MIX_2)
-    mixed = mixed ^ _shifted(mixed, 31)
-    return _shifted(mixed, 64 - _UNIFORM_BITS).to(torch.float64) * 2.0**-_UNIFORM_BITS
+def uniforms(keys: torch.Tensor, indices: torch.Tensor, num_lanes: int) -> torch.Tensor:
+    """``num_lanes`` draws in (0, 1) for each pair of int64 ``keys`` and ``indices`` [num_rows]:
+    float64 [num_rows, num_lanes]."""
+    counters = _mixed(keys + (indices + 1) * _signed(_GOLDEN))
+    lanes = torch.arange(1, num_lanes + 1, device=keys.device) * _signed(_GOLDEN)
+    bits = _shifted(_mixed(counters[:, None] + lanes), 64 - _UNIFORM_BITS)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
+    return bits ^ _shifted(bits, 31)
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:

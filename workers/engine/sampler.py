@@ -81,7 +81,13 @@ def _argmax(groups: torch.Tensor, best_of_group: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, best: torch.Tensor, rows: Rows[SampleRow]) -> torch.Tensor:
-    """By inversion: the token in which u times the total mass falls, in order of token id."""
+    """A race for the group, then one within it: the largest weight / exponential variate wins,
+    each with a chance proportional to its weight.
+
+    Rounding noise changes the outcome only when two entries nearly tie. Inverting the distribution
+    function would take one random number, but there noise moves every boundary behind it, and a
+    batch of another size did change a token of the demo model.
+    """
     device = logits.device
     temperatures = torch.tensor([row.sampling.temperature for row in rows], device=device)
     # Never divides a finite difference into an overflow: the largest exponent is 0.
@@ -90,19 +96,10 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, rows: Rows[SampleRow]) -> to
     groups = _grouped(weights, 0.0)
     keys = torch.tensor([row.key for row in rows], device=device)
     indices = torch.tensor([row.token_index for row in rows], device=device)
-    cumulative = groups.sum(-1, dtype=torch.float64).cumsum(-1)
-    # NaN rows give NaN targets, hence any group; their token is not used.
-    target = (uniforms(keys, indices) * cumulative[:, -1])[:, None]
-    group = (cumulative <= target).sum(-1).clamp_(max=groups.shape[1] - 1)
-    before = torch.where(
-        group > 0, cumulative.gather(1, (group - 1).clamp(min=0)[:, None])[:, 0], 0.0
-    )
-    members = _group(groups, group)
-    inside = members.cumsum(-1, dtype=torch.float64)
-    offset = (inside <= target - before[:, None]).sum(-1)
-    # Rounding may leave the target a hair above the group's own sum.
-    last = ((members > 0) * torch.arange(_GROUP_TOKENS, device=device)).amax(-1)
-    return group * _GROUP_TOKENS + torch.minimum(offset, last)
+    times = -uniforms(keys, indices, _GROUP_TOKENS + groups.shape[1]).log_()
+    group = (groups.sum(-1, dtype=torch.float64) / times[:, _GROUP_TOKENS:]).argmax(-1)
+    member = (_group(groups, group) / times[:, :_GROUP_TOKENS]).argmax(-1)
+    return group * _GROUP_TOKENS + member
 
 
 def _narrowed(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

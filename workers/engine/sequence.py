@@ -25,11 +25,13 @@ class Sequence:
     ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
     ``num_computed_tokens`` fits the block table. ``contents_finite``: logits that saw all of the
     blocks' contents were finite; False while a step is under way or half a prompt is computed.
-    ``key`` is that of the sequence's random stream. The planner owns the blocks: it allocates them
+    ``key`` is that of the sequence's random stream. ``queued_s`` is how long it waited before its
+    first step, counted from ``added_s`` on the engine's clock. The planner owns the blocks: it allocates them
     and frees them on preemption and at the end.
     """
 
     __slots__ = (
+        "added_s",
         "arrival",
         "block_table",
         "contents_finite",
@@ -38,6 +40,7 @@ class Sequence:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "queued_s",
         "rank",
         "request",
         "started",
@@ -47,7 +50,13 @@ class Sequence:
     )
 
     def __init__(
-        self, request: EngineRequest, *, arrival: int, key: int, max_total_tokens: int
+        self,
+        request: EngineRequest,
+        *,
+        arrival: int,
+        key: int,
+        max_total_tokens: int,
+        added_s: float = 0.0,
     ) -> None:
         self.request = request
         self.arrival = arrival
@@ -62,6 +71,8 @@ class Sequence:
         self.contents_finite = True
         self.state = SequenceState.WAITING
         self.started = False
+        self.added_s = added_s
+        self.queued_s = 0.0
         stops = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stops |= frozenset(request.eos_token_ids)

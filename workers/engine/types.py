@@ -32,9 +32,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What one step made for one request.
 
     ``token_ids`` are new ones only, the stop token included. ``started`` is true in the first
-    output of a request, which comes when it is admitted into the batch. The last output of a
-    request has either ``finish_reason`` or ``error`` as (code, message); a cancelled request has
-    no last output.
+    output of a request, which comes when it is admitted into the batch; it also says for how long
+    it waited in the engine before that, ``queued_s``. The last output of a request has either
+    ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``; a cancelled request
+    has no last output.
     """
 
     request_id: str
@@ -44,6 +45,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     error: tuple[str, str] | None = None
     num_cached_tokens: int = 0
     started: bool = False
+    queued_s: float = 0.0
+    num_preemptions: int = 0
 
     @property
     def finished(self) -> bool:
