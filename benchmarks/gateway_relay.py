@@ -4,8 +4,9 @@
 
 A scripted worker sends one token to every stream in each step, first at a steady pace that the
 gateway follows token by token, then as fast as it can, so that tokens gather. Cost is the gateway
-process's CPU time per token. Beside it stands the floor: the same messages, received and decoded
-by the bus's reader and thrown away.
+process's CPU time per token. Beside it stand two floors that no gateway gets under: the same
+messages received and decoded by the bus's reader and thrown away, and a write of a token's size to
+each client by a bare uvloop server.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import psutil
@@ -43,6 +45,7 @@ _MODEL = "relay"
 _WARM_UP_STEPS = 50
 _PACE_STEPS_PER_S = 60
 _TEXT = " token"
+_TOKEN_BYTES = 200
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -116,6 +119,37 @@ def _run_floor(nats_url: str, seen: Queue[int], num_tokens: int) -> None:
         await asyncio.Event().wait()
 
     uvloop.run(read())
+
+
+def _run_writer(port: Queue[int], num_clients: int, num_steps: int) -> None:
+    """Write to every client at the worker's pace, and nothing else."""
+    transports: list[asyncio.Transport] = []
+    connected = asyncio.Event()
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transports.append(cast("asyncio.Transport", transport))
+            if len(transports) == num_clients:
+                connected.set()
+
+    async def write() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(Protocol, "127.0.0.1", 0)
+        port.put(server.sockets[0].getsockname()[1])
+        await connected.wait()
+        start_s = time.perf_counter()
+        before_s = time.process_time()
+        for step in range(num_steps):
+            for transport in transports:
+                transport.write(b"x" * _TOKEN_BYTES)
+            late_s = time.perf_counter() - start_s - (step + 1) / _PACE_STEPS_PER_S
+            await asyncio.sleep(max(0.0, -late_s))
+        port.put(round((time.process_time() - before_s) * 1e9))
+        for transport in transports:
+            transport.write(b"[DONE]")
+        await asyncio.Event().wait()
+
+    uvloop.run(write())
 
 
 def _run_clients(port: int, path: str, num_clients: int, ended: Queue[int]) -> None:
@@ -253,6 +287,26 @@ async def _relay(
     return _figures(path, pace, num_clients, num_steps * num_clients, wall_s, cpu_s)
 
 
+async def _write_floor(num_clients: int, num_steps: int) -> Figures:
+    numbers: Queue[int] = _SPAWN.Queue()
+    ended: Queue[int] = _SPAWN.Queue()
+    writer = _SPAWN.Process(target=_run_writer, args=(numbers, num_clients, num_steps), daemon=True)
+    writer.start()
+    port = await asyncio.to_thread(numbers.get, True, 20)
+    clients = _SPAWN.Process(
+        target=_run_clients, args=(port, "sse", num_clients, ended), daemon=True
+    )
+    clients.start()
+    start_s = time.perf_counter()
+    cpu_s = await asyncio.to_thread(numbers.get, True, 60) / 1e9
+    wall_s = time.perf_counter() - start_s
+    await asyncio.to_thread(ended.get, True, 30)
+    clients.join()
+    writer.terminate()
+    writer.join()
+    return _figures("write only", "steady", num_clients, num_clients * num_steps, wall_s, cpu_s)
+
+
 async def _floor(bus: NatsBus, nats_url: str, num_clients: int, num_steps: int) -> Figures:
     seen: Queue[int] = _SPAWN.Queue()
     num_tokens = num_clients * num_steps
@@ -292,7 +346,10 @@ async def _measure(nats_url: str, num_clients: int, seconds: float) -> list[Figu
     num_steps = round(seconds * _PACE_STEPS_PER_S)
     try:
         port = await asyncio.to_thread(ports.get, True, 20)
-        results = [await _floor(bus, nats_url, num_clients, num_steps)]
+        results = [
+            await _floor(bus, nats_url, num_clients, num_steps),
+            await _write_floor(num_clients, num_steps),
+        ]
         for path in ("websocket", "sse"):
             for pace in ("steady", "flat out"):
                 factor = 1 if pace == "steady" else 4

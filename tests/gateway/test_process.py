@@ -96,7 +96,7 @@ async def test_it_serves_drains_and_ends(start: Start, worker: EchoWorker) -> No
         assert answer.json()["usage"]["completion_tokens"] == 9
         worker.gate.clear()
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-        await eventually(lambda: worker.num_running == 1)
+        await eventually(lambda: len(worker.jobs) == 2)
         process.send_signal(signal.SIGTERM)
         await eventually(lambda: not accepts(port))
         worker.gate.set()

@@ -16,7 +16,7 @@ from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
-_NUM_CLIENTS = 80
+_NUM_CLIENTS = 40
 
 
 async def test_nothing_is_left_of_clients_that_come_and_go() -> None:
