@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -101,6 +102,7 @@ class Server:
     def pause(self) -> None:
         """SIGSTOP: it keeps its connections and answers nobody."""
         self._signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)  # returns once it has stopped
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
