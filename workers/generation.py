@@ -84,6 +84,7 @@ class Generation:
         "logprobs",
         "num_cached_tokens",
         "num_flushed",
+        "num_preemptions",
         "num_resumed",
         "outcome",
         "pieces",
@@ -111,6 +112,7 @@ class Generation:
         self.logprobs: list[TokenLogprob] = []
         self.num_resumed = self.num_flushed = len(self.token_ids)
         self.num_cached_tokens = 0
+        self.num_preemptions = 0
         self.accepted_ns = accepted_ns
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
         self.outcome: Outcome | None = None
@@ -156,7 +158,8 @@ class Generation:
     def take(self, output: EngineOutput, now_ns: int) -> Outcome | None:
         """Add what a step made; how the generation ended, if it did with this."""
         if not self.started_ns:
-            self.started_ns = now_ns
+            self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
+        self.num_preemptions += output.num_preemptions
         if output.started:
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         if output.token_ids:

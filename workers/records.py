@@ -49,6 +49,7 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
         first_token_ns=generation.first_token_ns,
         done_ns=generation.done_ns,
         epoch=generation.epoch,
+        num_preemptions=generation.num_preemptions,
     )
 
 

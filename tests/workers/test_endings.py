@@ -27,11 +27,22 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
         await b.settle(1.0)
         b.engine.step(
             EngineOutput(
-                request_id="r1:1", token_ids=tuple(hello), started=True, num_cached_tokens=2
+                request_id="r1:1",
+                token_ids=tuple(hello),
+                started=True,
+                queued_s=0.25,
+                num_cached_tokens=2,
             )
         )
         await b.settle(0.5)
-        b.engine.emit("r1:1", [*world, EOS], FinishReason.STOP)
+        b.engine.step(
+            EngineOutput(
+                request_id="r1:1",
+                token_ids=(*world, EOS),
+                finish_reason=FinishReason.STOP,
+                num_preemptions=3,
+            )
+        )
         num_tokens = len(hello) + len(world) + 1
         assert await b.ended() == Done(
             epoch=1, finish_reason=FinishReason.STOP, num_tokens=num_tokens
@@ -54,7 +65,7 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
             prompt_tokens=3,
             cached_tokens=2,
             completion_tokens=num_tokens,
-            queue_ms=1000.0,
+            queue_ms=250.0,
             ttft_ms=1000.0,
             tpot_us=500_000.0 / (num_tokens - 1),
             total_ms=1500.0,
@@ -62,10 +73,11 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
             cost=Decimal(2 + 2 * num_tokens) / 1_000_000,
             price_version="v1",
             received_ns=job.received_ns,
-            started_ns=job.received_ns + _S,
+            started_ns=job.received_ns + _S // 4,
             first_token_ns=job.received_ns + _S,
             done_ns=job.received_ns + _S * 3 // 2,
             epoch=1,
+            num_preemptions=3,
         )
         await eventually(
             lambda: b.index.calls == [("start", "r1", 1), ("finish", "r1", 1)], what="the index"

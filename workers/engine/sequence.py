@@ -26,8 +26,8 @@ class Sequence:
     ``num_computed_tokens`` fits the block table. ``contents_finite``: logits that saw all of the
     blocks' contents were finite; False while a step is under way or half a prompt is computed.
     ``key`` is that of the sequence's random stream. ``queued_s`` is how long it waited before its
-    first step, counted from ``added_s`` on the engine's clock. The planner owns the blocks: it allocates them
-    and frees them on preemption and at the end.
+    first step, counted from ``added_s`` on the engine's clock. The planner owns the blocks: it
+    allocates them and frees them on preemption and at the end.
     """
 
     __slots__ = (
