@@ -7,6 +7,7 @@ import asyncio
 import datetime
 import logging
 import os
+import resource
 import signal
 import sys
 from functools import partial
@@ -38,11 +39,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, os.environ)
         configure_logging("gateway", config.log_level)
+        _allow_many_sockets()
         uvloop.run(_run(config))
     except MillraceError as error:
         print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
+
+
+def _allow_many_sockets() -> None:
+    """Each client is a file: take all that this process may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _run(config: Config) -> None:

@@ -11,7 +11,13 @@ import msgspec
 
 from gateway.chunks import SSE_DONE, SSE_KEEP_ALIVE, ChatChunks, Chunks, CompletionChunks, sse_data
 from gateway.core import Gateway
-from gateway.errors import MethodNotAllowedError, Refusal, SlowRequestError, refusal_of
+from gateway.errors import (
+    InternalError,
+    MethodNotAllowedError,
+    Refusal,
+    SlowRequestError,
+    refusal_of,
+)
 from gateway.errors import refusal_of_end as refuse_end
 from gateway.http import (
     JSON,
@@ -123,7 +129,7 @@ class CompletionHandler:
         )
         watch = asyncio.create_task(_watch(receive, client))
         try:
-            stream = await self._gateway.begin(ask, request_id, Source.HTTP, client)
+            stream = await self._begin(ask, request_id, client)
             try:
                 return await self._deliver(request, stream, client, send)
             finally:
@@ -133,6 +139,16 @@ class CompletionHandler:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
+
+    async def _begin(self, ask: Ask, request_id: str, client: _HttpClient) -> OpenStream:
+        try:
+            return await self._gateway.begin(ask, request_id, Source.HTTP, client)
+        except MillraceError:
+            raise
+        except Exception as error:
+            # A bug is answered like any other error, and stands in the log.
+            _log.exception("a request could not be started", extra={"request_id": request_id})
+            raise InternalError("The gateway failed to answer this request.") from error
 
     def _parse(self, body: bytes) -> tuple[_Request, Ask]:
         if self._chat:

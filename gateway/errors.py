@@ -57,6 +57,10 @@ class DrainingError(MillraceError):
     http_status = 503
 
 
+class InternalError(MillraceError):
+    """Something here is broken; the log says what."""
+
+
 class TelemetryUnavailableError(MillraceError):
     """The telemetry process does not answer."""
 

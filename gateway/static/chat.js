@@ -101,7 +101,7 @@ function explain({ code, message, retry_after_s: retryAfterS }) {
   if (code === "context_length_exceeded") {
     return `${message} A new chat starts with an empty context.`;
   }
-  return retryAfterS ? `${message} (try again in ${Math.ceil(retryAfterS)} s)` : message;
+  return retryAfterS > 1 ? `${message} (in about ${Math.ceil(retryAfterS)} s)` : message;
 }
 
 function finish(announcement) {

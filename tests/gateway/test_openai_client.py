@@ -10,8 +10,8 @@ import pytest
 
 from schemas.config import GatewayConfig
 from schemas.control import QueueStatus
-from schemas.frames import Expired, Failed, Shed
-from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from schemas.frames import Delta, Expired, Failed, Frame, Shed
+from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
 _HELLO: Any = [{"role": "user", "content": "Grüße, world"}]
@@ -120,6 +120,32 @@ async def test_a_bus_that_is_away_is_a_503(
     assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "x"
 
 
+async def test_an_outage_of_the_bus_leaves_no_hole(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    """What was sent while the bus was away is asked for again, and comes once."""
+    sent: list[int] = []
+
+    def lose_some(frame: Frame) -> bool:
+        if isinstance(frame, Delta):
+            sent.append(frame.index)
+            if frame.index == 10:
+                front.broker.stop()
+            elif frame.index == 30:
+                front.broker.start()
+        return False
+
+    front.worker.lose = lose_some
+    text = "0123456789" * 5
+    stream = await client.completions.create(
+        model=MODEL, prompt=text, max_tokens=50, stream=True, timeout=20
+    )
+    got = "".join([chunk.choices[0].text async for chunk in stream])
+    assert got == text
+    assert sent == list(range(50))
+    assert front.worker.replays
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("frame", "status", "code"),
@@ -161,6 +187,19 @@ async def test_a_failure_inside_a_stream_is_an_error_event(
     assert text == "Grü"
     assert error is not None
     assert (error.code, error.message) == ("worker_failed", "it broke")
+
+
+async def test_a_bug_is_a_500_in_openais_shape(
+    front: RunningGateway, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ByteModel, "prepare", broken)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.completions.create(model=MODEL, prompt="x")
+    assert (caught.value.status_code, caught.value.code) == (500, "internal_error")
+    assert "bug" not in caught.value.message
 
 
 async def test_a_request_without_an_end_times_out() -> None:

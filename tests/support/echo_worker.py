@@ -13,6 +13,7 @@ from functools import partial
 from bus.api import Bus, LeasedJob, Subscription
 from bus.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from schemas.errors import BusUnavailableError
 from schemas.frames import (
     Cancelled,
     Delta,
@@ -27,6 +28,7 @@ from schemas.jobs import Job
 Script = Callable[[Job], Sequence[str]]
 _HEARTBEAT_S = 0.5
 _PULL_S = 0.5
+_AWAY_S = 0.02
 
 
 def echo_script(job: Job) -> str:
@@ -115,7 +117,12 @@ class EchoWorker:
 
     async def _pull_forever(self) -> None:
         while True:
-            for leased in await self.bus.jobs.pull(self.model, 16, _PULL_S):
+            try:
+                pulled = await self.bus.jobs.pull(self.model, 16, _PULL_S)
+            except BusUnavailableError:
+                await self.clock.sleep(_AWAY_S)
+                continue
+            for leased in pulled:
                 self.jobs.append(leased.job)
                 request_id = leased.job.request_id
                 task = asyncio.create_task(self._run(leased))
