@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -110,10 +111,8 @@ class OfflineBatch:
         waiting = iter(jobs)
         started_s = self._monotonic()
         while True:
-            for job in waiting:
+            for job in islice(waiting, self._max_batch - len(self._running)):
                 self._add(job)
-                if len(self._running) == self._max_batch:
-                    break
             if not self._running:
                 break
             outputs = self._engine.step()

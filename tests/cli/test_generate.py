@@ -185,17 +185,19 @@ def test_the_batch_is_bounded_and_measured(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     batch = OfflineBatch(engine, tokenizer, max_batch=2, monotonic=lambda: engine.now_s)
     jobs = [
-        Job(request_id=str(i), model="m", prompt_token_ids=(5, 6, 7, 8)[: i + 1]) for i in range(4)
+        # Some end while the others go on, and some steps end none.
+        Job(request_id=str(i), model="m", prompt_token_ids=(5, 6, 7, 8)[: 2 + i % 3])
+        for i in range(6)
     ]
     ended = [generated.job.request_id for generated in batch.run(jobs)]
-    assert sorted(ended) == ["0", "1", "2", "3"]
+    assert sorted(ended) == ["0", "1", "2", "3", "4", "5"]
     assert engine.most_at_once == 2
     summary = batch.summary()
-    assert summary.completion_tokens == 10
+    assert summary.completion_tokens == 18
     assert summary.mean_ttft_ms == 1000.0
     assert summary.mean_tpot_ms == 1000.0
     assert summary.wall_s == engine.now_s
-    assert summary.tokens_per_s == round(10 / engine.now_s, 2)
+    assert summary.tokens_per_s == round(18 / engine.now_s, 2)
 
 
 def test_a_stop_string_ends_a_request_and_frees_it(checkpoint: Path) -> None:
