@@ -1,0 +1,57 @@
+"""What the documents say can be typed, opened and run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def _ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_make_targets_exist(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?\bmake ([a-z]+)\b(?=[`\s])", document.read_text()):
+        if f"`make {target}" in document.read_text() or f"\nmake {target}" in document.read_text():
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_modules_to_run_exist(document: Path) -> None:
+    for module in re.findall(r"python -m ([a-z_.]+)", document.read_text()):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_commands_of_the_readme_parse() -> None:
+    lines = re.findall(r"^(millrace .+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        assert build_parser().parse_args(words[1:]).handler is not None
+
+
+def test_python_of_the_readme_compiles() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
