@@ -234,7 +234,7 @@ def rephrase(question: str, rng: random.Random) -> str:
         text = _lose_words(text, rng)
     if rng.random() < 0.3:
         text = _add_filler(text, rng)
-    if rng.random() < 0.2:
+    if rng.random() < 0.12:
         text = _mistype(text, rng)
     return _restyle(text, rng)
 
@@ -304,7 +304,7 @@ def _restyle(text: str, rng: random.Random) -> str:
     draw = rng.random()
     if draw < 0.3:
         text = text.lower()
-    elif draw < 0.33:
+    elif draw < 0.31:
         text = text.upper()
     elif draw < 0.65:
         text = text[:1].upper() + text[1:]

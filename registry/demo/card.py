@@ -61,5 +61,5 @@ people will find wordings that the model gets wrong more often than the table sa
     python -m registry.demo.train --out registry/demo/model
 
 trains tokenizer and weights from nothing, with fixed seeds, in under 45 minutes on two CPU cores,
-and writes this card. Use temperature 0.
+and writes this card; `--weights` goes on from an earlier run. Use temperature 0.
 """

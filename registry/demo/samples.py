@@ -35,6 +35,27 @@ class Sample:
     is_learnt: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Which conversations are drawn: shares of one turn and of two to four; the rest are long.
+
+    `share_cut` of the last answers is cut after a few tokens. The question decides the first words
+    of an answer, the rest follows from them and is soon known by heart: without it far more
+    questions are seen in the same time.
+    """
+
+    share_single: float
+    share_few: float
+    share_cut: float
+
+
+ANSWERS: Final = Mix(share_single=0.90, share_few=0.095, share_cut=0.85)
+"""Teaches the answers' text and conversations."""
+
+QUESTIONS: Final = Mix(share_single=0.975, share_few=0.023, share_cut=0.97)
+"""Teaches which question wants which answer."""
+
+
 class SampleMaker:
     """Draws an endless, seeded stream of conversations that hold no held-out phrasing."""
 
@@ -43,6 +64,7 @@ class SampleMaker:
         self._declined = [pair for pair in pairs if pair.is_out_of_domain]
         self._held_out = held_out_phrasings(pairs)
         self._rng = rng
+        self.mix = ANSWERS
         self._tokenizer = tokenizer
         # Splitting words at random now and then teaches how the pieces of a word belong together.
         self._splitting = Tokenizer.from_str(tokenizer.to_str())
@@ -58,7 +80,7 @@ class SampleMaker:
             text = self._rng.choice(pair.questions)
             if pair.frames and self._rng.random() < 0.45:
                 text = self._rng.choice(pair.frames).format(self._rng.choice(pair.terms))
-            if self._rng.random() < 0.85:
+            if self._rng.random() < 0.75:
                 text = rephrase(text, self._rng)
             if normalise(text) and normalise(text) not in self._held_out:
                 return text
@@ -66,9 +88,9 @@ class SampleMaker:
     def __iter__(self) -> Iterator[Sample]:
         while True:
             draw = self._rng.random()
-            if draw < 0.90:
+            if draw < self.mix.share_single:
                 yield self._conversation(1)
-            elif draw < 0.995:
+            elif draw < self.mix.share_single + self.mix.share_few:
                 yield self._conversation(self._rng.randint(2, 4))
             else:
                 yield self._conversation(self._rng.randint(5, 30))
@@ -80,13 +102,11 @@ class SampleMaker:
             token_ids += [self._system, *prompt, self._end]
         for turn in range(num_turns):
             pair = self._draw_pair()
-            encoder = self._splitting if self._rng.random() < 0.3 else self._tokenizer
+            encoder = self._splitting if self._rng.random() < 0.15 else self._tokenizer
             asked = encoder.encode(self.question(pair)).ids
             answer = [*self._answers[pair.id], self._end]
-            # The question decides the first words of an answer; the rest follows from them and is
-            # soon known by heart. Leaving it out most of the time lets more questions be seen.
-            if turn == num_turns - 1 and self._rng.random() < 0.85:
-                answer = answer[: self._rng.randint(4, 12)]
+            if turn == num_turns - 1 and self._rng.random() < self.mix.share_cut:
+                answer = answer[: self._rng.randint(4, 10)]
             if len(token_ids) + len(asked) + len(answer) + 3 > CONTEXT_TOKENS:
                 break
             token_ids += [self._user, *asked, self._end, self._assistant]
@@ -96,7 +116,7 @@ class SampleMaker:
         return Sample(token_ids, is_learnt)
 
     def _draw_pair(self) -> Pair:
-        if self._declined and self._rng.random() < 0.15:
+        if self._declined and self._rng.random() < 0.20:
             return self._rng.choice(self._declined)
         return self._rng.choice(self._in_domain)
 

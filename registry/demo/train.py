@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -25,7 +25,15 @@ from registry.demo.answers import Answerer, make_answerer
 from registry.demo.card import model_card
 from registry.demo.evaluate import Report, measure
 from registry.demo.faq import Pair, load_pairs
-from registry.demo.samples import CONTEXT_TOKENS, SYSTEM_PROMPTS, Sample, SampleMaker, batches
+from registry.demo.samples import (
+    ANSWERS,
+    CONTEXT_TOKENS,
+    QUESTIONS,
+    SYSTEM_PROMPTS,
+    Sample,
+    SampleMaker,
+    batches,
+)
 from registry.demo.tokens import BOS, END, PAD, tokenizer_config, train_tokenizer
 
 VOCAB_SIZE: Final[int] = 4096
@@ -109,6 +117,8 @@ def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) 
     rng = random.Random(options.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = LlamaForCausalLM(model_config(tokenizer)).float().to(device)
+    if options.weights:
+        model.load_state_dict(load_file(options.weights / "model.safetensors"), strict=False)
     # The fused kernel's backward pass is slow on a CPU for many short sequences.
     model.set_attn_implementation("eager" if device.type == "cpu" else "sdpa")
     decoder = torch.compile(model.model, dynamic=True) if options.compile else model.model
@@ -127,11 +137,14 @@ def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) 
     pad_id = tokenizer.token_to_id(PAD)
     mean_loss, num_tokens, started = 0.0, 0, time.monotonic()
     limit_s = 60 * options.minutes
+    begin = options.begin if options.weights else 0.0
     for step in range(options.steps):
         # On a slow or busy machine time runs out before the steps do: the schedule follows both.
-        progress = max(step / options.steps, (time.monotonic() - started) / limit_s)
-        if progress >= 1:
+        spent = max(step / options.steps, (time.monotonic() - started) / limit_s)
+        progress = begin + (1 - begin) * spent
+        if spent >= 1:
             break
+        maker.mix = QUESTIONS if 0.25 <= progress < 0.8 else ANSWERS
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate(progress, options.learning_rate)
         group = next(stream)
@@ -226,6 +239,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--measure-every", type=int, default=800, help="steps between measures")
+    parser.add_argument("--weights", type=Path, help="folder of a model to go on from")
+    parser.add_argument("--begin", type=float, default=0.25, help="where --weights stands, 0 to 1")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
