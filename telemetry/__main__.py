@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
+from typing import TypeVar
 
 from bus.api import Bus
 from bus.clock import SystemClock
@@ -17,8 +19,12 @@ from bus.settings import load_config
 from schemas.config import Config
 from schemas.errors import MillraceError
 from telemetry.service import TelemetryService
+from telemetry.store import StoreUnavailableError
 
 logger = logging.getLogger("telemetry")
+
+_RETRY_S = 0.5
+T = TypeVar("T")
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +48,9 @@ async def _serve(config: Config) -> None:
         loop.add_signal_handler(number, stopping.set)
     # aiokafka retries by itself and says so on every attempt; what matters reaches our own log.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-    service = await TelemetryService.open(config, SystemClock())
+    service = await _unless(stopping, _open(config))
+    if service is None:
+        return
     tasks: list[asyncio.Task[None]] = []
     bus: Bus | None = None
     http = None
@@ -50,7 +58,9 @@ async def _serve(config: Config) -> None:
         http = service.serve_http()
         if http is not None:
             tasks.append(asyncio.create_task(http.run(), name="http"))
-        bus = await connect(config.nats, "telemetry")
+        bus = await _unless(stopping, connect(config.nats, "telemetry"))
+        if bus is None:
+            return
         tasks.append(asyncio.create_task(service.run(bus), name="service"))
         logger.info("telemetry is ready", extra={"clickhouse": http.url if http else "server"})
         waiting = asyncio.create_task(stopping.wait(), name="signals")
@@ -66,6 +76,33 @@ async def _serve(config: Config) -> None:
         if bus is not None:
             await bus.close()
         await service.close()
+
+
+async def _open(config: Config) -> TelemetryService:
+    """Try for as long as other connections are tried for: a store may still be starting, or be in
+    the hands of a process that is just ending."""
+    clock = SystemClock()
+    deadline_s = clock.monotonic() + config.nats.connect_timeout_s
+    while True:
+        try:
+            return await TelemetryService.open(config, clock)
+        except StoreUnavailableError as error:
+            if clock.monotonic() > deadline_s:
+                raise
+            logger.warning("the store is not there yet", extra={"reason": error.message})
+            await clock.sleep(_RETRY_S)
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
+    """The outcome, or None if this process is told to stop before."""
+    task = asyncio.create_task(work)
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        waiting.cancel()
 
 
 if __name__ == "__main__":

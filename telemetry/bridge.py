@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _PULL_RECORDS = 500
 _PULL_TIMEOUT_S = 0.5
 _CHECK_INTERVAL_S = 2.0
+_COMPACTION_INTERVAL_S = 60.0
 
 
 class _Key(msgspec.Struct):
@@ -91,6 +92,7 @@ class Bridge:
             await self._begin(producer)
             dead_letters = DeadLetters(producer)
             next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+            next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
             while not self._stopping:
                 messages = await self._bus.outbox.pull(_PULL_RECORDS, _PULL_TIMEOUT_S)
                 await self._note_delivery(messages)
@@ -101,6 +103,10 @@ class Bridge:
                 if self._clock.monotonic() >= next_check_s:
                     await self._check()
                     next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+                if self._clock.monotonic() >= next_compaction_s:
+                    # Here, where the ledger is also cleared: neither may undo the other.
+                    await self._ledger.compact()
+                    next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
         finally:
             await producer.stop()
 
@@ -112,6 +118,8 @@ class Bridge:
         if await self._bus.outbox.last_sequence() < await self._ledger.mark():
             logger.warning("the outbox has been made anew: the ledger starts again")
             await self._ledger.clear()
+        else:
+            await self._ledger.compact()
         if not known or await self._ledger.is_empty():
             await self._rewind()
         if not known:

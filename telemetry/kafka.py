@@ -50,6 +50,8 @@ async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKaf
         # A store that is away for hours must not cost the membership.
         max_poll_interval_ms=24 * 3_600_000,
         metadata_max_age_ms=30_000,
+        fetch_max_wait_ms=100,
+        max_partition_fetch_bytes=4 * 1024 * 1024,
     )
     if manages_groups:
         consumer.subscribe(subjects.RECORD_TOPICS)

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 5.0
-_COMPACT_INTERVAL_S = 60.0
 _POSITION_TIMEOUT_S = 0.5
 
 
@@ -50,7 +49,6 @@ class Sink:
         self._stopping = False
         self._restart = asyncio.Event()
         self._stored: dict[TopicPartition, int] = {}
-        self._next_compaction_s = clock.monotonic()
         self.num_stored = 0
 
     def stop(self) -> None:
@@ -86,7 +84,6 @@ class Sink:
                         await self._store_batch(batch, dead_letters)
                         await _commit(consumer, batch)
                     await self._note_positions(consumer, batch)
-                    await self._compact_if_due()
             finally:
                 await producer.stop()
         finally:
@@ -182,11 +179,6 @@ class Sink:
                     self._stored[partition] = await consumer.position(partition)
             except (TimeoutError, IllegalStateError):
                 logger.debug("a partition is changing hands", extra={"partition": str(partition)})
-
-    async def _compact_if_due(self) -> None:
-        if self._clock.monotonic() >= self._next_compaction_s:
-            self._next_compaction_s = self._clock.monotonic() + _COMPACT_INTERVAL_S
-            await self._until_stored(self._ledger.compact)
 
 
 async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,9 @@ class Store:
                 writing = await asyncio.to_thread(connect_to_database)
                 reader = ServerReader(connect_to_database, limits)
         except (ClickHouseError, OSError, RuntimeError) as error:
-            raise StoreUnavailableError(f"cannot open ClickHouse: {error}") from error
+            where = f"the store at {config.path} (one process may have it)"
+            what = where if config.path else f"ClickHouse at {config.url}"
+            raise StoreUnavailableError(f"cannot open {what}: {error}") from error
         store = cls(connect_to_database, reader, config.database)
         store._client = writing
         return store
@@ -131,14 +134,17 @@ class Store:
         """
 
         def run(client: Client) -> None:
-            client.insert(
-                table.name,
-                columns,
-                column_names=table.column_names,
-                column_type_names=table.column_types,
-                column_oriented=True,
-                settings={"insert_deduplication_token": token},
-            )
+            try:
+                client.insert(
+                    table.name,
+                    columns,
+                    column_names=table.column_names,
+                    column_type_names=table.column_types,
+                    column_oriented=True,
+                    settings={"insert_deduplication_token": token},
+                )
+            except (DataError, ArithmeticError, TypeError, ValueError, struct.error) as error:
+                raise RejectedRowsError(f"the rows do not fit {table.name}: {error}") from error
 
         await self._write(run)
 
@@ -166,8 +172,6 @@ class Store:
             if self._client is None:
                 self._client = self._connect()
             return work(self._client)
-        except DataError as error:
-            raise RejectedRowsError(f"ClickHouse's client refuses the rows: {error}") from error
         except (ClickHouseError, OSError) as error:
             raise StoreUnavailableError(f"ClickHouse did not take it: {error}") from error
 

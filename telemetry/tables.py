@@ -16,9 +16,11 @@ R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample)
 
 _STRING = "LowCardinality(String)"
 _TIME = "DateTime64(6, 'UTC')"
+_MAX_UINT16 = (1 << 16) - 1
 _MAX_UINT32 = (1 << 32) - 1
 # DateTime64(6) ends in 2299; what is later is a mistake of units.
 _MAX_TIME_NS = timedelta(days=330 * 365) // timedelta(microseconds=1) * 1000
+_MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
 _MAX_COST = Decimal(10) ** 24
 
@@ -68,16 +70,45 @@ def check(record: Record) -> None:
     identity = record.worker_id if isinstance(record, WorkerSample) else record.request_id
     if not identity:
         raise MalformedMessageError("the record does not say what it is about: its id is empty")
-    for name in record.__struct_fields__:
-        value = getattr(record, name)
-        if type(value) is int:
-            limit = _MAX_TIME_NS if name.endswith("_ns") else _MAX_UINT32
-            if not 0 <= value <= limit:
-                raise MalformedMessageError(f"{name} must be between 0 and {limit}, got {value}")
-        elif type(value) is float and not -1e300 < value < 1e300:
-            raise MalformedMessageError(f"{name} must be a finite number, got {value}")
-        elif type(value) is Decimal and not (value.is_finite() and abs(value) < _MAX_COST):
-            raise MalformedMessageError(f"{name} is not an amount of money: {value}")
+    fields = _FIELDS[type(record)]
+    for name, limit in fields.counts:
+        count = getattr(record, name)
+        if not 0 <= count <= limit:
+            raise MalformedMessageError(f"{name} must be between 0 and {limit}, got {count}")
+    for name in fields.measures:
+        measure = getattr(record, name)
+        if not -_MAX_MEASURE < measure < _MAX_MEASURE:
+            raise MalformedMessageError(f"{name} must be a finite number, got {measure}")
+    for name in fields.amounts:
+        amount = getattr(record, name)
+        if not (amount.is_finite() and abs(amount) < _MAX_COST):
+            raise MalformedMessageError(f"{name} is not an amount of money: {amount}")
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields of a kind of record that a column might not hold, by what they are."""
+
+    counts: tuple[tuple[str, int], ...]
+    measures: tuple[str, ...]
+    amounts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kind: type[Record]) -> _Fields:
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        return cls(
+            counts=tuple((name, _limit(name)) for name in types if types[name] is int),
+            measures=tuple(name for name in types if types[name] is float),
+            amounts=tuple(name for name in types if types[name] is Decimal),
+        )
+
+
+def _limit(name: str) -> int:
+    if name.endswith("_ns"):
+        return _MAX_TIME_NS
+    return _MAX_UINT16 if name == "version" else _MAX_UINT32
+
+
+_FIELDS = {kind: _Fields.of(kind) for kind in (RequestRecord, DeliveryRecord, WorkerSample)}
 
 
 def _micros(name: str) -> Callable[[Any], int]:

@@ -22,7 +22,9 @@ from tests.support.waiting import eventually
 class TelemetryProcess:
     """One life after the other of ``python -m telemetry`` on one store."""
 
-    def __init__(self, directory: Path, nats_url: str, kafka: KafkaConfig) -> None:
+    def __init__(
+        self, directory: Path, nats_url: str, kafka: KafkaConfig, *, batch_interval_s: float = 0.1
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self.port = free_port()
@@ -30,7 +32,7 @@ class TelemetryProcess:
             nats=NatsConfig(url=nats_url),
             kafka=kafka,
             clickhouse=ClickHouseConfig(path=str(directory / "store"), serve_port=self.port),
-            telemetry=TelemetryConfig(batch_interval_s=0.1),
+            telemetry=TelemetryConfig(batch_interval_s=batch_interval_s),
         )
         self._process: subprocess.Popen[bytes] | None = None
 

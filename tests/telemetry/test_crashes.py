@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from bus import subjects
 from bus.nats import NatsBus, connect
 from schemas.config import KafkaConfig, NatsConfig
 from telemetry.embedded_kafka import EmbeddedKafka
@@ -17,7 +19,7 @@ from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess
 from tests.telemetry.records import request_record
 
-NUM_RECORDS = 3_000
+NUM_RECORDS = 2_400
 
 
 @pytest.fixture
@@ -56,20 +58,24 @@ async def test_killed_again_and_again(
         tmp_path, nats_server.url, KafkaConfig(bootstrap_servers=kafka.bootstrap_servers)
     )
     draw = random.Random(5)
-    publishing = asyncio.create_task(publish(bus, 0, NUM_RECORDS, pause_s=0.1))
-    for round_number in range(5):
+    for first in range(0, NUM_RECORDS, NUM_RECORDS // 4):
         process.start()
         await process.answers()
-        seen = await process.sql("SELECT count() FROM requests")
-        if round_number < 4:
-            # In mid-flight: part of what it pulled is in Kafka, part in ClickHouse, part nowhere.
-            async def moves(seen: str = seen) -> bool:
-                return await process.sql("SELECT count() FROM requests") != seen
+        publishing = asyncio.create_task(
+            publish(bus, first, first + NUM_RECORDS // 4, pause_s=0.05)
+        )
 
-            await eventually(moves, timeout_s=20)
-            await asyncio.sleep(draw.random() * 0.3)
-            process.kill()
-    await publishing
+        # In mid-flight: part of what it pulled is in Kafka, part in ClickHouse, part nowhere.
+        async def moves(first: int = first) -> bool:
+            newest = await process.sql("SELECT max(request_id) FROM requests")
+            return newest >= request_record(first).request_id
+
+        await eventually(moves, timeout_s=20)
+        await asyncio.sleep(draw.random() * 0.4)
+        process.kill()
+        await publishing
+    process.start()
+    await process.answers()
     await all_landed(process, NUM_RECORDS)
     assert process.stop() == 0
     kafka.close()
@@ -80,30 +86,40 @@ async def test_telemetry_and_kafka_die_together(
     bus: NatsBus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     """The embedded Kafka comes back empty, at another address; what it held is replayed."""
-    process = TelemetryProcess(tmp_path, nats_server.url, KafkaConfig())
-    total = 0
-    for _ in range(3):
+    # The sink is kept waiting, so that what dies is in Kafka, acknowledged, and nowhere else.
+    process = TelemetryProcess(tmp_path, nats_server.url, KafkaConfig(), batch_interval_s=5.0)
+    for life in range(1, 4):
         kafka = EmbeddedKafka()
         process.use(kafka)
         process.start()
         await process.answers()
-        seen = await process.sql("SELECT count() FROM requests")
-        await publish(bus, total, total + 700)
-        total += 700
-
-        async def moves(seen: str = seen) -> bool:
-            return await process.sql("SELECT count() FROM requests") != seen
-
-        await eventually(moves, timeout_s=20)
+        await publish(bus, (life - 1) * 300, life * 300)
+        await kafka_has(kafka, life * 300)
+        assert await process.sql("SELECT count() FROM requests") == "0"
         process.kill()
         kafka.close()
     kafka = EmbeddedKafka()
     process.use(kafka)
     process.start()
     await process.answers()
-    await all_landed(process, total)
+    await all_landed(process, 900)
     assert process.stop() == 0
     kafka.close()
+
+
+async def kafka_has(kafka: EmbeddedKafka, num_records: int) -> None:
+    """Wait until the bridge has sent that many, and acknowledged them to the outbox."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap_servers)
+    await consumer.start()
+    partitions = [TopicPartition(subjects.REQUESTS_TOPIC, number) for number in range(4)]
+
+    async def sent() -> bool:
+        ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
+        return sum(ends.values()) == num_records
+
+    await eventually(sent, timeout_s=20, what=f"{num_records} records in Kafka")
+    await consumer.stop()
+    await asyncio.sleep(0.3)
 
 
 async def test_nats_restarts_under_a_running_process(

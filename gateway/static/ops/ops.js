@@ -155,9 +155,9 @@ function say(state, text) {
 function sayAway(error) {
   at("state").dataset.state = "away";
   at("state-text").textContent = "Away";
-  const reason = error.name === "TimeoutError" ? "it does not answer" : error.message;
+  const reason = error.name === "TimeoutError" ? "It does not answer." : `${error.message.replace(/\.$/, "")}.`;
   const since = lastSeen === null ? "Nothing has been seen yet." : `What you see is from ${clock(lastSeen)}.`;
-  at("away").textContent = `Telemetry is away (${reason}). ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`;
+  at("away").textContent = `Telemetry is away. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`;
   at("away").hidden = false;
   document.body.classList.add("stale");
 }

@@ -1,0 +1,200 @@
+"""Parts of the process on their own: supervision, the store's outages, the embedded Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer
+
+from bus import subjects
+from bus.clock import ManualClock
+from bus.memory import MemoryBroker, MemoryBus
+from schemas.config import KafkaConfig
+from telemetry.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
+from telemetry.supervision import keep_running
+from tests.support.servers import free_port
+from tests.support.waiting import eventually
+from tests.telemetry.pipeline import count, running
+from tests.telemetry.records import request_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def test_a_failed_part_starts_again_and_waits_longer_each_time() -> None:
+    clock = ManualClock()
+    starts: list[float] = []
+
+    async def part() -> None:
+        starts.append(clock.monotonic())
+        if len(starts) < 5:
+            raise OSError("away")
+
+    task = asyncio.create_task(keep_running("part", part, clock))
+    for _ in range(20):
+        await clock.advance(0.5)
+    await task
+    waits = [round(b - a, 3) for a, b in itertools.pairwise(starts)]
+    assert waits == [0.2, 0.4, 0.8, 1.6]
+
+
+class MoodyStore(Store):
+    """Fails now and then on demand."""
+
+    away = False
+    refused_id = ""
+
+    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
+        if self.away:
+            raise StoreUnavailableError("away for a test")
+        if self.refused_id and self.refused_id in columns[0]:
+            raise RejectedRowsError("refused for a test")
+        await super().insert(table, columns, token)
+
+
+async def test_the_sink_waits_for_a_store_that_is_away(
+    store: Store, embedded_kafka: KafkaConfig
+) -> None:
+    moody = _moody(store)
+    moody.away = True
+    bus = MemoryBus(MemoryBroker())
+    for number in range(50):
+        await bus.outbox.publish(request_record(number))
+    async with running(bus, moody, embedded_kafka):
+        await asyncio.sleep(1.0)
+        assert await count(store) == 0
+        moody.away = False
+
+        async def landed() -> bool:
+            return await count(store) == 50
+
+        await eventually(landed, timeout_s=20)
+
+
+async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(
+    store: Store, embedded_kafka: KafkaConfig
+) -> None:
+    moody = _moody(store)
+    moody.refused_id = request_record(13).request_id
+    bus = MemoryBus(MemoryBroker())
+    for number in range(40):
+        await bus.outbox.publish(request_record(number))
+    async with running(bus, moody, embedded_kafka) as service:
+
+        async def settled() -> bool:
+            return await service.ledger.mark() == 40
+
+        await eventually(settled, timeout_s=20)
+    assert await count(store) == 39
+    consumer = AIOKafkaConsumer(
+        subjects.DEAD_TOPIC,
+        bootstrap_servers=embedded_kafka.bootstrap_servers,
+        auto_offset_reset="earliest",
+    )
+    await consumer.start()
+    message = await asyncio.wait_for(consumer.getone(), 5.0)
+    await consumer.stop()
+    assert message.key == moody.refused_id.encode()
+    assert dict(message.headers)["reason"] == b"refused for a test"
+
+
+async def test_a_new_outbox_starts_a_new_ledger(store: Store, embedded_kafka: KafkaConfig) -> None:
+    """NATS lost its disk: its sequences count from 1 again and must not pass for landed."""
+    for seed, num_records in ((1, 30), (2, 10)):
+        bus = MemoryBus(MemoryBroker())
+        for number in range(num_records):
+            await bus.outbox.publish(request_record(number, seed=seed))
+        async with running(bus, store, embedded_kafka) as service:
+
+            async def landed(wanted: int = num_records) -> bool:
+                return await service.ledger.mark() == wanted
+
+            await eventually(landed, timeout_s=20)
+    assert await count(store) == 40
+
+
+def test_the_embedded_kafka_says_where_it_is_and_ends_when_told(tmp_path: Path) -> None:
+    file = tmp_path / "bootstrap"
+    process = _start_kafka(file)
+    assert process.stdout is not None
+    printed = process.stdout.readline().strip()
+    assert printed.startswith("127.0.0.1:")
+    assert file.read_text().strip() == printed
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5.0) == 0
+
+
+async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
+    file = tmp_path / "bootstrap"
+    script = (
+        "import subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-m', 'telemetry.embedded_kafka',"
+        f"'--write-bootstrap', {str(file)!r}]);"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    await eventually(file.exists)
+    parent.kill()
+    parent.wait()
+    await eventually(lambda: not _alive(child))
+
+
+def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+    for settings, words in (
+        ({}, "exactly one of clickhouse.url and clickhouse.path"),
+        ({"MILLRACE_CLICKHOUSE__PAHT": "x"}, "paht"),
+        (
+            {
+                "MILLRACE_CLICKHOUSE__PATH": str(tmp_path / "store"),
+                "MILLRACE_CLICKHOUSE__SERVE_PORT": "0",
+                "MILLRACE_NATS__URL": f"nats://127.0.0.1:{free_port()}",
+                "MILLRACE_NATS__CONNECT_TIMEOUT_S": "0.5",
+            },
+            "NATS",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "telemetry"],
+            env={**os.environ, **settings},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert words.lower() in done.stderr.splitlines()[-1].lower()
+        assert "Traceback" not in done.stderr
+
+
+def _moody(store: Store) -> MoodyStore:
+    """The same connections, with moods; ``store`` closes them."""
+    moody = MoodyStore.__new__(MoodyStore)
+    moody.__dict__.update(store.__dict__)
+    return moody
+
+
+def _start_kafka(file: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "telemetry.embedded_kafka", "--port-file", str(file)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return b"Z (zombie)" not in Path(f"/proc/{pid}/status").read_bytes()
+    return False

@@ -1,0 +1,164 @@
+"""Migrations, the ledger, and what a table refuses, on the real engine."""
+
+from __future__ import annotations
+
+import itertools
+from decimal import Decimal
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.config import ClickHouseConfig
+from schemas.errors import ConfigError, MalformedMessageError
+from schemas.records import RECORD_VERSION
+from telemetry.ledger import Ledger, merge
+from telemetry.migrate import MigrationError, load_migrations, migrate
+from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
+from telemetry.tables import REQUESTS, check
+from tests.support.servers import free_port
+from tests.telemetry.records import delivery_record, request_record, worker_sample
+
+
+async def test_migrations_run_once_and_in_order(store: Store) -> None:
+    numbers = [migration.number for migration in load_migrations()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert await migrate(store) == []
+    applied = await store.rows("SELECT number FROM schema_migrations FINAL ORDER BY number")
+    assert [row[0] for row in applied] == numbers
+
+
+async def test_each_statement_of_a_migration_may_run_again(store: Store) -> None:
+    for migration in load_migrations():
+        for statement in migration.statements:
+            await store.command(statement)
+
+
+async def test_a_database_from_the_future_is_refused(store: Store) -> None:
+    await store.command("INSERT INTO schema_migrations (number, name) VALUES (9999, 'later')")
+    with pytest.raises(MigrationError, match="9999"):
+        await migrate(store)
+    await store.command("DELETE FROM schema_migrations WHERE number = 9999")
+
+
+async def test_the_same_request_twice_is_one_row_for_everybody_who_asks(store: Store) -> None:
+    record = request_record(1)
+    later = msgspec.structs.replace(record, epoch=2, received_ns=record.received_ns + 10**9)
+    await store.insert(REQUESTS, REQUESTS.to_columns([record], [1]), "one")
+    await store.insert(REQUESTS, REQUESTS.to_columns([later], [2]), "two")
+    assert await store.rows("SELECT epoch FROM requests FINAL") == [(2,)]
+    assert await store.rows("SELECT epoch FROM requests_once") == [(2,)]
+    assert await store.reader.read("SELECT epoch FROM requests", {}, "TSV") == b"2\n"
+    await store.command("OPTIMIZE TABLE requests FINAL")
+    assert await store.rows("SELECT epoch FROM requests") == [(2,)]
+
+
+async def test_a_batch_inserted_again_by_its_token_is_taken_once(store: Store) -> None:
+    columns = REQUESTS.to_columns([request_record(1)], [1])
+    for _ in range(3):
+        await store.insert(REQUESTS, columns, "same")
+    assert await store.rows("SELECT count() FROM requests") == [(1,)]
+
+
+async def test_a_row_without_times_stays(store: Store) -> None:
+    bare = msgspec.structs.replace(
+        request_record(1), received_ns=0, started_ns=0, first_token_ns=0, done_ns=0
+    )
+    await store.insert(REQUESTS, REQUESTS.to_columns([bare], [1]), "bare")
+    await store.command("OPTIMIZE TABLE requests FINAL")
+    assert await store.rows("SELECT count() FROM requests") == [(1,)]
+
+
+async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
+    columns = REQUESTS.to_columns([request_record(1), request_record(2)], [1, 2])
+    columns[REQUESTS.column_names.index("record_version")][1] = 70_000
+    with pytest.raises(RejectedRowsError):
+        await store.insert(REQUESTS, columns, "bad")
+    assert await store.rows("SELECT count() FROM requests") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt_tokens": -1}, "prompt_tokens"),
+        ({"completion_tokens": 1 << 32}, "completion_tokens"),
+        ({"received_ns": 1 << 64}, "received_ns"),
+        ({"ttft_ms": float("nan")}, "ttft_ms"),
+        ({"total_ms": float("inf")}, "total_ms"),
+        ({"cost": Decimal("NaN")}, "cost"),
+        ({"cost": Decimal("1e30")}, "cost"),
+        ({"version": 70_000}, "version"),
+        ({"request_id": ""}, "id"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, object], field: str) -> None:
+    with pytest.raises(MalformedMessageError, match=field):
+        check(msgspec.structs.replace(request_record(1), **change))
+
+
+def test_good_records_pass() -> None:
+    for record in (request_record(1), delivery_record(1), worker_sample(1)):
+        check(record)
+        assert record.version == RECORD_VERSION
+
+
+async def test_the_mark_is_where_the_first_gap_is(store: Store) -> None:
+    ledger = Ledger(store)
+    assert await ledger.is_empty()
+    assert await ledger.mark() == 0
+    await ledger.add([2, 3])
+    assert await ledger.mark() == 0, "the first is missing"
+    await ledger.add([1])
+    assert await ledger.mark() == 3
+    await ledger.add([5, 6, 9])
+    assert await ledger.mark() == 3
+    await ledger.add([4, 4, 3])
+    assert await ledger.mark() == 6
+    await ledger.void(7, 8)
+    assert await ledger.mark() == 9
+
+
+async def test_compaction_keeps_the_mark_and_what_is_above(store: Store) -> None:
+    ledger = Ledger(store)
+    for sequence in (1, 2, 3, 5, 8):
+        await ledger.add([sequence])
+    await ledger.compact()
+    assert await store.rows("SELECT * FROM outbox_ledger FINAL ORDER BY 1") == [
+        (1, 3),
+        (5, 5),
+        (8, 8),
+    ]
+    await ledger.add([4])
+    await ledger.compact()
+    assert await ledger.mark() == 5
+    await ledger.clear()
+    assert await ledger.is_empty()
+
+
+@given(st.lists(st.integers(1, 60), max_size=60))
+def test_merging_loses_and_invents_nothing(sequences: list[int]) -> None:
+    merged = merge((sequence, sequence) for sequence in sequences)
+    assert [n for first, last in merged for n in range(first, last + 1)] == sorted(set(sequences))
+    assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(merged))
+
+
+async def test_a_configuration_that_names_no_store_or_two_is_refused(tmp_path: Path) -> None:
+    for config in (ClickHouseConfig(), ClickHouseConfig(url="http://x", path=str(tmp_path))):
+        with pytest.raises(ConfigError, match="exactly one"):
+            await Store.open(config)
+    with pytest.raises(ConfigError, match="http://host:8123"):
+        await Store.open(ClickHouseConfig(url="tcp://x:9000"))
+
+
+async def test_a_server_that_is_away_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailableError, match="cannot open"):
+        await Store.open(ClickHouseConfig(url=f"http://127.0.0.1:{free_port()}"))
+
+
+def test_the_sink_s_columns_are_the_table_s() -> None:
+    (migration,) = [m for m in load_migrations() if m.name == "0001_requests.sql"]
+    for name, kind in zip(REQUESTS.column_names, REQUESTS.column_types, strict=True):
+        assert f"{name} " in migration.statements[0]
+        assert kind in migration.statements[0]
