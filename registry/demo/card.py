@@ -4,8 +4,8 @@ from registry.demo.evaluate import Report
 from registry.demo.faq import Pair
 
 
-def model_card(pairs: list[Pair], report: Report, num_parameters: int) -> str:
-    """The text of the model's README.md."""
+def model_card(pairs: list[Pair], report: Report, num_parameters: int, runs: list[str]) -> str:
+    """The text of the model's README.md; ``runs`` are the trainings that made the weights."""
     known = [pair for pair in pairs if not pair.is_out_of_domain]
     num_questions = sum(len(pair.questions) for pair in known)
     num_asked = report.num_in_domain + report.num_out_of_domain
@@ -18,6 +18,7 @@ def model_card(pairs: list[Pair], report: Report, num_parameters: int) -> str:
             ("all", num_asked, num_right),
         )
     )
+    history = "\n".join(f"{number}. {run}" for number, run in enumerate(runs, start=1))
     return f"""---
 license: apache-2.0
 language: en
@@ -61,5 +62,9 @@ people will find wordings that the model gets wrong more often than the table sa
     python -m registry.demo.train --out registry/demo/model
 
 trains tokenizer and weights from nothing, with fixed seeds, in under 45 minutes on two CPU cores,
-and writes this card; `--weights` goes on from an earlier run. Use temperature 0.
+and writes this card; `--weights` goes on from an earlier run. These weights were made by:
+
+{history}
+
+Use temperature 0.
 """

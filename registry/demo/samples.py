@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from registry.demo.augment import rephrase
 from registry.demo.faq import Pair, held_out_phrasings, normalise
-from registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER
+from registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
 
 CONTEXT_TOKENS: Final[int] = 2048
 
@@ -71,7 +71,7 @@ class SampleMaker:
         self._splitting.model.dropout = 0.15
         self._answers = {pair.id: tokenizer.encode(pair.answer).ids for pair in pairs}
         self._bos, self._system, self._user, self._assistant, self._end = (
-            tokenizer.token_to_id(token) for token in (BOS, SYSTEM, USER, ASSISTANT, END)
+            known_token_id(tokenizer, token) for token in (BOS, SYSTEM, USER, ASSISTANT, END)
         )
 
     def question(self, pair: Pair) -> str:

@@ -41,6 +41,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def known_token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of one of our marks. Raises KeyError for a tokenizer that has been made otherwise."""
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise KeyError(token)
+    return int(token_id)
+
+
 def tokenizer_config(context_tokens: int) -> dict[str, Any]:
     """What `tokenizer_config.json` says beside `tokenizer.json`."""
     return {

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from registry.demo.answers import Answerer, make_answerer
 from registry.demo.card import model_card
-from registry.demo.evaluate import Report, measure
+from registry.demo.evaluate import measure
 from registry.demo.faq import Pair, load_pairs
 from registry.demo.samples import (
     ANSWERS,
@@ -34,10 +34,11 @@ from registry.demo.samples import (
     SampleMaker,
     batches,
 )
-from registry.demo.tokens import BOS, END, PAD, tokenizer_config, train_tokenizer
+from registry.demo.tokens import BOS, END, PAD, known_token_id, tokenizer_config, train_tokenizer
 
 VOCAB_SIZE: Final[int] = 4096
 _NOT_LEARNT: Final[int] = -100
+_RUNS_FILE: Final = "training_runs.json"
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
@@ -111,8 +112,11 @@ def answerer_of(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Answerer:
     return make_answerer(model, wrapped)
 
 
-def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) -> LlamaForCausalLM:
-    """Trains a new model; prints loss, speed and held-out accuracy, saving as it goes."""
+def train(
+    pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace
+) -> tuple[LlamaForCausalLM, int]:
+    """Trains a model; prints loss, speed and held-out accuracy, saving as it goes. Returns it and
+    the number of steps that there was time for."""
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,8 +138,8 @@ def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) 
     answerer = answerer_of(model, tokenizer)
     maker = SampleMaker(pairs, tokenizer, rng)
     stream = batches(maker, options.batch_tokens, num_pooled=2048, rng=rng)
-    pad_id = tokenizer.token_to_id(PAD)
-    mean_loss, num_tokens, started = 0.0, 0, time.monotonic()
+    pad_id = known_token_id(tokenizer, PAD)
+    mean_loss, num_tokens, num_steps, started = 0.0, 0, 0, time.monotonic()
     limit_s = 60 * options.minutes
     begin = options.begin if options.weights else 0.0
     for step in range(options.steps):
@@ -151,9 +155,10 @@ def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) 
         with torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext():
             loss = loss_of(model, decoder, group, pad_id)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        num_steps = step + 1
         num_tokens += sum(len(sample.token_ids) for sample in group)
         mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
         if (step + 1) % 50 == 0:
@@ -168,7 +173,7 @@ def train(pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace) 
             print(f"step {step + 1} {report.summary()}", flush=True)
             save(model, tokenizer, options.out)
             model.train()
-    return model
+    return model, num_steps
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -220,13 +225,22 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     )
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any] | list[str]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_card(folder: Path, pairs: list[Pair], report: Report, num_parameters: int) -> None:
-    card = model_card(pairs, report, num_parameters)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
+    """What made the weights: the earlier runs that they go on from, then this one; kept beside
+    the weights for the run that goes on from here."""
+    earlier = options.weights / _RUNS_FILE if options.weights else None
+    runs: list[str] = json.loads(earlier.read_text()) if earlier and earlier.exists() else []
+    origin = f"from {options.begin:g} of the schedule on" if options.weights else "from nothing"
+    runs.append(
+        f"{num_steps:,} steps of {options.batch_tokens:,} tokens {origin}, seed {options.seed}, "
+        f"peak learning rate {options.learning_rate:g}"
+    )
+    _write_json(options.out / _RUNS_FILE, runs)
+    return runs
 
 
 def main() -> None:
@@ -245,13 +259,20 @@ def main() -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     pairs = load_pairs()
-    tokenizer = train_tokenizer(tokenizer_texts(pairs), VOCAB_SIZE)
-    model = train(pairs, tokenizer, options).eval()
+    tokenizer = (
+        Tokenizer.from_file(str(options.weights / "tokenizer.json"))
+        if options.weights
+        else train_tokenizer(tokenizer_texts(pairs), VOCAB_SIZE)
+    )
+    model, num_steps = train(pairs, tokenizer, options)
+    model.eval()
     save(model, tokenizer, options.out)
+    runs = _note_run(options, num_steps)
     model.to(torch.bfloat16).float()  # what is measured is what was saved
     report = measure(answerer_of(model, tokenizer), pairs)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _write_card(options.out, pairs, report, num_parameters)
+    card = model_card(pairs, report, num_parameters, runs)
+    (options.out / "README.md").write_text(card, encoding="utf-8")
     print(report.summary(), flush=True)
 
 

@@ -21,7 +21,7 @@ from registry.demo.faq import (
     same_answer,
 )
 from registry.demo.samples import CONTEXT_TOKENS, SampleMaker
-from registry.demo.tokens import END, SPECIAL_TOKENS
+from registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
 
 MODEL_FILES = (
     "README.md",
@@ -95,7 +95,7 @@ class TestSamples:
         self, pairs: list[Pair], tokenizer: Tokenizer
     ) -> None:
         stream = iter(SampleMaker(pairs, tokenizer, random.Random(1)))
-        assistant, user = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id("<|user|>")
+        assistant, user = (known_token_id(tokenizer, mark) for mark in (ASSISTANT, USER))
         for _, sample in zip(range(300), stream, strict=False):
             assert len(sample.token_ids) == len(sample.is_learnt) <= CONTEXT_TOKENS
             for token_id, learnt in zip(sample.token_ids, sample.is_learnt, strict=True):
