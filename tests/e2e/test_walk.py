@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import uuid
 
 import httpx
@@ -90,6 +92,21 @@ async def test_a_job_of_another_service_can_be_fetched_later(bus: Bus) -> None:
     assert result.text == answer.text
     assert result.usage is not None
     assert result.usage.completion_tokens == answer.completion_tokens
+
+
+def test_the_example_of_the_documents_runs(system: System) -> None:
+    finished = subprocess.run(
+        [
+            *(sys.executable, "docs/examples/publish_job.py"),
+            *(system.endpoints["nats"], "What is a KV cache?"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert len(finished.stdout) > 20
 
 
 async def test_closing_a_client_frees_its_blocks(http: httpx.AsyncClient, bus: Bus) -> None:
