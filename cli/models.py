@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from registry.catalogue import load_catalogue
+from registry.catalogue import Catalogue, load_catalogue
 from registry.checkpoint import read_model_config
 from registry.source import resolve
 
 
 def catalogue_for(catalogue: str, models: Sequence[str], file: Path) -> tuple[str, tuple[str, ...]]:
-    """The catalogue file for all parts and the names of ``models``, each a name or a folder.
+    """The catalogue file for all parts and the names of ``models``, each a name, a folder or a hub
+    id.
 
-    A catalogue with what was given by path or hub id is written to ``file``. Fetches what is not
-    on this machine, so that nothing starts before the weights are here. Raises ConfigError,
-    ModelNotFoundError or CheckpointError.
+    The catalogue that is written to ``file`` holds these models and no other, so that none is
+    offered which no worker serves. Fetches what is not on this machine, so that nothing starts
+    before the weights are here. Raises ConfigError, ModelNotFoundError or CheckpointError.
     """
-    entries = load_catalogue(catalogue)
-    names: list[str] = []
-    for model in models:
-        entries = entries.with_model(model)
-        entry = entries.entry_for(model)
+    known = load_catalogue(catalogue)
+    chosen = {entry.name: entry for entry in map(known.entry_for, models)}
+    for entry in chosen.values():
         read_model_config(resolve(entry))
-        if entry.name not in names:
-            names.append(entry.name)
-    entries.write(file)
-    return str(file), tuple(names)
+    Catalogue(chosen).write(file)
+    return str(file), tuple(chosen)

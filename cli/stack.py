@@ -23,16 +23,7 @@ from bus.binaries import nats_server_path, redis_server_path
 from cli.endpoints import Endpoints
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
-from schemas.config import (
-    ClickHouseConfig,
-    Config,
-    GatewayConfig,
-    KafkaConfig,
-    NatsConfig,
-    RedisConfig,
-    SchedulerConfig,
-    WorkerConfig,
-)
+from schemas.config import Config, RedisConfig
 from schemas.control import WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Frame
 from schemas.jobs import Job, Tier
@@ -44,25 +35,28 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers."""
+    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers.
+
+    ``config`` is what the user set; the addresses in it are chosen when the stack starts.
+    """
 
     data: Path
-    host: str
-    port: int
+    config: Config
     models: tuple[str, ...]
     num_workers: int = 1
     num_gateways: int = 1
-    catalogue: str = ""
-    log_level: str = "info"
 
 
 @dataclass
 class Stack:
-    """Starts the parts in dependency order; owns nothing but what the supervisor runs for it."""
+    """Starts the parts in dependency order. The supervisor owns the processes; the stack owns the
+    connection by which it sees whether a worker, also one that was restarted, is there."""
 
     plan: Plan
     supervisor: Supervisor
     say: Callable[[str], None] = print
+    _bus: Bus | None = None
+    _endpoints: Endpoints | None = None
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
 
     async def start(self) -> Endpoints:
@@ -71,49 +65,53 @@ class Stack:
         self._write_config(config)
         await self._start_servers(config)
         kafka = await self._start_kafka()
-        config = msgspec.structs.replace(
-            config, kafka=KafkaConfig(bootstrap_servers=kafka, partitions=1)
-        )
+        in_memory = msgspec.structs.replace(config.kafka, bootstrap_servers=kafka, partitions=1)
+        config = msgspec.structs.replace(config, kafka=in_memory)
         self._write_config(config)
-        bus = await nats_bus.connect(config.nats, "millrace-up")
-        try:
-            await self._start_parts(config, bus)
-            for model in self.plan.models:
-                await _serve_one(bus, model)
-        finally:
-            await bus.close()
-        endpoints = Endpoints(
+        self._bus = bus = await nats_bus.connect(config.nats, "millrace-up")
+        await bus.workers.watch(self._note_worker)
+        await self._start_parts(config)
+        for model in self.plan.models:
+            await _serve_one(bus, model)
+        self._endpoints = Endpoints(
             http=_url(config.gateway.host, config.gateway.port),
             nats=config.nats.url,
             redis=config.redis.url,
             kafka=kafka,
             clickhouse=_url(config.clickhouse.serve_host, config.clickhouse.serve_port),
         )
-        encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
-        self._write_run_file("endpoints.json", encoded.decode() + "\n")
-        return endpoints
+        self._write_endpoints(self._endpoints)
+        return self._endpoints
+
+    async def close(self) -> None:
+        """Let go of the bus; the processes are the supervisor's to stop."""
+        (self.plan.data / "run" / "endpoints.json").unlink(missing_ok=True)
+        if self._bus is not None:
+            await self._bus.close()
 
     def _choose_addresses(self) -> Config:
-        ports = PortPicker()
-        front = PortPicker(host=self.plan.host)
-        plan, defaults = self.plan, Config()
-        config = Config(
-            catalogue=plan.catalogue,
-            log_level=plan.log_level,
-            nats=NatsConfig(url=f"nats://{_LOOPBACK}:{ports.pick('nats', 4222)}"),
+        wanted = self.plan.config
+        ports, front = PortPicker(), PortPicker(host=wanted.gateway.host)
+        replace = msgspec.structs.replace
+        config = replace(
+            wanted,
+            nats=replace(wanted.nats, url=f"nats://{_LOOPBACK}:{ports.pick('nats', 4222)}"),
             redis=RedisConfig(url=f"redis://{_LOOPBACK}:{ports.pick('redis', 6379)}/0"),
-            clickhouse=ClickHouseConfig(
-                path=str(plan.data / "clickhouse"),
+            clickhouse=replace(
+                wanted.clickhouse,
+                path=str(self.plan.data / "clickhouse"),
                 serve_host=_LOOPBACK,
-                serve_port=ports.pick("clickhouse", defaults.clickhouse.serve_port),
+                serve_port=ports.pick("clickhouse", wanted.clickhouse.serve_port),
             ),
             # Open streams may end before all stops; what then still runs is given back to the
             # queue, and goes on in the next life.
-            gateway=GatewayConfig(
-                host=plan.host, port=front.pick("gateway", plan.port), drain_timeout_s=3.0
+            gateway=replace(
+                wanted.gateway,
+                port=front.pick("gateway", wanted.gateway.port),
+                drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
-            worker=WorkerConfig(drain_timeout_s=1.0),
-            scheduler=SchedulerConfig(models=plan.models),
+            worker=replace(wanted.worker, drain_timeout_s=min(1.0, wanted.worker.drain_timeout_s)),
+            scheduler=replace(wanted.scheduler, models=self.plan.models),
         )
         for moved in ports.moved + front.moved:
             self.say(moved)
@@ -154,11 +152,12 @@ class Stack:
             return file.exists() and file.stat().st_size > 0
 
         async def follow() -> None:
-            config = self._read_config()
-            kafka = msgspec.structs.replace(
-                config.kafka, bootstrap_servers=file.read_text().strip()
-            )
+            config, address = self._read_config(), file.read_text().strip()
+            kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address)
             self._write_config(msgspec.structs.replace(config, kafka=kafka))
+            if self._endpoints is not None:
+                self._endpoints = msgspec.structs.replace(self._endpoints, kafka=address)
+                self._write_endpoints(self._endpoints)
             await self.supervisor.restart("telemetry-1")
 
         await self.supervisor.start(
@@ -172,8 +171,7 @@ class Stack:
         )
         return file.read_text().strip()
 
-    async def _start_parts(self, config: Config, bus: Bus) -> None:
-        watch = await bus.workers.watch(self._note_worker)
+    async def _start_parts(self, config: Config) -> None:
         clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         await self.supervisor.start(
             self._part("telemetry-1", "telemetry", ready=lambda: _answers(f"{clickhouse}/ping"))
@@ -212,7 +210,6 @@ class Stack:
                     stop_timeout_s=5.0,
                 )
             )
-        await watch.close()
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
         config_file = str(self.plan.data / "run" / "config.yaml")
@@ -232,6 +229,10 @@ class Stack:
             and not status.retired
             and status.started_ns >= pid_file.stat().st_mtime_ns
         )
+
+    def _write_endpoints(self, endpoints: Endpoints) -> None:
+        encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
+        self._write_run_file("endpoints.json", encoded.decode() + "\n")
 
     def _write_config(self, config: Config) -> None:
         tree = msgspec.to_builtins(config)

@@ -48,7 +48,14 @@ class Process:
 class Supervisor:
     """Owns the processes that it starts: none outlives it, even if it is killed."""
 
-    def __init__(self, run_dir: Path, log_dir: Path, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        log_dir: Path,
+        say: Callable[[str], None] = print,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._env = dict(env)
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._say = say
@@ -66,9 +73,10 @@ class Supervisor:
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {process.name}")
 
     async def restart(self, name: str) -> None:
-        """End a process, in an orderly way if it can; its watcher starts it again."""
-        running = self._running[name]
-        if running.handle is not None and running.handle.returncode is None:
+        """End a process, in an orderly way if it can; its watcher starts it again. One that has not
+        been started yet needs nothing."""
+        running = self._running.get(name)
+        if running is not None and running.handle is not None and running.handle.returncode is None:
             await _end(running.handle, running.process.stop_timeout_s)
 
     async def stop(self, within_s: float) -> None:
@@ -92,7 +100,7 @@ class Supervisor:
         try:
             running.handle = await asyncio.create_subprocess_exec(
                 *process.command,
-                env={**os.environ, **process.env},
+                env={**self._env, **process.env},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -140,13 +148,13 @@ class Supervisor:
             try:
                 await self._spawn(running)
                 await self._wait_ready(running)
-            except StartError as error:
+                if running.process.on_restart is not None:
+                    await running.process.on_restart()
+            except (StartError, OSError) as error:
+                # It is ended, so that the next turn starts it once more.
                 self._say(str(error))
                 if running.handle.returncode is None:
                     _signal_group(running.handle.pid, signal.SIGKILL)
-                continue
-            if running.process.on_restart is not None:
-                await running.process.on_restart()
 
     def _pid_file(self, running: _Running) -> Path:
         return self._run_dir / f"{running.process.name}.pid"

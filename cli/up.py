@@ -11,21 +11,33 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from schemas.errors import MillraceError
+import msgspec
+
+from bus.settings import PREFIX, load_config
+from cli.endpoints import add_data_argument
+from schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from cli.endpoints import Endpoints
     from cli.stack import Plan
+    from schemas.config import Config
 
 _STOP_WITHIN_S = 9.0
+_OWN_ADDRESSES = (
+    "MILLRACE_NATS__URL",
+    "MILLRACE_REDIS__URL",
+    "MILLRACE_KAFKA__BOOTSTRAP_SERVERS",
+    "MILLRACE_CLICKHOUSE__URL",
+    "MILLRACE_CLICKHOUSE__PATH",
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace up``."""
     parser = subparsers.add_parser("up", help="run everything on this machine", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address of the gateway")
-    parser.add_argument("--port", type=int, default=8000, help="port of the gateway")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder for all state")
+    parser.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port of the gateway (default: 8000)")
+    add_data_argument(parser)
     parser.add_argument(
         "--model",
         action="extend",
@@ -35,8 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--workers", type=int, default=1, help="workers per model")
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
-    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
-    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
+    parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
+    parser.add_argument("--log-level", help="debug, info, warning or error (default: info)")
     parser.set_defaults(handler=run)
 
 
@@ -59,18 +72,36 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     from cli.models import catalogue_for
     from cli.stack import Plan
 
+    config = _settings(arguments)
     catalogue, models = catalogue_for(
-        arguments.catalogue, arguments.model or ["demo"], data / "run" / "models.yaml"
+        config.catalogue, arguments.model or ["demo"], data / "run" / "models.yaml"
     )
     return Plan(
         data=data,
-        host=arguments.host,
-        port=arguments.port,
+        config=msgspec.structs.replace(config, catalogue=catalogue),
         models=models,
         num_workers=arguments.workers,
         num_gateways=arguments.gateways,
-        catalogue=catalogue,
-        log_level=arguments.log_level,
+    )
+
+
+def _settings(arguments: argparse.Namespace) -> Config:
+    """File and variables, then the command line. The addresses of servers are not for the user to
+    set here, since this command starts its own."""
+    for name in _OWN_ADDRESSES:
+        if name in os.environ:
+            raise ConfigError(
+                f"{name} is set, but millrace up starts servers of its own. Unset it, or run the "
+                "parts with python -m gateway, scheduler, workers and telemetry."
+            )
+    config = load_config(arguments.config, os.environ)
+    given = {"host": arguments.host, "port": arguments.port}
+    front = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(
+        config,
+        catalogue=arguments.catalogue or config.catalogue,
+        log_level=arguments.log_level or config.log_level,
+        gateway=msgspec.structs.replace(config.gateway, **front),
     )
 
 
@@ -82,7 +113,9 @@ async def _run(plan: Plan) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    supervisor = Supervisor(plan.data / "run", plan.data / "logs", _say)
+    # What the user set is in the configuration file of the parts; a variable would override it.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    supervisor = Supervisor(plan.data / "run", plan.data / "logs", _say, env)
     stack = Stack(plan, supervisor, _say)
     starting = asyncio.create_task(stack.start())
     stopping = asyncio.create_task(stop.wait())
@@ -100,8 +133,8 @@ async def _run(plan: Plan) -> int:
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
         _say("stopping")
+        await stack.close()
         await supervisor.stop(_STOP_WITHIN_S)
-        (plan.data / "run" / "endpoints.json").unlink(missing_ok=True)
     return 0
 
 
