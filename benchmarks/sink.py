@@ -67,7 +67,8 @@ async def whole_sink(store: Store, payloads: list[bytes], seconds: float) -> flo
     sink = Sink(kafka, TelemetryConfig(batch_rows=_BATCH_ROWS), store, Ledger(store), SystemClock())
     producer = make_producer(kafka)
     await producer.start()
-    num_rows = int(20_000 * seconds)
+    # No more than the embedded cluster keeps.
+    num_rows = min(80_000, int(20_000 * seconds) // _BATCH_ROWS * _BATCH_ROWS)
     for first in range(0, num_rows, _BATCH_ROWS):
         sent = [
             await producer.send(

@@ -62,7 +62,7 @@ async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKaf
 
 
 async def ensure_topics(config: KafkaConfig) -> bool:
-    """Create the topics that are missing; whether this is a cluster that manages topics and groups.
+    """Create the topics that are missing; whether this is a broker that manages topics and groups.
 
     The embedded cluster has no controller to ask: its topics come into being on first use.
     """

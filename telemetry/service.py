@@ -69,7 +69,7 @@ class TelemetryService:
             config=self._config.kafka,
             ledger=self.ledger,
             clock=self._clock,
-            has_stored=self.sink.has_stored,
+            num_behind=self.sink.num_behind,
             on_new_cluster=self.sink.begin_again,
         )
 

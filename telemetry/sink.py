@@ -55,9 +55,10 @@ class Sink:
         """End after the batch in hand."""
         self._stopping = True
 
-    def has_stored(self, ends: Offsets) -> bool:
-        """Whether all before these offsets has been stored by this sink."""
-        return all(self._stored.get(partition, 0) >= end for partition, end in ends.items())
+    def num_behind(self, ends: Offsets) -> int:
+        """How many messages before these offsets this sink has still to store."""
+        behind = (end - self._stored.get(partition, 0) for partition, end in ends.items())
+        return sum(count for count in behind if count > 0)
 
     def begin_again(self) -> None:
         """Forget the positions and join the group anew: Kafka is another one than before."""

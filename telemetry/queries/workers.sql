@@ -1,6 +1,7 @@
 -- What the workers did, in steps: tokens per second, sequences, queue, KV blocks in use.
 -- Samples are averaged for each worker first, then added up; the queue belongs to a model, and
 -- each of its workers sees all of it.
+-- A short step is shown once it is over; of a long one, what there is of it so far.
 -- param minutes: how far back to look (default 15)
 -- param step_s: the length of a step (default 10)
 WITH by_worker AS
@@ -9,8 +10,8 @@ WITH by_worker AS
         toUnixTimestamp(toStartOfInterval(sampled_at, toIntervalSecond({step_s:UInt32}))) AS t,
         model,
         worker,
-        sum(decode_tokens) / {step_s:UInt32} AS decode_per_s,
-        sum(prefill_tokens) / {step_s:UInt32} AS prefill_per_s,
+        sum(decode_tokens) / least({step_s:UInt32}, greatest(1, toUnixTimestamp(now()) - t)) AS decode_per_s,
+        sum(prefill_tokens) / least({step_s:UInt32}, greatest(1, toUnixTimestamp(now()) - t)) AS prefill_per_s,
         avg(num_running) AS running,
         avg(num_waiting) AS waiting,
         avg(queue_depth) AS queued,
@@ -19,7 +20,7 @@ WITH by_worker AS
         sum(busy_share * period_ms) / sum(period_ms) AS busy
     FROM worker_samples FINAL
     WHERE sampled_at >= toStartOfInterval(now() - toIntervalMinute({minutes:UInt32}), toIntervalSecond({step_s:UInt32}))
-      AND sampled_at < toStartOfInterval(now(), toIntervalSecond({step_s:UInt32}))
+      AND sampled_at < if({step_s:UInt32} < 60, toStartOfInterval(now(), toIntervalSecond({step_s:UInt32})), now())
     GROUP BY t, model, worker
 ),
 by_model AS

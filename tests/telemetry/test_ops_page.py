@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -231,6 +232,10 @@ async def test_a_range_is_chosen_and_remembered_in_the_address(
     assert page.url.endswith("#5m")
     await page.keyboard.press("ArrowRight")
     assert page.url.endswith("#15m")
+    await page.get_by_role("radio", name="7 d").click()
+    await expect(page.locator("#state")).to_have_attribute("data-state", "live")
+    await expect(page.locator(".axes .x").first).to_contain_text(re.compile("[A-Z][a-z]{2} [0-9]+"))
+    await shoot(page, "ops-week")
     assert complaints == []
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiokafka import AIOKafkaConsumer
 
 from bus import subjects
@@ -77,6 +79,28 @@ async def test_the_sink_waits_for_a_store_that_is_away(
             return await count(store) == 50
 
         await eventually(landed, timeout_s=20)
+
+
+async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop_it(
+    store: Store, embedded_kafka: KafkaConfig
+) -> None:
+    moody = _moody(store)
+    moody.away = True
+    bus = MemoryBus(MemoryBroker())
+    # A partition of the embedded cluster keeps 5 MB; these are eight for each, compressed.
+    for number in range(12_000):
+        record = msgspec.structs.replace(request_record(number), user=secrets.token_hex(2_500))
+        await bus.outbox.publish(record)
+    async with running(bus, moody, embedded_kafka) as service:
+        await asyncio.sleep(2.0)
+        moody.away = False
+
+        async def landed() -> bool:
+            return await service.ledger.mark() == 12_000
+
+        await eventually(landed, timeout_s=30)
+        assert service.sink.num_stored == 12_000, "none was dropped and replayed"
+    assert await count(store) == 12_000
 
 
 async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(

@@ -1,6 +1,6 @@
 // A time chart in SVG: lines, an area, or stacked bars; axes, and a read-out that all charts share.
 
-import { clock, day } from "./format.js";
+import { clock, day, isMidnight } from "./format.js";
 import { decimals, timeTicks, valueTicks } from "./scale.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -181,7 +181,7 @@ export class Chart {
       const x = this.#x(time);
       if (x < this.left + 12 || x > this.width - MARGIN.right - 14) continue;
       const label = svg("text", { class: "x", x, y: HEIGHT - 6 });
-      label.textContent = step >= 43_200 ? day(time) : clock(time, step < 60);
+      label.textContent = this.to - this.from > 86_400 && isMidnight(time) ? day(time) : clock(time, step < 60);
       axes.append(svg("line", { class: "tick", x1: x, x2: x, y1: HEIGHT - MARGIN.bottom, y2: HEIGHT - MARGIN.bottom + 4 }), label);
     }
     this.svg.append(axes);

@@ -41,12 +41,12 @@ export function money(value, currency, digits) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
   const needed = size === 0 || size >= 100 ? 2 : Math.min(9, Math.max(2, 2 - Math.floor(Math.log10(size))));
-  const fraction = digits ?? needed;
+  const fraction = digits === 1 ? 2 : (digits ?? needed);
   try {
     return new Intl.NumberFormat("en", {
       style: "currency",
       currency: currency || "USD",
-      minimumFractionDigits: digits ?? 2,
+      minimumFractionDigits: digits === undefined ? 2 : fraction,
       maximumFractionDigits: fraction,
     }).format(value);
   } catch {
@@ -68,6 +68,11 @@ export function clock(seconds, withSeconds = true) {
 }
 
 const DAYS = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
+
+export function isMidnight(seconds) {
+  const date = new Date(seconds * 1000);
+  return date.getHours() === 0 && date.getMinutes() === 0;
+}
 
 export function day(seconds) {
   const date = new Date(seconds * 1000);
