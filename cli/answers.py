@@ -3,70 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from schemas.control import ResumePoint
-from schemas.frames import TERMINAL_FRAMES, Delta, Frame
+from bus.reader import Outcome, StreamReader
+from schemas.control import Replay, ResumePoint
+from schemas.errors import MillraceError
 
 if TYPE_CHECKING:
     from bus.api import Bus
+    from schemas.frames import Frame
     from schemas.jobs import Job, JobResult
 
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5
+_REPLAY_TIMEOUT_S = 1.0
+_REPLAY_INTERVAL_S = 0.2
 
 
 class StreamPrinter:
     """Writes the text of one request as its frames come, each token once.
 
-    Frames of an older epoch and tokens that were written are dropped. After a gap nothing more is
-    written: the stored result has the rest.
+    ``gap`` is set while tokens are missing; until they come, nothing after them is written.
     """
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._epoch = 0
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.has_gap = False
+        self._reader = StreamReader()
+        self._text = ""
+        self.gap = asyncio.Event()
         self.ended = asyncio.Event()
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that runs the request; "" before it started."""
+        started = self._reader.started
+        return started.worker_id if started is not None else ""
+
+    @property
+    def next_index(self) -> int:
+        """The index of the first token that is missing."""
+        return self._reader.next_index
 
     def on_frame(self, _request_id: str, frame: Frame) -> None:
         """Take a frame; it is the callback of the subscription."""
-        if self.ended.is_set() or frame.epoch < self._epoch:
-            return
-        self._epoch = frame.epoch
-        if isinstance(frame, Delta):
-            self._on_delta(frame)
-        elif isinstance(frame, TERMINAL_FRAMES):
+        outcome = self._reader.feed(frame)
+        if outcome is Outcome.GAP:
+            self.gap.set()
+        elif outcome is Outcome.TOKENS and not self._reader.waits_for_missing:
+            self.gap.clear()
+        elif outcome is Outcome.END:
+            self.gap.clear()
             self.ended.set()
+        if self._reader.has_pending:
+            self._show(self._reader.take().text)
 
     def resume_point(self, _request_id: str) -> ResumePoint:
         """What was written, for a worker that goes on with the request."""
-        return ResumePoint(token_ids=tuple(self.token_ids))
-
-    def _on_delta(self, delta: Delta) -> None:
-        num_known = len(self.token_ids) - delta.index
-        if num_known < 0:
-            self.has_gap = True
-        if self.has_gap or num_known >= len(delta.token_ids) > 0:
-            return
-        self.token_ids += delta.token_ids[num_known:]
-        known_text = delta.text_ends[num_known - 1] if num_known and delta.text_ends else 0
-        self._show(delta.text[known_text:])
+        return ResumePoint(token_ids=tuple(self._reader.token_ids))
 
     def show_rest(self, text: str) -> None:
         """Write what the whole ``text`` has beyond what was written, if anything."""
-        if text.startswith(self.text):
-            self._show(text[len(self.text) :])
+        if text.startswith(self._text):
+            self._show(text[len(self._text) :])
         else:
             self._show(f"\n{text}")
 
     def _show(self, text: str) -> None:
-        self.text += text
+        self._text += text
         self._write(text)
 
 
@@ -80,12 +87,15 @@ async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
     printer = StreamPrinter(write)
     frames = await bus.frames.subscribe(job.reply, printer.on_frame)
     resume = await bus.control.serve_resume_points(job.reply, printer.resume_point)
+    filling = asyncio.create_task(_fill_gaps(bus, job, printer))
     deadline = time.monotonic() + timeout_s
     try:
         await bus.jobs.publish(job)
         # Stored soon after the stream's end; it comes alone if the last frames were lost.
         result = await _wait_for_result(bus, job.tenant, job.request_id, deadline, printer.ended)
     finally:
+        filling.cancel()
+        await asyncio.wait((filling,))
         await frames.close()
         await resume.close()
     if result is None:
@@ -93,6 +103,21 @@ async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
     printer.show_rest(result.text)
     write("\n")
     return _exit_code(result)
+
+
+async def _fill_gaps(bus: Bus, job: Job, printer: StreamPrinter) -> None:
+    """Ask the worker that runs ``job`` for what was lost, for as long as something is missing.
+    What no worker has any more is in the stored result."""
+    while True:
+        await printer.gap.wait()
+        if printer.worker_id:
+            replay = Replay(
+                request_id=job.request_id, from_index=printer.next_index, reply=job.reply
+            )
+            # No answer: the worker or the bus is away, and is asked again.
+            with contextlib.suppress(MillraceError):
+                await bus.control.command(printer.worker_id, replay, _REPLAY_TIMEOUT_S)
+        await asyncio.sleep(_REPLAY_INTERVAL_S)
 
 
 async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from bus.reader import Outcome, Progress, StreamReader
 from gateway.latency import GapCounts
-from gateway.reader import Outcome, Progress, StreamReader
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from schemas.jobs import Job

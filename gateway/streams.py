@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from bus.api import Bus, Subscription
 from bus.clock import Clock
 from bus.generations import Generation
+from bus.reader import Outcome
 from gateway.fleet import Fleet
-from gateway.reader import Outcome
 from gateway.stream import Client, OpenStream
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, Replay, ResumePoint

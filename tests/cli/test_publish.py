@@ -13,8 +13,10 @@ from bus.api import Bus
 from cli.answers import StreamPrinter
 from cli.main import main
 from schemas.config import NatsConfig
-from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame
+from schemas.control import Replay, WorkerCommand, WorkerReply
+from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame, Started, Usage
 from schemas.jobs import Job, JobResult
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -90,6 +92,7 @@ async def test_stream(
         Accepted(),
         Delta(index=0, token_ids=(1, 2), text="Hello", text_ends=(2, 5)),
         Delta(index=2, token_ids=(3,), text=" 你"),
+        Usage(completion_tokens=3),
         Done(finish_reason=FinishReason.STOP, num_tokens=3),
     )
     code, job = await asyncio.gather(
@@ -112,6 +115,53 @@ async def test_what_a_stream_lost_comes_from_the_stored_result(
         answer_one(bus, frames),
     )
     assert (code, capsys.readouterr().out) == (0, "Hello 你\n")
+
+
+async def test_a_gap_is_filled_by_the_worker_that_runs_it(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[WorkerCommand] = []
+    end: tuple[Frame, ...] = (
+        Usage(completion_tokens=3),
+        Done(finish_reason=FinishReason.STOP, num_tokens=3),
+    )
+
+    async def send_again(command: WorkerCommand) -> WorkerReply:
+        assert isinstance(command, Replay)
+        asked.append(command)
+        rest = Delta(index=command.from_index, token_ids=(2, 3), text="llo 你", text_ends=(3, 5))
+        frames = [(command.request_id, frame) for frame in (rest, *end)]
+        await bus.frames.publish(command.reply, frames)
+        return WorkerReply(ok=True)
+
+    async def lose_one() -> Job:
+        (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+        job = leased.job
+        frames = (
+            Started(worker_id="w1"),
+            Delta(index=0, token_ids=(1,), text="He"),
+            Delta(index=2, token_ids=(3,), text=" 你"),
+        )
+        await bus.frames.publish(job.reply, [(job.request_id, frame) for frame in frames])
+        await eventually(lambda: bool(asked))
+        result = JobResult(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            model=job.model,
+            status="done",
+            text="Hello 你",
+        )
+        await bus.results.store(result)
+        await bus.jobs.ack(leased.lease)
+        return job
+
+    worker = await bus.control.serve_commands("w1", send_again)
+    code, job = await asyncio.gather(
+        millrace("publish", "--prompt", "Hi", "--stream", nats_url=nats_config.url), lose_one()
+    )
+    await worker.close()
+    assert (code, capsys.readouterr().out) == (0, "Hello 你\n")
+    assert asked[0] == Replay(request_id=job.request_id, from_index=1, reply=job.reply)
 
 
 async def test_a_failed_request_is_exit_code_1(
@@ -163,8 +213,13 @@ def test_a_printer_writes_each_token_once() -> None:
     ):
         printer.on_frame("r", frame)
     assert "".join(written) == "abcd"
+    assert not printer.gap.is_set()
+    printer.on_frame("r", Delta(epoch=2, index=5, token_ids=(6,), text="f"))
+    assert printer.gap.is_set()
+    assert printer.next_index == 4
     assert printer.resume_point("r").token_ids == (1, 2, 3, 4)
     assert not printer.ended.is_set()
+    printer.on_frame("r", Usage(epoch=2, completion_tokens=4))
     printer.on_frame("r", Done(epoch=2, finish_reason=FinishReason.STOP, num_tokens=4))
     assert printer.ended.is_set()
     printer.show_rest("abcde")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.reader import Outcome, StreamReader
+from bus.reader import Outcome, StreamReader
 from schemas.frames import (
     Cancelled,
     Delta,
