@@ -12,12 +12,12 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 from tests.support.running_gateway import RunningGateway
 from tests.support.waiting import eventually
 
-_CHROMIUM = os.environ.get("MILLRACE_CHROMIUM") or shutil.which("chromium")
+_CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")
 _ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, or MILLRACE_CHROMIUM set"),
+    pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, or TEST_CHROMIUM set"),
 ]
 
 
