@@ -5,10 +5,11 @@ from __future__ import annotations
 from bus import intake
 from bus.api import FrameStreams, Outbox, Results
 from bus.clock import Clock
+from bus.ends import record_of, result_of
 from schemas.control import EPOCHS_PER_DELIVERY
 from schemas.frames import Failed
-from schemas.jobs import Job, JobResult
-from schemas.records import RequestRecord, Status
+from schemas.jobs import Job
+from schemas.records import Status
 
 
 class Refusals:
@@ -31,23 +32,7 @@ class Refusals:
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
         """For a job that must not run: its record is stored, then its owner is told."""
         epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
-        now_ns = self._clock.now_ns()
-        record = RequestRecord(
-            request_id=job.request_id,
-            tenant=job.tenant,
-            user=job.user,
-            session_id=job.session_id,
-            source=job.source,
-            tier=job.tier,
-            model_requested=job.model_requested or job.model,
-            model_served=job.model,
-            total_ms=(now_ns - job.received_ns) / 1e6,
-            status=Status.FAILED,
-            error_code=code,
-            received_ns=job.received_ns,
-            done_ns=now_ns,
-            epoch=epoch,
-        )
+        record = record_of(job, Status.FAILED, code, epoch, self._clock.now_ns())
         await self._outbox.publish(record)
         await self._tell(intake.owner_of(job), code, message, epoch)
 
@@ -55,17 +40,8 @@ class Refusals:
         if not owner.request_id:
             return
         if owner.store_result:
-            await self._results.store(
-                JobResult(
-                    request_id=owner.request_id,
-                    tenant=owner.tenant,
-                    model=owner.model,
-                    status=Status.FAILED.value,
-                    error_code=code,
-                    error_message=message,
-                    done_ns=self._clock.now_ns(),
-                )
-            )
+            now_ns = self._clock.now_ns()
+            await self._results.store(result_of(owner, Status.FAILED, code, message, now_ns))
         if owner.reply:
             frame = Failed(code=code, message=message, epoch=epoch)
             await self._frames.publish(

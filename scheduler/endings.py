@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from bus import codec, subjects
+from bus import codec, intake, subjects
 from bus.api import Bus
 from bus.clock import Clock
+from bus.ends import record_of, result_of
 from scheduler.entry import Entry
-from scheduler.verdicts import Verdict, record_of, result_of
+from scheduler.verdicts import Verdict
 from schemas.errors import BusUnavailableError
-from schemas.jobs import DeadJob, Job
+from schemas.jobs import DeadJob, Job, JobResult
+from schemas.records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,9 @@ _LONGEST_BACKOFF_S = 2.0
 
 class Endings:
     """Record, stored result, terminal frame, then the ack. Until the ack the queue has the job:
-    if we die before, it is delivered and answered again, and its record is known by then."""
+    if we die before, it is delivered and answered again, and its record is known by then. The
+    frame comes after what the bus confirms, because nobody could send it again: it goes out when
+    the bus is known to be there."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
@@ -51,18 +55,18 @@ class Endings:
         """Answer a job that was taken out of the queue: it exists nowhere but here, so each step
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
-        record = record_of(job, verdict, 0, now_ns)
+        record = _record(job, verdict, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if job.store_result:
-            result = result_of(job, verdict, now_ns)
+            result = _result(job, verdict, now_ns)
             await self._insist(lambda: self._bus.results.store(result))
         await self._insist(lambda: self._tell(job, verdict, 0))
 
     async def _answer(self, job: Job, verdict: Verdict, epoch: int) -> None:
         now_ns = self._clock.now_ns()
-        await self._bus.outbox.publish(record_of(job, verdict, epoch, now_ns))
+        await self._bus.outbox.publish(_record(job, verdict, epoch, now_ns))
         if job.store_result:
-            await self._bus.results.store(result_of(job, verdict, now_ns))
+            await self._bus.results.store(_result(job, verdict, now_ns))
         await self._tell(job, verdict, epoch)
         logger.info(
             "ended without a worker",
@@ -93,3 +97,13 @@ class Endings:
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             else:
                 return
+
+
+def _record(job: Job, verdict: Verdict, epoch: int, now_ns: int) -> RequestRecord:
+    """Nobody knows for sure how many tokens its lost runs made, so none are charged."""
+    return record_of(job, verdict.status, verdict.code, epoch, now_ns)
+
+
+def _result(job: Job, verdict: Verdict, now_ns: int) -> JobResult:
+    owner = intake.owner_of(job)
+    return result_of(owner, verdict.status, verdict.code, verdict.message, now_ns)

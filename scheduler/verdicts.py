@@ -7,8 +7,7 @@ import msgspec
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
 from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
-from schemas.jobs import Job, JobResult
-from schemas.records import RequestRecord, Status
+from schemas.records import Status
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,37 +64,3 @@ def refused(error: MillraceError) -> Verdict:
 
 def failed(code: str, message: str, *, retryable: bool) -> Verdict:
     return Verdict(status=Status.FAILED, code=code, message=message, retryable=retryable)
-
-
-def record_of(job: Job, verdict: Verdict, epoch: int, now_ns: int) -> RequestRecord:
-    """The record of a job that no worker ended. Nobody knows how many tokens its lost runs made
-    for sure, so none are charged."""
-    return RequestRecord(
-        request_id=job.request_id,
-        tenant=job.tenant,
-        user=job.user,
-        session_id=job.session_id,
-        source=job.source,
-        tier=job.tier,
-        model_requested=job.model_requested or job.model,
-        model_served=job.model,
-        prompt_tokens=len(job.prompt_token_ids or ()),
-        total_ms=max(now_ns - job.received_ns, 0) / 1e6,
-        status=verdict.status,
-        error_code=verdict.code if verdict.status is Status.FAILED else "",
-        received_ns=job.received_ns,
-        done_ns=now_ns,
-        epoch=epoch,
-    )
-
-
-def result_of(job: Job, verdict: Verdict, now_ns: int) -> JobResult:
-    return JobResult(
-        request_id=job.request_id,
-        tenant=job.tenant,
-        model=job.model,
-        status=verdict.status.value,
-        error_code=verdict.code,
-        error_message=verdict.message,
-        done_ns=now_ns,
-    )

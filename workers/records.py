@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from bus.ends import record_of, result_of
+from bus.intake import owner_of
 from registry.pricing import PriceBook, cost
 from schemas.jobs import JobResult
 from schemas.records import RequestRecord, Status
@@ -21,15 +23,8 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
     received_ns = job.received_ns or generation.accepted_ns
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
     decode_ns = generation.last_token_ns - generation.first_token_ns
-    return RequestRecord(
-        request_id=job.request_id,
-        tenant=job.tenant,
-        user=job.user,
-        session_id=job.session_id,
-        source=job.source,
-        tier=job.tier,
-        model_requested=job.model_requested or job.model,
-        model_served=job.model,
+    return msgspec.structs.replace(
+        record_of(job, outcome.status, outcome.error_code, generation.epoch, generation.done_ns),
         worker_id=worker_id,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -39,16 +34,12 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
         tpot_us=decode_ns / _NS_PER_US / (num_own_tokens - 1) if num_own_tokens > 1 else 0.0,
         total_ms=_since_ms(received_ns, generation.done_ns),
         finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
-        status=outcome.status,
-        error_code=outcome.error_code if outcome.status is Status.FAILED else "",
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
         price_version=prices.version,
         received_ns=received_ns,
         started_ns=generation.started_ns,
         first_token_ns=generation.first_token_ns,
-        done_ns=generation.done_ns,
-        epoch=generation.epoch,
         num_preemptions=generation.num_preemptions,
     )
 
@@ -57,17 +48,18 @@ def job_result(generation: Generation) -> JobResult:
     """What an asynchronous caller fetches."""
     job, outcome = generation.job, generation.outcome
     assert outcome is not None
-    return JobResult(
-        request_id=job.request_id,
-        tenant=job.tenant,
-        model=job.model,
-        status=outcome.status.value,
+    result = result_of(
+        owner_of(job),
+        outcome.status,
+        outcome.error_code,
+        outcome.error_message,
+        generation.done_ns,
+    )
+    return msgspec.structs.replace(
+        result,
         text=generation.text,
         finish_reason=outcome.finish_reason,
         usage=generation.usage(),
-        error_code=outcome.error_code,
-        error_message=outcome.error_message,
-        done_ns=generation.done_ns,
     )
 
 
