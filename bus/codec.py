@@ -20,7 +20,7 @@ from schemas.control import (
 )
 from schemas.errors import MalformedMessageError
 from schemas.frames import Frame, FrameBatch
-from schemas.jobs import DeadJob, Job, JobResult
+from schemas.jobs import Job, JobResult
 from schemas.records import Record
 
 CONTENT_TYPE = "Content-Type"
@@ -74,7 +74,6 @@ class Codec(Generic[T]):
 
 JOB: Codec[Job] = Codec(Job)
 JOB_RESULT: Codec[JobResult] = Codec(JobResult)
-DEAD_JOB: Codec[DeadJob] = Codec(DeadJob)
 FRAME: Codec[Frame] = Codec(Frame)  # type: ignore[arg-type]  # a union is a type to msgspec
 FRAME_BATCH: Codec[FrameBatch] = Codec(FrameBatch)
 WORKER_COMMAND: Codec[WorkerCommand] = Codec(WorkerCommand)  # type: ignore[arg-type]

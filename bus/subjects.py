@@ -46,7 +46,6 @@ WORKERS_TOPIC = "millrace.workers.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
 RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC)
-ALL_TOPICS = (*RECORD_TOPICS, DEAD_TOPIC)
 
 # --- free strings ----------------------------------------------------------------------------
 
@@ -237,8 +236,3 @@ _TOPICS = {
 def generation_key(request_id: str) -> str:
     """Who runs a request."""
     return f"gen:{request_id}"
-
-
-def session_key(session_id: str) -> str:
-    """A conversation."""
-    return f"ctx:{session_id}"

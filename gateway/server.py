@@ -109,11 +109,6 @@ class Server:
         await self._gateway.drain(drain_timeout_s)
         self._server.should_exit = True
 
-    def close_connections(self) -> None:
-        """Part with every client now (1012), and go on accepting."""
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()
-
     async def wait_started(self) -> None:
         await self._server.up.wait()
 

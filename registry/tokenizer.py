@@ -63,11 +63,6 @@ class Tokenizer:
             ChatTemplate.load(path, settings, _special_texts(settings)),
         )
 
-    @property
-    def takes_messages(self) -> bool:
-        """Whether there is a chat template."""
-        return self._chat_template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the tokens that the model expects around a prompt if
         ``add_special_tokens``. Special tokens spelled out in the text are recognised."""

@@ -230,12 +230,6 @@ class Lane:
                 self.end(entry, verdict)
         self.pump()
 
-    def release_all(self) -> list[Entry]:
-        """Everything that waits here, for the queue to take back; nothing is left."""
-        held = [entry for entry in self._waiting if entry.state is State.WAITING]
-        self._waiting.clear()
-        return held
-
     def _tell_queued(self) -> None:
         per_s = self.throughput.per_s(self._parts.clock.monotonic())
         waiting = (entry for entry in self._waiting if entry.state is State.WAITING)

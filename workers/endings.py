@@ -71,11 +71,6 @@ class Endings:
         if entry is not None:
             entry[1].cancel()
 
-    async def drained(self) -> None:
-        """Returns when nothing is ending."""
-        while self._ending:
-            await asyncio.wait([task for _, task in self._ending.values()])
-
     def _forget(self, request_id: str, ended: asyncio.Task[None]) -> None:
         entry = self._ending.get(request_id)
         if entry is not None and entry[1] is ended:

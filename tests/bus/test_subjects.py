@@ -65,7 +65,6 @@ def test_plain_names_are_as_they_were() -> None:
     assert subjects.job("meta/Llama 3.1", Tier.FREE) == "jobs.meta%2FLlama%203%2E1.free"
     assert subjects.frames("g1", "r1") == "tok.g1.r1"
     assert subjects.generation_key("r1") == "gen:r1"
-    assert subjects.session_key("s1") == "ctx:s1"
 
 
 @given(st.text(min_size=1, max_size=400))

@@ -110,7 +110,7 @@ async def test_a_lost_connection_is_shown_and_comes_back(front: RunningGateway, 
     await page.locator("#prompt").fill("hello")
     await page.keyboard.press("Enter")
     await expect(page.locator(".said")).to_have_text("he")
-    front.server.close_connections()
+    front.close_connections()
     await expect(page.locator(".trouble")).to_contain_text("connection was lost")
     await expect(page.locator("#connection")).to_have_attribute("data-state", "open")
     front.worker.stop_before = None

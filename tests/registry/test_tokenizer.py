@@ -27,12 +27,10 @@ def test_a_chat_is_encoded_with_the_template_s_own_special_tokens(tmp_path: Path
     tokenizer = Tokenizer.load(path)
     ids = tokenizer.encode_chat([ChatMessage("user", "mill")])
     assert ids == [3, *tokenizer.encode("mill", add_special_tokens=False), 1, 4]
-    assert tokenizer.takes_messages
 
 
 def test_without_a_template_prompts_only(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, byte_level()))
-    assert not tokenizer.takes_messages
     with pytest.raises(ParameterError, match="prompts only") as caught:
         tokenizer.encode_chat([ChatMessage("user", "mill")])
     assert caught.value.param == "messages"

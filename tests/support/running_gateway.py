@@ -90,6 +90,11 @@ class RunningGateway:
     def ws_url(self) -> str:
         return f"ws://127.0.0.1:{self.server.port}/v1/ws"
 
+    def close_connections(self) -> None:
+        """Part with every client now (1012), and go on accepting."""
+        for connection in list(self.server._server.server_state.connections):
+            connection.shutdown()
+
 
 @asynccontextmanager
 async def running_gateway(config: GatewayConfig | None = None) -> AsyncIterator[RunningGateway]:
