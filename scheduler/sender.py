@@ -105,7 +105,6 @@ class Sender:
             epoch=entry.epoch,
             lease=entry.lease,
             resume_token_ids=entry.resume_token_ids,
-            dispatched_ns=self._clock.now_ns(),
         )
         try:
             reply = await self._bus.control.command(

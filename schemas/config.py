@@ -123,7 +123,6 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     catalogue: str = ""
     log_level: str = "info"
-    metrics_port: int = 0
     nats: NatsConfig = NatsConfig()
     redis: RedisConfig = RedisConfig()
     kafka: KafkaConfig = KafkaConfig()

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.jobs import Job, Tier
+from schemas.jobs import Job
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -34,7 +34,6 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     epoch: int
     lease: str
     resume_token_ids: tuple[int, ...] = ()
-    dispatched_ns: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
@@ -111,7 +110,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_free_blocks: int = 0
     max_tokens_per_request: int = 0
     outstanding_tokens: int = 0
-    tokens_per_s: float = 0.0
     draining: bool = False
     retired: bool = False
     started_ns: int = 0
@@ -128,7 +126,6 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_workers: int = 0
     eta_s: float | None = None
     sent_ns: int = 0
-    queued_by_tier: dict[Tier, int] = {}
 
 
 class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

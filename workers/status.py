@@ -16,7 +16,6 @@ from workers.engine.types import EngineStats
 
 _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8
-_RATE_WEIGHT = 0.3
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,6 @@ class StatusReporter:
         self._draining = False
         self._announced_room = 0.0
         self._urgent = asyncio.Event()
-        self._tokens_per_s = 0.0
-        self._rated = (clock.monotonic(), engine_stats())
         self._queue_depth = 0
 
     def drain(self) -> None:
@@ -91,7 +88,6 @@ class StatusReporter:
             num_free_blocks=stats.num_free_blocks,
             max_tokens_per_request=min(stats.max_tokens_per_request, self._context_window_tokens),
             outstanding_tokens=stats.outstanding_tokens,
-            tokens_per_s=round(self._tokens_per_s, 1),
             draining=self._draining,
             retired=retired,
             started_ns=self._started_ns,
@@ -115,7 +111,6 @@ class StatusReporter:
 
     async def _beat(self) -> None:
         while True:
-            self._rate()
             await self.announce()
             await self._clock.sleep(self._config.heartbeat_s)
 
@@ -169,12 +164,3 @@ class StatusReporter:
         capacity = config.engine.max_num_sequences + config.max_num_waiting
         sequences = 1 - self._num_live() / capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
-
-    def _rate(self) -> None:
-        """Follow the decoding rate, as a moving mean over heartbeats."""
-        then_s, then = self._rated
-        now_s, stats = self._clock.monotonic(), self._engine_stats()
-        if now_s > then_s:
-            rate = (stats.decode_tokens - then.decode_tokens) / (now_s - then_s)
-            self._tokens_per_s += _RATE_WEIGHT * (rate - self._tokens_per_s)
-            self._rated = (now_s, stats)

@@ -24,7 +24,7 @@ from schemas.control import (
     WorkerReply,
 )
 from schemas.errors import PayloadTooLargeError
-from schemas.jobs import Job, Tier
+from schemas.jobs import Job
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 
@@ -123,7 +123,7 @@ class TestBroadcasts:
         other = await broker.connect("listener")
         await other.control.subscribe_queue_status(statuses.append)
         await other.control.subscribe_ended(ends.append)
-        status = QueueStatus(model="m/1", num_queued=3, bound=9, queued_by_tier={Tier.PRO: 3})
+        status = QueueStatus(model="m/1", num_queued=3, bound=9, num_workers=2)
         ended = Ended(worker_id="w/1", request_ids=("a", "b"))
         await bus.control.publish_queue_status(status)
         await bus.control.publish_ended(ended)

@@ -30,7 +30,6 @@ async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:
         status = b.statuses[-1]
         assert (status.num_running, status.num_waiting) == (1, 1)
         assert (status.num_free_blocks, status.outstanding_tokens) == (90, 50)
-        assert status.tokens_per_s == pytest.approx(0.3 * 100 / 0.5)
 
 
 async def test_much_room_that_came_free_is_told_at_once_but_not_too_often(
