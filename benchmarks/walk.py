@@ -4,8 +4,10 @@
 
 Starts ``millrace up`` with the demo model, sends closed loops of 1, 8 and 32 streaming clients
 through gateway, queue, scheduler, worker and back, and runs the same prompts by ``millrace
-generate`` on the engine alone, in one run on one machine. Prints tokens/s, TTFT and the path's
-share: the part of the engine's own throughput that arrives at the clients.
+generate`` on the engine alone, in one run on one machine. The engine alone has the machine to
+itself and takes all cores; beside it stands the engine alone with as many threads as a worker
+takes, which leaves the others to the rest of the path. Prints tokens/s, TTFT, the path's share
+(the part of the engine's own throughput that arrives at the clients) and the TTFT that it adds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +25,7 @@ from typing import Any
 
 from benchmarks.sse_load import LoadResult, run_load
 from tests.support.system import System
+from workers.engine.threads import default_num_threads, usable_cores
 
 CLIENTS = (1, 8, 32)
 _QUESTIONS = (
@@ -47,10 +52,13 @@ def _requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def _engine_alone(folder: Path, requests: list[dict[str, Any]], batch: int) -> dict[str, float]:
+def _engine_alone(
+    folder: Path, requests: list[dict[str, Any]], batch: int, num_threads: int | None = None
+) -> dict[str, float]:
     """The summary that ``millrace generate`` prints for these requests, ``batch`` at a time."""
     lines = (json.dumps({"id": str(i), **request}) for i, request in enumerate(requests))
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     finished = subprocess.run(
         [
             *(sys.executable, "-m", "cli", "generate", "--model", "demo"),
@@ -60,6 +68,7 @@ def _engine_alone(folder: Path, requests: list[dict[str, Any]], batch: int) -> d
         check=True,
         capture_output=True,
         text=True,
+        env={**os.environ, **threads},
     )
     summary = json.loads(finished.stderr.strip().splitlines()[-1])
     assert isinstance(summary, dict)
@@ -72,52 +81,66 @@ async def _through_the_path(url: str, requests: list[dict[str, Any]], clients: i
     return await run_load(url, bodies, clients)
 
 
+def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[str, float]:
+    """The medians of a few rounds, in each of which all are measured in turn."""
+    requests = _requests(max(16, 4 * clients), max_tokens)
+    worker_threads = default_num_threads(usable_cores(), shared=True)
+    alone, alone_shared, path = [], [], []
+    for _ in range(rounds):
+        alone.append(_engine_alone(folder, requests, clients))
+        alone_shared.append(_engine_alone(folder, requests, clients, worker_threads))
+        system = System(folder / "data", ("--port", "18600")).start()
+        try:
+            path.append(asyncio.run(_through_the_path(system.http, requests, clients)))
+        finally:
+            system.stop()
+    engine = statistics.median(run["tokens_per_s"] for run in alone)
+    engine_shared = statistics.median(run["tokens_per_s"] for run in alone_shared)
+    whole = statistics.median(run.tokens_per_s for run in path)
+    engine_ttft = statistics.median(run["p50_ttft_ms"] for run in alone_shared)
+    path_ttft = statistics.median(run.ttft_percentile_ms(0.5) for run in path)
+    return {
+        "clients": clients,
+        "engine_tokens_per_s": engine,
+        "engine_worker_threads_tokens_per_s": engine_shared,
+        "path_tokens_per_s": whole,
+        "path_share": whole / engine,
+        "path_share_of_worker_threads": whole / engine_shared,
+        "engine_ttft_p50_ms": engine_ttft,
+        "path_ttft_p50_ms": path_ttft,
+        "path_ttft_p95_ms": statistics.median(run.ttft_percentile_ms(0.95) for run in path),
+        "added_ttft_p50_ms": path_ttft - engine_ttft,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.walk", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.walk",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         for clients in CLIENTS:
-            requests = _requests(max(16, 4 * clients), arguments.max_tokens)
-            alone, path = [], []
-            for _ in range(arguments.rounds):
-                alone.append(_engine_alone(folder, requests, clients))
-                system = System(folder / "data", ("--port", "18600")).start()
-                try:
-                    path.append(asyncio.run(_through_the_path(system.http, requests, clients)))
-                finally:
-                    system.stop()
-            alone.sort(key=lambda run: run["tokens_per_s"])
-            path.sort(key=lambda run: run.tokens_per_s)
-            rows.append(_row(clients, alone[len(alone) // 2], path[len(path) // 2]))
+            rows.append(_measure(Path(name), clients, arguments.max_tokens, arguments.rounds))
             print(_line(rows[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def _row(clients: int, alone: dict[str, float], path: LoadResult) -> dict[str, float]:
-    return {
-        "clients": clients,
-        "engine_tokens_per_s": alone["tokens_per_s"],
-        "path_tokens_per_s": path.tokens_per_s,
-        "path_share": path.tokens_per_s / alone["tokens_per_s"],
-        "engine_ttft_ms": alone["mean_ttft_ms"],
-        "path_ttft_p50_ms": path.ttft_percentile_ms(0.5),
-        "path_ttft_p95_ms": path.ttft_percentile_ms(0.95),
-    }
-
-
 def _line(row: dict[str, float]) -> str:
     return (
-        f"{row['clients']:>3.0f} clients: "
-        f"engine alone {row['engine_tokens_per_s']:>7.0f} tokens/s, "
-        f"whole path {row['path_tokens_per_s']:>7.0f} ({row['path_share']:.0%}); "
-        f"TTFT p50 {row['path_ttft_p50_ms']:.1f} ms, p95 {row['path_ttft_p95_ms']:.1f} ms "
-        f"(engine alone {row['engine_ttft_ms']:.1f} ms)"
+        f"{row['clients']:>3.0f} clients: engine alone {row['engine_tokens_per_s']:.0f} tokens/s "
+        f"(with a worker's threads {row['engine_worker_threads_tokens_per_s']:.0f}), "
+        f"whole path {row['path_tokens_per_s']:.0f} = {row['path_share']:.0%} "
+        f"({row['path_share_of_worker_threads']:.0%}); TTFT p50 {row['path_ttft_p50_ms']:.1f} ms, "
+        f"p95 {row['path_ttft_p95_ms']:.1f} ms, "
+        f"engine alone p50 {row['engine_ttft_p50_ms']:.1f} ms, "
+        f"added {row['added_ttft_p50_ms']:.1f} ms"
     )
 
 

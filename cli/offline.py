@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_per_s: float
     mean_ttft_ms: float
+    p50_ttft_ms: float
     mean_tpot_ms: float
     num_requests: int
     num_failed: int
@@ -125,6 +127,7 @@ class OfflineBatch:
         return Summary(
             tokens_per_s=round(self._completion_tokens / self._wall_s, 2) if self._wall_s else 0.0,
             mean_ttft_ms=_mean_ms(self._ttft_s),
+            p50_ttft_ms=_median_ms(self._ttft_s),
             mean_tpot_ms=_mean_ms(self._tpot_s),
             num_requests=self._num_requests,
             num_failed=self._num_failed,
@@ -169,6 +172,10 @@ class OfflineBatch:
         if num_tokens > 1:
             decode_s = generated.last_token_s - generated.first_token_s
             self._tpot_s.append(decode_s / (num_tokens - 1))
+
+
+def _median_ms(durations_s: Sequence[float]) -> float:
+    return round(1e3 * statistics.median(durations_s), 3) if durations_s else 0.0
 
 
 def _mean_ms(durations_s: Sequence[float]) -> float:
