@@ -21,6 +21,7 @@ from telemetry.kafka import (
     Offsets,
     ensure_topics,
     make_producer,
+    stop_client,
 )
 from telemetry.ledger import Ledger
 
@@ -115,7 +116,7 @@ class Bridge:
                     await self._ledger.compact()
                     next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
         finally:
-            await producer.stop()
+            await stop_client(producer)
 
     async def _begin(self, producer: AIOKafkaProducer) -> None:
         incarnation = Incarnation(self._config)

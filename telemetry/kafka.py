@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ SUBJECT_HEADER = "subject"
 Offsets = Mapping[TopicPartition, int]
 
 logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 1.5
 
 
 def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
@@ -59,6 +62,15 @@ async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKaf
     if not manages_groups:
         consumer.assign(await _record_partitions(consumer))
     return consumer
+
+
+async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
+    """Close a client; one whose cluster is away would wait for it, and what it holds is in the
+    outbox or in Kafka still."""
+    try:
+        await asyncio.wait_for(client.stop(), _STOP_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("left a Kafka client unflushed", extra={"client": type(client).__name__})
 
 
 async def ensure_topics(config: KafkaConfig) -> bool:
@@ -125,7 +137,7 @@ class Incarnation:
             partitions = await _record_partitions(consumer)
             record_ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
         finally:
-            await consumer.stop()
+            await stop_client(consumer)
         return ends[_MARKER] > 0, record_ends
 
     async def sign(self, producer: AIOKafkaProducer) -> None:

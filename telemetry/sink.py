@@ -14,7 +14,7 @@ from bus.clock import Clock
 from schemas.config import KafkaConfig, TelemetryConfig
 from telemetry.batches import Batch, Row, content_token
 from telemetry.dead_letters import DeadLetters
-from telemetry.kafka import Offsets, ensure_topics, make_producer, start_consumer
+from telemetry.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
 from telemetry.ledger import Ledger
 from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
 from telemetry.tables import Table
@@ -86,9 +86,9 @@ class Sink:
                         await _commit(consumer, batch)
                     await self._note_positions(consumer, batch)
             finally:
-                await producer.stop()
+                await stop_client(producer)
         finally:
-            await consumer.stop()
+            await stop_client(consumer)
 
     async def _gather(self, consumer: AIOKafkaConsumer) -> Batch:
         """Up to ``batch_rows`` messages, or what came within ``batch_interval_s`` of the first."""

@@ -122,6 +122,29 @@ async def kafka_has(kafka: EmbeddedKafka, num_records: int) -> None:
     await asyncio.sleep(0.3)
 
 
+async def test_it_stops_in_time_while_kafka_is_away(
+    bus: NatsBus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    kafka = EmbeddedKafka()
+    process = TelemetryProcess(tmp_path, nats_server.url, KafkaConfig())
+    process.use(kafka)
+    process.start()
+    await process.answers()
+    await publish(bus, 0, 50)
+    await all_landed(process, 50)
+    kafka.close()
+    await publish(bus, 50, 100)
+    assert process.stop() == 0
+    # What Kafka could not take is in the outbox still.
+    kafka = EmbeddedKafka()
+    process.use(kafka)
+    process.start()
+    await process.answers()
+    await all_landed(process, 100)
+    assert process.stop() == 0
+    kafka.close()
+
+
 async def test_nats_restarts_under_a_running_process(
     bus: NatsBus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
