@@ -13,13 +13,13 @@ from gateway.core import Gateway
 from gateway.errors import NotFoundError, TelemetryUnavailableError
 from gateway.http import read_body
 from gateway.parsing import chat_messages, decode
+from registry.served import MAX_INLINE_CHARACTERS
 from schemas.control import TelemetryQuery
 from schemas.errors import MillraceError, ParameterError
 from schemas.openai import ModelList, TokenizeRequest, TokenizeResponse
 
 _JSON = "application/json"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_INLINE_CHARACTERS = 4_096
 
 
 class QueryError(MillraceError):
@@ -63,7 +63,7 @@ class Api:
         if asked.messages is not None:
             messages = chat_messages(asked.messages)
             tokens = await asyncio.to_thread(tokenizer.encode_chat, messages)
-        elif len(asked.prompt or "") > _INLINE_CHARACTERS:
+        elif len(asked.prompt or "") > MAX_INLINE_CHARACTERS:
             tokens = await asyncio.to_thread(
                 tokenizer.encode, asked.prompt or "", asked.add_special_tokens
             )

@@ -18,6 +18,7 @@ from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
 from gateway.stream import Client, OpenStream, status_of
 from gateway.streams import GenerationIndex, StreamTable
+from registry.served import MAX_INLINE_CHARACTERS
 from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError, ParameterError
 from schemas.frames import Cancelled
@@ -25,7 +26,6 @@ from schemas.jobs import Job, Source
 from schemas.records import DeliveryRecord
 
 _TENANT = "local"
-_INLINE_CHARACTERS = 4_096
 _NS_PER_S = 1_000_000_000
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0
@@ -128,7 +128,7 @@ class Gateway:
 
     async def _prepare(self, model: ServedModelLike, job: Job, num_characters: int) -> Job:
         try:
-            if num_characters > _INLINE_CHARACTERS:
+            if num_characters > MAX_INLINE_CHARACTERS:
                 return await asyncio.to_thread(model.prepare, job, self._seed_source)
             return model.prepare(job, self._seed_source)
         except ParameterError as error:

@@ -12,8 +12,11 @@ from registry.checkpoint import ModelConfig, read_model_config
 from registry.source import resolve
 from registry.tokenizer import Tokenizer
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from schemas.sampling import MAX_SEED, SamplingParams
+
+# Beyond this much text, preparing a job takes long enough to leave the event loop for a thread.
+MAX_INLINE_CHARACTERS = 4_096
 
 
 class ServedModel:
@@ -41,9 +44,11 @@ class ServedModel:
         """The job with ``prompt_token_ids`` in place of prompt or messages, ``max_tokens`` set (to
         what the context window leaves, if it was not) and a seed.
 
-        Raises ParameterError naming the field for an empty prompt, a refused conversation or token
-        ids that the model does not have; ContextLengthError if it does not fit.
+        Raises ParameterError naming the field for a tier that may not use the model, an empty
+        prompt, a refused conversation or token ids that the model does not have;
+        ContextLengthError if it does not fit.
         """
+        self._check_tier(job.tier)
         token_ids = self._prompt_token_ids(job)
         sampling = job.sampling
         for token_id in sampling.stop_token_ids:
@@ -59,6 +64,15 @@ class ServedModel:
                 seed=seed_source.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed,
             ),
         )
+
+    def _check_tier(self, tier: Tier) -> None:
+        if tier not in self.entry.tiers:
+            tiers = ", ".join(self.entry.tiers)
+            raise ParameterError(
+                "service_tier",
+                f"The model {self.entry.name} is for the service tiers {tiers}, "
+                f"not for {tier}. Name one of them, or another model.",
+            )
 
     def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
         if job.prompt_token_ids is not None:

@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
+from registry.served import MAX_INLINE_CHARACTERS
 from schemas.jobs import Job
 
-# Beyond this much input, tokenising and checking leave the event loop.
-_INLINE_TOKENS = 4_096
-_INLINE_CHARACTERS = 1_024
+# Beyond this many token ids, checking them leaves the event loop.
+_MAX_INLINE_TOKENS = 4_096
 
 
 class Preparer(Protocol):
@@ -61,7 +61,7 @@ class Shelf:
 
 def _is_short(job: Job) -> bool:
     if job.prompt_token_ids is not None:
-        return len(job.prompt_token_ids) <= _INLINE_TOKENS
+        return len(job.prompt_token_ids) <= _MAX_INLINE_TOKENS
     if job.prompt is not None:
-        return len(job.prompt) <= _INLINE_CHARACTERS
-    return sum(len(message.content) for message in job.messages or ()) <= _INLINE_CHARACTERS
+        return len(job.prompt) <= MAX_INLINE_CHARACTERS
+    return sum(len(message.content) for message in job.messages or ()) <= MAX_INLINE_CHARACTERS

@@ -13,9 +13,12 @@ import httpx
 import pytest
 
 from bus import codec
+from gateway.__main__ import models_of
+from registry.catalogue import load_catalogue
 from schemas.config import GatewayConfig
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from schemas.records import DeliveryRecord
+from tests.support.checkpoints_made import write_catalogue
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
@@ -169,6 +172,23 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             record = await delivery(front)
             assert record.outcome == "slow_client"
             assert record.tokens_delivered < 400
+
+
+async def test_a_tier_that_may_not_use_the_model_is_refused(tmp_path: Path) -> None:
+    models = models_of(load_catalogue(str(write_catalogue(tmp_path, MODEL, "pro"))))
+    async with (
+        running_gateway(models=models) as front,
+        httpx.AsyncClient(base_url=front.url, timeout=20) as http,
+    ):
+        front.worker.script = lambda _job: "fine"
+        body = {"model": MODEL, "prompt": "mill", "max_tokens": 4}
+        refused = await http.post("/v1/completions", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "service_tier")
+        assert "tiers pro, not for free" in error["message"]
+        assert not front.worker.jobs
+        taken = await http.post("/v1/completions", json=body | {"service_tier": "pro"})
+        assert taken.status_code == 200
 
 
 async def test_tokenize(http: httpx.AsyncClient) -> None:

@@ -11,9 +11,13 @@ import pytest
 from registry.catalogue import Catalogue, load_catalogue
 from registry.served import ServedModel
 from schemas.errors import ConfigError, ContextLengthError, ModelNotFoundError, ParameterError
-from schemas.jobs import ChatMessage, Job
+from schemas.jobs import ChatMessage, Job, Tier
 from schemas.sampling import SamplingParams
-from tests.support.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
+from tests.support.checkpoints_made import (
+    CONTEXT_WINDOW_TOKENS,
+    write_catalogue,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +116,12 @@ def test_scaled_rope_may_reach_further(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tiny", rope_scaling={"rope_type": "linear", "factor": 2.0})
     catalogue = catalogue_with_window(tmp_path, 256)
     assert ServedModel.load(catalogue, "tiny").context_window_tokens == 256
+
+
+def test_a_tier_that_may_not_use_the_model(tmp_path: Path) -> None:
+    catalogue = load_catalogue(str(write_catalogue(tmp_path, "tiny", "pro", "batch")))
+    served = ServedModel.load(catalogue, "tiny")
+    assert served.prepare(job(prompt="mill", tier=Tier.BATCH), random.Random(1)).prompt_token_ids
+    with pytest.raises(ParameterError, match="tiers pro, batch, not for free") as caught:
+        served.prepare(job(prompt="mill"), random.Random(1))
+    assert caught.value.param == "service_tier"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import msgspec
 
+from registry.catalogue import load_catalogue
+from registry.served import ServedModel
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Expired, Failed, Queued
-from schemas.jobs import JobResult
+from schemas.jobs import JobResult, Tier
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, World, job
+from tests.support.checkpoints_made import write_catalogue
 
 
 async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
@@ -162,6 +168,25 @@ async def test_a_bad_job_fails_with_frame_record_and_result(world: World) -> Non
     assert isinstance(result, JobResult)
     assert result.error_code == "context_length_exceeded"
     assert not worker.history
+
+
+async def test_a_job_of_a_tier_that_may_not_use_the_model_fails(tmp_path: Path) -> None:
+    catalogue = load_catalogue(str(write_catalogue(tmp_path, "m", "pro")))
+    world = World(load=partial(ServedModel.load, catalogue))
+    await world.open()
+    worker = await world.add_worker()
+    await world.client.jobs.publish(job("r1", store_result=True))
+    await world.client.jobs.publish(job("r2", tier=Tier.PRO))
+    await world.until(lambda: world.terminal("r1") is not None and "r2" in worker.running)
+    frame = world.terminal("r1")
+    assert isinstance(frame, Failed)
+    assert (frame.code, frame.retryable) == ("invalid_parameter", False)
+    assert "tiers pro, not for free" in frame.message
+    record = world.record("r1")
+    assert record is not None
+    assert (record.status, record.error_code) == (Status.FAILED, "invalid_parameter")
+    assert [dispatch.job.request_id for dispatch in worker.history] == ["r2"]
+    await world.close()
 
 
 async def test_a_job_that_no_worker_could_ever_hold_fails(world: World) -> None:

@@ -12,6 +12,7 @@ from bus.clock import ManualClock
 from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
 from scheduler.scheduler import Scheduler
+from scheduler.shelf import Preparer
 from schemas.config import NatsConfig, SchedulerConfig
 from schemas.control import QueueStatus
 from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
@@ -76,7 +77,9 @@ def job(request_id: str, **changes: object) -> Job:
 class World:
     """Everything in one loop; ``until`` is how time goes on."""
 
-    def __init__(self, config: SchedulerConfig = CONFIG) -> None:
+    def __init__(
+        self, config: SchedulerConfig = CONFIG, load: Callable[[str], Preparer] = load_fake
+    ) -> None:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
@@ -85,6 +88,7 @@ class World:
         self.statuses: list[QueueStatus] = []
         self.workers: list[ScriptedWorker] = []
         self.config = config
+        self._load = load
         self.schedulers: list[Scheduler] = []
         self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
@@ -95,7 +99,7 @@ class World:
 
     async def add_scheduler(self) -> Scheduler:
         scheduler = Scheduler(
-            MemoryBus(self.broker), self.config, self.clock, ["m"], load_fake, self.generations
+            MemoryBus(self.broker), self.config, self.clock, ["m"], self._load, self.generations
         )
         await scheduler.parts.shelf.warm("m")
         stopping = asyncio.Event()

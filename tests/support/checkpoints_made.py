@@ -14,6 +14,14 @@ from tests.support.tokenizers_made import CHAT_TEMPLATE, byte_level, write_token
 CONTEXT_WINDOW_TOKENS = 128
 
 
+def write_catalogue(folder: Path, name: str, *tiers: str) -> Path:
+    """A models.yaml in ``folder`` with one small model, for these service tiers."""
+    write_checkpoint(folder / name)
+    file = folder / "models.yaml"
+    file.write_text(f"models:\n  {name}:\n    source: ./{name}\n    tiers: [{', '.join(tiers)}]\n")
+    return file
+
+
 def write_checkpoint(
     path: Path, *, chat_template: str | None = CHAT_TEMPLATE, **changes: Any
 ) -> Path:

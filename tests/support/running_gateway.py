@@ -97,13 +97,16 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def running_gateway(config: GatewayConfig | None = None) -> AsyncIterator[RunningGateway]:
+async def running_gateway(
+    config: GatewayConfig | None = None, models: Models | None = None
+) -> AsyncIterator[RunningGateway]:
     """Serve on a free port until the block ends."""
     config = msgspec.structs.replace(config or GatewayConfig(), port=0, gateway_id="gw-test")
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     worker = EchoWorker(MemoryBus(broker))
-    gateway = Gateway(bus, config, byte_models(), SystemClock(), random.Random(7))
+    seeds = random.Random(7)
+    gateway = Gateway(bus, config, models or byte_models(), SystemClock(), seeds)
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())
     try:
