@@ -18,6 +18,7 @@ from bus import nats
 from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.process import exit_code_of
 from bus.settings import load_config
 from gateway.core import Gateway
 from gateway.models import Models
@@ -32,19 +33,18 @@ _log = logging.getLogger("gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; a configuration error is one sentence and a status of 2."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args(argv)
-    try:
+
+    def run() -> None:
         config = load_config(arguments.config, os.environ)
         configure_logging("gateway", config.log_level)
         _allow_many_sockets()
         uvloop.run(_run(config))
-    except MillraceError as error:
-        print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
+
+    return exit_code_of("gateway", run)
 
 
 def _allow_many_sockets() -> None:

@@ -19,12 +19,12 @@ from bus import nats
 from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.process import exit_code_of
 from bus.settings import load_config
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from scheduler.scheduler import Scheduler
 from schemas.config import Config
-from schemas.errors import MillraceError
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
@@ -64,18 +64,17 @@ async def serve(config: Config) -> None:
 
 
 def main() -> int:
-    """The process; returns its exit code."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args()
-    try:
+
+    def run() -> None:
         config = load_config(arguments.config, os.environ)
         configure_logging("scheduler", config.log_level)
         uvloop.run(serve(config))
-    except MillraceError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 1
-    return 0
+
+    return exit_code_of("scheduler", run)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from bus.api import Bus
 from bus.clock import SystemClock
 from bus.logs import configure_logging
 from bus.nats import connect
+from bus.process import exit_code_of
 from bus.settings import load_config
 from schemas.config import Config
-from schemas.errors import MillraceError
 from telemetry.service import TelemetryService
 from telemetry.store import StoreUnavailableError
 
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 0 after a signal, 1 with one sentence when it cannot run."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
     parser = argparse.ArgumentParser(prog="telemetry", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
-    try:
-        config = load_config(parser.parse_args(arguments).config, os.environ)
+    file = parser.parse_args(arguments).config
+
+    def run() -> None:
+        config = load_config(file, os.environ)
         configure_logging("telemetry", config.log_level)
         asyncio.run(_serve(config))
-    except MillraceError as error:
-        sys.stderr.write(f"telemetry: {error.message}\n")
-        return 1
-    return 0
+
+    return exit_code_of("telemetry", run)
 
 
 async def _serve(config: Config) -> None:

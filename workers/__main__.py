@@ -16,11 +16,11 @@ from bus import nats
 from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.process import exit_code_of
 from bus.settings import load_config
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from schemas.config import Config
-from schemas.errors import MillraceError
 from workers.engine_process import EngineClient
 from workers.worker import Worker
 
@@ -75,19 +75,18 @@ async def _start_engine(
 
 
 def main() -> int:
-    """The process; returns its exit code."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args()
-    try:
+
+    def run() -> None:
         config = load_config(arguments.config, os.environ)
         configure_logging(config.worker.name, config.log_level)
         uvloop.run(serve(config))
-    except MillraceError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 1
-    return 0
+
+    return exit_code_of("workers", run)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

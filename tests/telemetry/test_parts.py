@@ -174,9 +174,9 @@ async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
-    for settings, words in (
-        ({}, "exactly one of clickhouse.url and clickhouse.path"),
-        ({"MILLRACE_CLICKHOUSE__PAHT": "x"}, "paht"),
+    for settings, words, code in (
+        ({}, "exactly one of clickhouse.url and clickhouse.path", 2),
+        ({"MILLRACE_CLICKHOUSE__PAHT": "x"}, "paht", 2),
         (
             {
                 "MILLRACE_CLICKHOUSE__PATH": str(tmp_path / "store"),
@@ -185,6 +185,7 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
                 "MILLRACE_NATS__CONNECT_TIMEOUT_S": "0.5",
             },
             "NATS",
+            1,
         ),
     ):
         done = subprocess.run(
@@ -196,7 +197,8 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
             timeout=30,
             check=False,
         )
-        assert done.returncode == 1
+        assert done.returncode == code
+        assert done.stderr.splitlines()[-1].startswith("telemetry: ")
         assert words.lower() in done.stderr.splitlines()[-1].lower()
         assert "Traceback" not in done.stderr
 

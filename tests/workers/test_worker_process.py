@@ -253,6 +253,7 @@ def test_a_bad_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("workers: ")
     assert "nmae" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
