@@ -1,9 +1,16 @@
-"""Logs as one JSON object a line on stderr. Prompts and completions never go in."""
+"""Logs as one JSON object a line on stderr. Prompts and completions never go in.
+
+Of an exception a line has the types and where it was raised, not its message: libraries quote their
+input in it, which may be somebody's prompt.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import textwrap
+import traceback
 from datetime import UTC, datetime
 
 import msgspec
@@ -23,17 +30,47 @@ class JsonFormatter(logging.Formatter):
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.name == "asyncio":
+            # What follows its first line are the things at hand, with what is in them.
+            message = message.partition("\n")[0]
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "component": self._component,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": message,
         }
         line |= {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1] is not None:
+            line["exception"] = stack_of(record.exc_info[1])
         return self._encoder.encode(line).decode()
+
+
+def stack_of(error: BaseException) -> str:
+    """The traceback of an error, behind those of its causes, without any message; of an error of
+    the operating system also the system's own word for it."""
+    parts: list[str] = []
+    link: BaseException | None = error
+    shown: set[int] = set()
+    while link is not None and id(link) not in shown:
+        shown.add(id(link))
+        parts.append(_link(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return "\nwhich led to\n".join(reversed(parts))
+
+
+def _link(error: BaseException) -> str:
+    kind = type(error)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    text = f"Traceback (most recent call last):\n{frames}{name}"
+    if isinstance(error, OSError) and error.errno is not None:
+        text += f": {os.strerror(error.errno)}"
+    if isinstance(error, BaseExceptionGroup):
+        members = "\n".join(stack_of(member) for member in error.exceptions)
+        text += ", of\n" + textwrap.indent(members, "  ")
+    return text
 
 
 def configure_logging(component: str, level: str = "info") -> None:

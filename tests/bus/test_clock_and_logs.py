@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bus.clock import ManualClock, SystemClock
-from bus.logs import configure_logging
+from bus.logs import configure_logging, stack_of
 from schemas.errors import ConfigError
 
 
@@ -86,7 +87,53 @@ def test_a_line(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str])
     assert read["message"] == "it failed: é"
     assert read["request_id"] == "r1"
     assert "Traceback" in read["exception"]
-    assert "\n" in read["exception"]
+    assert read["exception"].endswith("\njson.decoder.JSONDecodeError")
+
+
+def test_what_an_exception_quotes_is_not_logged(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "my secret"
+
+    def tokenise(text: str) -> None:
+        try:
+            dict[str, int]().pop(text)
+        except KeyError as error:
+            error.add_note(text)
+            raise ExceptionGroup(text, [ValueError(text), OSError(errno.ENOSPC, text)]) from error
+
+    configure_logging("gateway", "info")
+    try:
+        tokenise(prompt)
+    except ExceptionGroup as error:
+        logging.getLogger("gateway.test").exception("it failed")
+        # As the event loop tells of a task that nobody waited for.
+        told = {"message": "never retrieved", "future": repr(error), "exception": error}
+        loop = asyncio.new_event_loop()
+        loop.default_exception_handler(told)
+        loop.close()
+    shown = capsys.readouterr().err
+    assert prompt not in shown
+    logged, told_by_loop = (json.loads(line) for line in shown.splitlines())
+    assert told_by_loop["message"] == "never retrieved"
+    first = logged["exception"]
+    assert first == told_by_loop["exception"]
+    assert "in tokenise" in first
+    assert [word for word in first.splitlines() if not word.startswith(" ")] == [
+        "Traceback (most recent call last):",
+        "KeyError",
+        "which led to",
+        "Traceback (most recent call last):",
+        "ExceptionGroup, of",
+    ]
+    assert "  ValueError" in first
+    assert "  OSError: No space left on device" in first
+
+
+def test_causes_that_go_in_a_circle() -> None:
+    first, second = ValueError(), TypeError()
+    first.__cause__, second.__cause__ = second, first
+    assert stack_of(first).count("which led to") == 1
 
 
 def test_an_unknown_level(root_logger: logging.Logger) -> None:
