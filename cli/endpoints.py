@@ -1,11 +1,11 @@
-"""Where a running system is: what ``millrace up`` wrote down, or what the configuration says."""
+"""Where a running system is: what the environment says, or what ``millrace up`` wrote down."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from schemas.config import Config
 
 DEFAULT_DATA = Path("data")
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +53,9 @@ def read_endpoints(data: Path) -> Endpoints | None:
 
 
 def locate(data: Path, nats_url: str | None = None) -> Config:
-    """The configuration with the addresses to use: ``nats_url`` if given, else those of the system
-    that runs on ``data``, else ``MILLRACE_*`` variables and defaults."""
+    """The configuration with the addresses to use: ``nats_url`` if given, else those that
+    ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
+    defaults."""
     from bus.settings import load_config
 
     config = load_config(None, os.environ)
@@ -61,13 +63,20 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
     if endpoints is not None:
         config = msgspec.structs.replace(
             config,
-            nats=msgspec.structs.replace(config.nats, url=endpoints.nats),
-            redis=msgspec.structs.replace(config.redis, url=endpoints.redis),
-            kafka=msgspec.structs.replace(config.kafka, bootstrap_servers=endpoints.kafka),
-            clickhouse=msgspec.structs.replace(config.clickhouse, url=endpoints.clickhouse),
+            nats=_at(config.nats, "nats", "url", endpoints.nats),
+            redis=_at(config.redis, "redis", "url", endpoints.redis),
+            kafka=_at(config.kafka, "kafka", "bootstrap_servers", endpoints.kafka),
+            clickhouse=_at(config.clickhouse, "clickhouse", "url", endpoints.clickhouse),
         )
     if nats_url is not None:
         config = msgspec.structs.replace(
             config, nats=msgspec.structs.replace(config.nats, url=nats_url)
         )
     return config
+
+
+def _at(section: _S, section_name: str, key: str, address: str) -> _S:
+    """The section with ``address`` as its ``key``, unless a variable names another."""
+    if f"MILLRACE_{section_name}__{key}".upper() in os.environ:
+        return section
+    return msgspec.structs.replace(section, **{key: address})

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument, locate
+from cli.endpoints import add_data_argument, locate, read_endpoints
 from schemas.errors import MillraceError
 
 if TYPE_CHECKING:
@@ -76,13 +76,15 @@ def _checked(query: str) -> str:
 
 
 def _ask(sql: str, data: Path, config: ClickHouseConfig) -> bytes:
-    """The answer of the server, or of the embedded store if no process has it open."""
+    """The answer of the server; of the embedded store if none is configured, or if that of the
+    system on ``data`` has ended."""
     store = Path(config.path or data / "clickhouse")
     if config.url:
         try:
             return _post(sql, config)
         except StoreAwayError:
-            if not store.is_dir():
+            ran_here = read_endpoints(data)
+            if ran_here is None or config.url != ran_here.clickhouse or not store.is_dir():
                 raise
     if not store.is_dir():
         raise StoreAwayError(

@@ -13,8 +13,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from cli.endpoints import locate
 from cli.main import main
 from cli.rows import parse_rows, render
+from schemas.config import NatsConfig
 from schemas.errors import MillraceError
 
 ANSWER = b"""{
@@ -131,6 +133,43 @@ def test_nothing_there_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "nothing runs on" in capsys.readouterr().err
 
 
+def test_a_server_that_is_named_is_asked_and_no_other(
+    server: ThreadingHTTPServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the system that runs on the folder nor the store in it answers in its place."""
+    (tmp_path / "clickhouse").mkdir()
+    write_endpoints(tmp_path, clickhouse="http://127.0.0.1:9")
+    assert main(["sql", "SELECT 1", "--data", str(tmp_path)]) == 0
+    assert server.seen[1] == "SELECT 1"  # type: ignore[attr-defined]
+    monkeypatch.setenv("MILLRACE_CLICKHOUSE__URL", "http://127.0.0.1:10")
+    assert main(["sql", "SELECT 1", "--data", str(tmp_path)]) == 2
+    assert "no ClickHouse answers at http://127.0.0.1:10" in capsys.readouterr().err
+
+
+def test_where_a_system_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument, then a variable, then what runs on the folder, then the defaults."""
+    default = locate(tmp_path)
+    assert default.nats.url == NatsConfig().url
+    write_endpoints(tmp_path, nats="nats://here:1", redis="redis://here:2", kafka="here:3")
+    found = locate(tmp_path)
+    assert (found.nats.url, found.redis.url) == ("nats://here:1", "redis://here:2")
+    assert found.kafka.bootstrap_servers == "here:3"
+    monkeypatch.setenv("MILLRACE_NATS__URL", "nats://named:4")
+    named = locate(tmp_path)
+    assert (named.nats.url, named.redis.url) == ("nats://named:4", "redis://here:2")
+    assert locate(tmp_path, "nats://argued:5").nats.url == "nats://argued:5"
+
+
+def write_endpoints(data: Path, **addresses: str) -> None:
+    """As ``millrace up`` does."""
+    (data / "run").mkdir()
+    endpoints = dict.fromkeys(("http", "nats", "redis", "kafka", "clickhouse"), "") | addresses
+    (data / "run" / "endpoints.json").write_text(json.dumps(endpoints))
+
+
 def test_straight_from_the_store_that_a_system_left(tmp_path: Path) -> None:
     """In processes of their own: the engine holds a store until its process ends."""
     script = (
@@ -143,11 +182,7 @@ def test_straight_from_the_store_that_a_system_left(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "clickhouse")], check=True)
     # The address of a system that was killed.
-    (tmp_path / "run").mkdir()
-    gone = dict.fromkeys(("http", "nats", "redis", "kafka"), "") | {
-        "clickhouse": "http://127.0.0.1:9"
-    }
-    (tmp_path / "run" / "endpoints.json").write_text(json.dumps(gone))
+    write_endpoints(tmp_path, clickhouse="http://127.0.0.1:9")
 
     def sql(query: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "cli", "sql", query, "--format", "json"]
