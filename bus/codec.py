@@ -67,6 +67,8 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedMessageError(str(error)) from error
+        except RecursionError as error:
+            raise MalformedMessageError("it is nested too deeply") from error
         raise MalformedMessageError(
             f"the Content-Type must be {JSON} or {MSGPACK}, or absent for MessagePack"
         )

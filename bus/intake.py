@@ -6,7 +6,7 @@ import msgspec
 
 from bus import codec, subjects
 from schemas.errors import MalformedMessageError
-from schemas.jobs import Job, Tier
+from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, Tier, check_length
 
 MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
@@ -21,6 +21,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     store_result: bool = False
     frames_as_json: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "reply", "tenant"):
+            check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
+        check_length("model", self.model, MAX_LABEL_CHARACTERS)
 
 
 class _Stated(msgspec.Struct, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine
+from typing import Any
 
 from scheduler import placement
 from scheduler.entry import Entry, State
@@ -13,7 +15,7 @@ from scheduler.sender import Result, Sender, Sent
 from scheduler.throughput import Throughput, eta_s
 from scheduler.verdicts import Verdict, failed, refused
 from schemas.control import Cancel
-from schemas.errors import BusUnavailableError, ContextLengthError
+from schemas.errors import BusUnavailableError, ContextLengthError, MillraceError
 from schemas.frames import Queued
 
 logger = logging.getLogger(__name__)
@@ -126,12 +128,7 @@ class Lane:
     # --- sending ---
 
     async def _dispatch(self, entry: Entry) -> None:
-        try:
-            sent = await self._sender.send(entry, entry.worker_id)
-        except BusUnavailableError:
-            self._take_back(entry)
-            return
-        self._follow(entry, sent)
+        await self._follow_up(entry, self._sender.send(entry, entry.worker_id))
 
     async def continue_where_it_runs(self, entry: Entry, worker_id: str) -> None:
         """The queue delivered a job again that a live worker has: it goes on under the new lease,
@@ -142,11 +139,22 @@ class Lane:
         worker = fleet.get(worker_id)
         if worker is not None and entry.request_id not in worker.runs:
             fleet.reserve(worker_id, entry.request_id, entry.need)
+        await self._follow_up(entry, self._sender.continue_at(entry, worker_id))
+
+    async def _follow_up(self, entry: Entry, sending: Coroutine[Any, Any, Sent]) -> None:
         try:
-            sent = await self._sender.continue_at(entry, worker_id)
+            sent = await sending
         except BusUnavailableError:
             self._take_back(entry)
             return
+        except Exception as error:
+            # A bug here ends one job: it may not keep a worker's room and a lease for ever.
+            logger.exception(
+                "a job could not be dispatched", extra={"request_id": entry.request_id}
+            )
+            message = f"The job could not be dispatched: {type(error).__name__}."
+            verdict = failed(MillraceError.code, message, retryable=False)
+            sent = Sent(Result.ENDS, verdict)
         self._follow(entry, sent)
 
     def _follow(self, entry: Entry, sent: Sent) -> None:

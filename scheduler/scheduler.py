@@ -37,6 +37,9 @@ class Scheduler:
 
     ``load_model`` may block. ``known_models`` is the whole catalogue; those in ``config.models``,
     or all of them, are served. Raises ModelNotFoundError if one of them is not in the catalogue.
+
+    ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
+    not look alive.
     """
 
     def __init__(
@@ -86,14 +89,12 @@ class Scheduler:
         self.parts.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            for intake in self._intakes:
-                self._pulls.spawn(intake.run(), "pull")
-            for watch in self._watches:
-                self._services.spawn(watch.run(), "watch the queue")
-            self._services.spawn(self._strays.run(), "look for strays")
-            self._services.spawn(self._watchman.run(), "watch")
+            loops = [self._pulls.spawn(intake.run(), "pull") for intake in self._intakes]
+            loops += [self._services.spawn(one.run(), "watch the queue") for one in self._watches]
+            loops.append(self._services.spawn(self._strays.run(), "look for strays"))
+            loops.append(self._services.spawn(self._watchman.run(), "watch"))
             self.ready.set()
-            await stopping.wait()
+            await _until_set(stopping, loops)
             for lane in self.lanes.values():
                 lane.stop()
             await self._pulls.close()
@@ -235,3 +236,15 @@ class Scheduler:
     def _on_reconnect(self) -> None:
         self._watchman.reconnected()
         self._pump()
+
+
+async def _until_set(stopping: asyncio.Event, loops: Collection[asyncio.Task[None]]) -> None:
+    """Return when ``stopping`` is set; raises what a loop fails with before that."""
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([waiting, *loops], return_when=asyncio.FIRST_COMPLETED)
+        for loop in loops:
+            if loop.done():
+                loop.result()
+    finally:
+        waiting.cancel()

@@ -11,6 +11,11 @@ from schemas.sampling import SamplingParams
 
 PUBLIC_MODEL_AUTO = "auto"
 
+# Names that become tokens of a subject: two of them, encoded, must fit the server's protocol line.
+MAX_NAME_CHARACTERS = 128
+MAX_LABEL_CHARACTERS = 256
+MAX_TIME_NS = 2**63 - 1
+
 
 class Tier(StrEnum):
     """Service tiers, from the most to the least urgent."""
@@ -52,6 +57,8 @@ class Job(
     came in as JSON gets. ``store_result`` keeps the final result for 24 h.
     ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
     when an answer is of no use any more.
+
+    Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
 
     request_id: str
@@ -77,8 +84,21 @@ class Job(
         given = [x for x in (self.prompt, self.messages, self.prompt_token_ids) if x is not None]
         if len(given) != 1:
             raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
-        if not self.request_id or len(self.request_id) > 128:
-            raise ValueError("request_id must have 1 to 128 characters")
+        if not self.request_id:
+            raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
+        for name in ("request_id", "reply", "tenant"):
+            check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
+        for name in ("model", "model_requested", "user", "session_id"):
+            check_length(name, getattr(self, name), MAX_LABEL_CHARACTERS)
+        for name in ("received_ns", "deadline_ns"):
+            if not 0 <= (getattr(self, name) or 0) <= MAX_TIME_NS:
+                raise ValueError(f"{name} must be between 0 and {MAX_TIME_NS}")
+
+
+def check_length(name: str, value: str, max_characters: int) -> None:
+    """Raises ValueError if a name is longer than what the bus carries."""
+    if len(value) > max_characters:
+        raise ValueError(f"{name} must have at most {max_characters} characters")
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from schemas.errors import ParameterError
 
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,8 +45,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.top_p == 0.0:
             raise ParameterError("top_p", "top_p must be above 0")
         _within("min_p", self.min_p, 0.0, 1.0)
-        if self.top_k < 0:
-            raise ParameterError("top_k", f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise ParameterError(
+                "top_k", f"top_k must be between 0 (off) and {MAX_TOP_K}, got {self.top_k}"
+            )
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ParameterError("seed", f"seed must be between 0 and {MAX_SEED}, got {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:

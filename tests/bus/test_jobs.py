@@ -270,6 +270,8 @@ class TestDeadLetters:
             (b'{"request_id":"r1","model":"demo","tier":"pro","prompt":"x"}', "application/json"),
             (b'{"request_id":"r1","model":"demo"}', "application/json"),
             (b'{"request_id":"r1","model":"demo","prompt":"x","colour":1}', "application/json"),
+            (b'{"colour":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "application/json"),
+            (b"\x81\xa6colour" + b"\x91" * 10_000 + b"\xc0", None),
             (b'{"request_id":"r1","model":"demo","prompt":"x"}', "text/plain"),
         ],
     )
@@ -310,6 +312,29 @@ class TestDeadLetters:
         result = await bus.results.fetch("local", "r1")
         assert result is not None
         assert (result.status, result.error_code) == ("failed", "malformed_message")
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"reply": "r" * 5_000},
+            {"tenant": "t" * 5_000, "store_result": True},
+            {"user": "u" * 300_000},
+            {"received_ns": 2**70},
+            {"received_ns": -1},
+            {"deadline_ns": 2**63},
+            {"sampling": {"top_k": 2**70}},
+        ],
+    )
+    async def test_what_could_not_be_carried_to_its_end_is_buried(
+        self, bus: Bus, broker: Broker, fields: dict[str, object]
+    ) -> None:
+        body = {"request_id": "r1", "model": "demo", "prompt": "x", **fields}
+        await broker.store("jobs.demo.free", msgspec.json.encode(body), codec.JSON_HEADERS)
+        await bus.jobs.publish(Job(request_id="good", model="demo", prompt="x"))
+        pulled = await bus.jobs.pull("demo", 5, 2.0)
+        assert [leased.job.request_id for leased in pulled] == ["good"]
+        (dead,) = await broker.dead_jobs()
+        assert dead.reason == "malformed"
 
     async def test_a_job_that_nobody_finishes_is_given_up(self, bus: Bus, broker: Broker) -> None:
         frames: list[tuple[str, Frame]] = []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
+import pytest
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
@@ -168,6 +171,38 @@ async def test_a_bad_job_fails_with_frame_record_and_result(world: World) -> Non
     assert isinstance(result, JobResult)
     assert result.error_code == "context_length_exceeded"
     assert not worker.history
+
+
+async def test_a_job_that_cannot_be_sent_is_answered_and_holds_no_room(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.add_worker(num_slots=1)
+    control = world.schedulers[0].parts.bus.control
+    command = control.command
+
+    async def fail_once(*args: Any) -> Any:
+        monkeypatch.setattr(control, "command", command)
+        raise OverflowError
+
+    monkeypatch.setattr(control, "command", fail_once)
+    await world.client.jobs.publish(job("r1"))
+    await world.client.jobs.publish(job("r2"))
+    await world.until(lambda: "r2" in worker.running)
+    frame = world.terminal("r1")
+    assert isinstance(frame, Failed)
+    assert (frame.code, frame.retryable) == ("internal_error", False)
+    await worker.finish("r2")
+    await world.until(lambda: world.num_stored == 0)
+
+
+async def test_a_scheduler_that_cannot_pull_any_more_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = world.schedulers[0].parts.bus.jobs
+    monkeypatch.setattr(jobs, "pull", AsyncMock(side_effect=LookupError))
+    await world.add_worker()
+    with pytest.raises(LookupError):
+        await world.ended()
 
 
 async def test_a_job_of_a_tier_that_may_not_use_the_model_fails(tmp_path: Path) -> None:

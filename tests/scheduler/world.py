@@ -122,6 +122,13 @@ class World:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    async def ended(self, index: int = 0) -> None:
+        """Wait for a scheduler that ends by itself; raises what it ends with."""
+        self.schedulers.pop(index)
+        _, task = self._running.pop(index)
+        await self.until(task.done)
+        await task
+
     async def close(self) -> None:
         for worker in self.workers:
             if worker.alive:
