@@ -86,8 +86,9 @@ class SocketSession(Client):
             text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
             return Error(code="invalid_parameter", message=text, param="id")
         if message.id in self._generations:
+            # Without its id, which would end the one that runs.
             text = f"A generation with the id {message.id!r} runs on this socket."
-            return Error(code="duplicate_id", message=text, param="id", id=message.id)
+            return Error(code="duplicate_id", message=text, param="id")
         if len(self._generations) >= limit:
             text = f"{limit} generations run on this socket; wait for one to end."
             return Error(code="too_many_generations", message=text, id=message.id)
@@ -97,6 +98,9 @@ class SocketSession(Client):
         self._starting.add(task)
         task.add_done_callback(partial(self._check_start, generation))
         return None
+
+    def runs(self, generation_id: str) -> bool:
+        return generation_id in self._generations
 
     def cancel(self, generation_id: str) -> None:
         """Stop a generation; its ``done`` follows."""

@@ -85,7 +85,7 @@ class WebSocketHandler:
         try:
             message = decode(self._decoder, payload)
         except MillraceError as error:
-            session.say(self._malformed(payload, error))
+            session.say(self._malformed(payload, error, session))
             return
         if isinstance(message, Generate):
             refused = session.generate(message)
@@ -96,14 +96,17 @@ class WebSocketHandler:
         else:
             session.say_text(_PONG)
 
-    def _malformed(self, payload: str | bytes, error: MillraceError) -> Error:
-        """The error for a message that is not one, to the id that it names if it can be read."""
+    def _malformed(
+        self, payload: str | bytes, error: MillraceError, session: SocketSession
+    ) -> Error:
+        """The error for a message that is not one, to the id that it names if it can be read; not
+        to that of a generation that runs, which would end with it."""
         try:
             fields = _loose(payload)
         except InvalidJsonError as not_json:
             return Error(code=not_json.code, message=not_json.message)
         named = fields.get("id")
-        known_id = named if isinstance(named, str) else None
+        known_id = named if isinstance(named, str) and not session.runs(named) else None
         if fields.get("type") not in _MESSAGE_TYPES:
             text = f"type must be one of {', '.join(_MESSAGE_TYPES)}."
             return Error(code="unknown_message_type", message=text, param="type", id=known_id)
