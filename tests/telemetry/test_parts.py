@@ -21,6 +21,7 @@ from bus import subjects
 from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig
+from telemetry.kafka import ensure_topics, make_producer, stop_client
 from telemetry.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
 from telemetry.supervision import keep_running
 from tests.support.servers import free_port
@@ -154,6 +155,23 @@ def test_the_embedded_kafka_says_where_it_is_and_ends_when_told(tmp_path: Path) 
     assert file.read_text().strip() == printed
     process.send_signal(signal.SIGTERM)
     assert process.wait(5.0) == 0
+
+
+async def test_the_embedded_kafka_ends_under_its_clients(tmp_path: Path) -> None:
+    process = _start_kafka(tmp_path / "bootstrap")
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    kafka = KafkaConfig(bootstrap_servers=address)
+    await ensure_topics(kafka)
+    producer = make_producer(kafka)
+    await producer.start()
+    try:
+        await producer.send_and_wait(subjects.REQUESTS_TOPIC, b"x")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 5.0) == 0
+    finally:
+        process.kill()
+        await stop_client(producer)
 
 
 async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
