@@ -23,6 +23,7 @@ from schemas.errors import ConfigError
 _BACKLOG = 4_096
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1
+_MAX_HEAD_BYTES = 65_536
 _NOTSENT_LOWAT_BYTES = 16_384
 _GC_THRESHOLDS = (50_000, 50, 50)
 
@@ -137,12 +138,28 @@ class _QuietServer(uvicorn.Server):
 
 
 class _HttpProtocol(HttpToolsProtocol):
-    """Hands handlers a way to cut a client off that does not read."""
+    """Bounds a request's head, which the parser does not, and hands handlers a way to cut a client
+    off that does not read."""
+
+    _head_bytes: int | None = None  # of the head that is being received; None: none is
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is None:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request is limited to {_MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head_bytes = 0
         extensions: dict[str, Any] = {ABORT_EXTENSION: self.transport.abort}
         self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        super().on_headers_complete()
 
 
 class _WebSocketProtocol(WebSocketsSansIOProtocol):

@@ -117,6 +117,18 @@ async def test_a_chunked_body_is_refused_before_it_is_whole() -> None:
         assert "50000" in answer.json()["error"]["message"]
 
 
+async def test_a_head_without_end_is_refused(front: RunningGateway) -> None:
+    url = httpx.URL(front.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 60_000)
+    await writer.drain()
+    writer.write(b"a" * 20_000)
+    answer = await asyncio.wait_for(reader.read(), 5.0)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"65536 bytes" in answer
+    writer.close()
+
+
 async def test_a_job_over_the_bus_limit_is_a_413() -> None:
     async with (
         running_gateway() as front,
