@@ -116,7 +116,7 @@ class SampleMaker:
         return Sample(token_ids, is_learnt)
 
     def _draw_pair(self) -> Pair:
-        if self._declined and self._rng.random() < 0.20:
+        if self._declined and self._rng.random() < 0.26:
             return self._rng.choice(self._declined)
         return self._rng.choice(self._in_domain)
 
