@@ -305,7 +305,8 @@ def _nats_config(port: int, store: Path) -> str:
             "server_name: millrace",
             "max_payload: 8MB",
             # An accepted job is on the disk before its publisher hears so.
-            f'jetstream {{ store_dir: "{store}", sync_interval: always }}',
+            # A JSON string is a string of NATS's configuration too, whatever the path holds.
+            f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}",
             "",
         ]
     )

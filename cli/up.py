@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
     parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
     parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
-    parser.add_argument("--log-level", help="debug, info, warning or error (default: info)")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(handler=run)
 
 
@@ -59,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
-    (data / "run").mkdir(parents=True, exist_ok=True)
+    try:
+        (data / "run").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--data {_shown(data)} cannot be used: {error.strerror}.") from error
     with (data / "run" / "up.pid").open("a+") as lock:
         _take_lock(lock, data)
         try:

@@ -46,3 +46,28 @@ def test_an_unknown_setting_is_refused_by_name(
     monkeypatch.setenv("MILLRACE_GATEWAY__PROT", "9000")
     assert main(["up", "--data", str(tmp_path)]) == 2
     assert "prot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "-1"], "between 1 and 65535, got -1"),
+        (["--port", "99999"], "between 1 and 65535, got 99999"),
+        (["--host", "192.0.2.1"], "not an address of this machine"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_before_anything_starts(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--data", str(tmp_path), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("nats.*"))
+
+
+def test_a_data_folder_that_cannot_be_made_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["up", "--data", str(tmp_path / "file")]) == 2
+    assert "cannot be used" in capsys.readouterr().err
