@@ -12,9 +12,10 @@ import msgspec
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from schemas.config import Config
+    from schemas.config import Config, NatsConfig
 
 DEFAULT_DATA = Path("data")
+_NAMES_NATS = {"MILLRACE_NATS__URL", "MILLRACE_CONFIG"}
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -73,6 +74,17 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
             config, nats=msgspec.structs.replace(config.nats, url=nats_url)
         )
     return config
+
+
+def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
+    """Where to send a job. Raises ConfigError if nothing says where: a guess could reach another
+    system than the one that is meant."""
+    named = nats_url is not None or not _NAMES_NATS.isdisjoint(os.environ)
+    if not named and read_endpoints(data) is None:
+        raise ConfigError(
+            f"Nothing runs on {data}. Start it with millrace up --data {data}, or give --nats URL."
+        )
+    return locate(data, nats_url).nats
 
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:

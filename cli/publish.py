@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument, locate
+from cli.endpoints import add_data_argument, locate_nats
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
     from bus import nats
     from cli.answers import print_result, stream_answer
 
-    bus = await nats.connect(locate(arguments.data, arguments.nats).nats, "millrace-publish")
+    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-publish")
     try:
         if arguments.no_wait:
             await bus.jobs.publish(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cli.endpoints import locate
+from cli.endpoints import locate_nats
 from cli.publish import add_bus_arguments
 
 
@@ -32,7 +32,7 @@ async def _fetch(arguments: argparse.Namespace) -> int:
     from bus import nats
     from cli.answers import print_result
 
-    bus = await nats.connect(locate(arguments.data, arguments.nats).nats, "millrace-result")
+    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-result")
     try:
         return await print_result(bus, arguments.tenant, arguments.request_id, arguments.timeout)
     finally:

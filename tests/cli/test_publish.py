@@ -224,3 +224,13 @@ def test_a_printer_writes_each_token_once() -> None:
     assert printer.ended.is_set()
     printer.show_rest("abcde")
     assert "".join(written) == "abcde"
+
+
+@pytest.mark.parametrize(
+    "command", [["publish", "--model", "demo", "--prompt", "x"], ["result", "r"]]
+)
+def test_a_folder_on_which_nothing_runs_is_said(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--data", str(tmp_path)]) == 2
+    assert "Nothing runs on" in capsys.readouterr().err
