@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
@@ -95,6 +96,7 @@ async def test_telemetry_and_kafka_die_together(
         await process.answers()
         await publish(bus, (life - 1) * 300, life * 300)
         await kafka_has(kafka, life * 300)
+        await outbox_is_acknowledged(nats_server)
         assert await process.sql("SELECT count() FROM requests") == "0"
         process.kill()
         kafka.close()
@@ -107,8 +109,22 @@ async def test_telemetry_and_kafka_die_together(
     kafka.close()
 
 
+async def outbox_is_acknowledged(nats_server: NatsServer) -> None:
+    """Wait until the bridge has told the outbox of all that it sent."""
+    client = await nats.connect(nats_server.url)
+
+    async def done() -> bool:
+        consumer = await client.jetstream().consumer_info(
+            subjects.OUTBOX_STREAM, subjects.BRIDGE_CONSUMER
+        )
+        return (consumer.num_ack_pending, consumer.num_pending) == (0, 0)
+
+    await eventually(done, timeout_s=20, what="the outbox is acknowledged")
+    await client.close()
+
+
 async def kafka_has(kafka: EmbeddedKafka, num_records: int) -> None:
-    """Wait until the bridge has sent that many, and acknowledged them to the outbox."""
+    """Wait until the bridge has sent that many."""
     consumer = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap_servers)
     await consumer.start()
     partitions = [TopicPartition(subjects.REQUESTS_TOPIC, number) for number in range(4)]
@@ -119,7 +135,6 @@ async def kafka_has(kafka: EmbeddedKafka, num_records: int) -> None:
 
     await eventually(sent, timeout_s=20, what=f"{num_records} records in Kafka")
     await consumer.stop()
-    await asyncio.sleep(0.3)
 
 
 async def test_it_stops_in_time_while_kafka_is_away(

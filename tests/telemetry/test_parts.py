@@ -53,10 +53,12 @@ class MoodyStore(Store):
     """Fails now and then on demand."""
 
     away = False
+    num_times_away = 0
     refused_id = ""
 
     async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
         if self.away:
+            self.num_times_away += 1
             raise StoreUnavailableError("away for a test")
         if self.refused_id and self.refused_id in columns[0]:
             raise RejectedRowsError("refused for a test")
@@ -72,7 +74,7 @@ async def test_the_sink_waits_for_a_store_that_is_away(
     for number in range(50):
         await bus.outbox.publish(request_record(number))
     async with running(bus, moody, embedded_kafka):
-        await asyncio.sleep(1.0)
+        await eventually(lambda: moody.num_times_away >= 3, what="the sink tries again")
         assert await count(store) == 0
         moody.away = False
 
@@ -93,7 +95,8 @@ async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop
         record = msgspec.structs.replace(request_record(number), user=secrets.token_hex(2_500))
         await bus.outbox.publish(record)
     async with running(bus, moody, embedded_kafka) as service:
-        await asyncio.sleep(2.0)
+        # By then the bridge has sent all that it lets Kafka hold.
+        await eventually(lambda: moody.num_times_away >= 4, what="the sink tries again")
         moody.away = False
 
         async def landed() -> bool:
