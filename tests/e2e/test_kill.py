@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.clients import Answer, ask_sse, ask_websocket
@@ -37,7 +38,7 @@ async def _num_rows(system: System, answers: list[Answer]) -> tuple[int, int]:
     return int(row["num_rows"]), int(row["num_requests"])
 
 
-async def _kill_while_streaming(system: System, http: httpx.AsyncClient, part: str) -> list[Answer]:
+async def _start_streams(system: System, http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
     tasks = await _ask_all(system, http)
 
     async def all_run() -> bool:
@@ -45,9 +46,16 @@ async def _kill_while_streaming(system: System, http: httpx.AsyncClient, part: s
         return bool(health["open_streams"] >= NUM_STREAMS)
 
     await eventually(all_run)
-    killed = system.kill(part)
+    return tasks
+
+
+async def _kill_while_streaming(
+    system: System, http: httpx.AsyncClient, *parts: str
+) -> list[Answer]:
+    tasks = await _start_streams(system, http)
+    killed = {part: system.kill(part) for part in parts}
     answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
-    await eventually(lambda: system.pid(part) != killed)
+    await eventually(lambda: all(system.pid(part) != pid for part, pid in killed.items()))
     return answers
 
 
@@ -61,6 +69,44 @@ async def test_all_streams_finish_when_the_worker_is_killed(
         return await _num_rows(system, answers) == (NUM_STREAMS, NUM_STREAMS)
 
     await eventually(recorded, timeout_s=10.0)
+
+
+async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    answers = await _kill_while_streaming(system, http, "worker-1", "scheduler-1")
+    assert [answer.completion_tokens for answer in answers] == [300] * NUM_STREAMS
+
+    async def recorded() -> bool:
+        return await _num_rows(system, answers) == (NUM_STREAMS, NUM_STREAMS)
+
+    await eventually(recorded, timeout_s=15.0)
+
+
+async def test_a_frozen_worker_that_wakes_up_does_no_harm(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    """It was given up and does not know: what it still sends and acknowledges must not count."""
+    undisturbed = await asyncio.gather(*await _start_streams(system, http))
+    log = system.data / "logs" / "scheduler-1.log"
+    num_gone = log.read_text().count("a worker is gone")
+    tasks = await _start_streams(system, http)
+    process = psutil.Process(system.pid("worker-1"))
+    frozen = [process, *process.children(recursive=True)]
+    for one in frozen:
+        one.suspend()
+    try:
+        await eventually(lambda: log.read_text().count("a worker is gone") > num_gone)
+    finally:
+        for one in frozen:
+            one.resume()
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+
+    async def recorded() -> bool:
+        return await _num_rows(system, answers) == (NUM_STREAMS, NUM_STREAMS)
+
+    await eventually(recorded, timeout_s=15.0)
 
 
 @pytest.mark.parametrize("part", ["scheduler-1", "telemetry-1", "kafka", "nats", "redis"])
