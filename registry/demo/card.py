@@ -52,8 +52,9 @@ letter, white space and letter case aside.
 |---|---|---|---|
 {rows}
 
-Held-out phrasings were written together with the training ones and are close to them in style:
-people will find wordings that the model gets wrong more often than the table says.
+Held-out phrasings were written together with the training ones and are close to them in style, and
+their accuracy was looked at between runs, which makes it slightly optimistic: people will find
+wordings that the model gets wrong more often than the table says.
 
     python -m registry.demo.evaluate --model registry/demo/model
 
