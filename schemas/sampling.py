@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 
 import msgspec
 
@@ -11,15 +12,65 @@ from schemas.errors import ParameterError
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
+MAX_MIN_TOKENS = 2**31 - 1
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1_024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_GRAMMAR_CHARACTERS = 65_536
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a completion must match from its first token to its last.
+
+    ``text`` is the JSON Schema, the regular expression or the grammar itself in Lark's notation;
+    empty for ``json_object``, which is any JSON object. Whether it compiles is found out by the
+    engine.
+
+    Raises ParameterError for a text that is missing, not wanted or too long.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.text) != (self.kind is not GrammarKind.JSON_OBJECT):
+            wanted = "no text" if self.kind is GrammarKind.JSON_OBJECT else "a text"
+            raise ParameterError("grammar", f"a grammar of kind {self.kind} takes {wanted}")
+        if len(self.text) > MAX_GRAMMAR_CHARACTERS:
+            raise ParameterError(
+                "grammar", f"a grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters"
+            )
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Sampling and stopping of one sequence.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None
-    means that whoever accepts the request draws one; from then on a token's draw depends on
-    (seed, token index) alone. ``max_tokens`` None fills the context window. ``logprobs`` is the
-    number of alternatives to report per token (0: the chosen token only; None: nothing).
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are off.
+    ``seed`` None means that whoever accepts the request draws one; from then on a token's draw
+    depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
+
+    ``repetition_penalty`` (1 is off) divides the positive logits of the tokens of prompt and
+    completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty``
+    (0 is off) are subtracted from the logits of the tokens of the completion, once and once for
+    each time that they came; ``logit_bias`` is added to the logits of single token ids. The texts
+    of ``bad_words`` never complete. No end-of-sequence or stop token comes before ``min_tokens``.
+
+    ``logprobs`` and ``prompt_logprobs`` are the number of alternatives to report per token of
+    completion and prompt (0: the token itself only; None: nothing). ``n`` completions are drawn,
+    each from a random stream of its own. ``grammar`` is what each of them has to match.
 
     Raises ParameterError, naming the field, for a value out of range.
     """
@@ -34,6 +85,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -41,10 +102,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}"
             )
         _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise ParameterError("top_p", "top_p must be above 0")
+        for name in ("top_p", "typical_p"):
+            _within(name, getattr(self, name), 0.0, 1.0)
+            if getattr(self, name) == 0.0:
+                raise ParameterError(name, f"{name} must be above 0")
         _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0 <= self.top_k <= MAX_TOP_K:
             raise ParameterError(
                 "top_k", f"top_k must be between 0 (off) and {MAX_TOP_K}, got {self.top_k}"
@@ -57,10 +122,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ParameterError("stop", "a stop string must not be empty")
         if any(token < 0 for token in self.stop_token_ids):
             raise ParameterError("stop_token_ids", "a token id must not be negative")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ParameterError(
+                    name, f"{name} must be between 0 and {MAX_LOGPROBS}, got {count}"
+                )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ParameterError("n", f"n must be between 1 and {MAX_CHOICES}, got {self.n}")
+        self._check_min_tokens()
+        self._check_logit_bias()
+        self._check_bad_words()
+
+    def _check_min_tokens(self) -> None:
+        limit = MAX_MIN_TOKENS if self.max_tokens is None else self.max_tokens
+        if not 0 <= self.min_tokens <= limit:
+            most = limit if self.max_tokens is None else f"max_tokens ({limit})"
             raise ParameterError(
-                "logprobs", f"logprobs must be between 0 and 20, got {self.logprobs}"
+                "min_tokens", f"min_tokens must be between 0 and {most}, got {self.min_tokens}"
             )
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ParameterError(
+                "logit_bias", f"logit_bias takes at most {MAX_LOGIT_BIASES} token ids"
+            )
+        for token, bias in self.logit_bias.items():
+            if token < 0:
+                raise ParameterError("logit_bias", "a token id must not be negative")
+            _within("logit_bias", bias, -100.0, 100.0)
+
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ParameterError("bad_words", f"at most {MAX_BAD_WORDS} bad words are taken")
+        for text in self.bad_words:
+            if not text.strip():
+                raise ParameterError("bad_words", "a bad word must not be blank")
+            if len(text) > MAX_BAD_WORD_CHARACTERS:
+                raise ParameterError(
+                    "bad_words",
+                    f"a bad word must have at most {MAX_BAD_WORD_CHARACTERS} characters",
+                )
 
 
 def _within(param: str, value: float, low: float, high: float) -> None:
