@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,18 @@ from pathlib import Path
 import torch
 
 from schemas.config import EngineConfig
-from schemas.errors import ConfigError, ContextLengthError, MillraceError, ParameterError
+from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_SEED
+from workers.engine.admission import check_config, finished_before, longest_total_tokens
 from workers.engine.block_pool import BlockPool
+from workers.engine.outputs import (
+    as_millrace_error,
+    error_output,
+    refusal,
+    started_output,
+    token_output,
+)
 from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.random_stream import stream_key
 from workers.engine.runner import ModelRunner
@@ -24,11 +33,13 @@ from workers.engine.types import (
     EngineOutput,
     EngineRequest,
     EngineStats,
-    KVCapacityError,
     NonFiniteLogitsError,
 )
 
 _log = logging.getLogger(__name__)
+
+# How long commands wait, at most, while a step waits for sequences to become ready.
+_UNREADY_WAIT_S = 0.005
 
 
 def draw_seed() -> int:
@@ -64,6 +75,7 @@ class Engine:
         self._monotonic = monotonic
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
+        self._readied = threading.Event()
         self._num_arrived = 0
         self._num_steps = 0
         self._prefill_tokens = 0
@@ -73,7 +85,7 @@ class Engine:
     @classmethod
     def load(cls, path: Path, config: EngineConfig) -> Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
-        _check_config(config)
+        check_config(config)
         return cls(ModelRunner.load(path, config), config)
 
     @property
@@ -96,11 +108,16 @@ class Engine:
         """
         self.cancel(request.request_id)
         try:
-            max_total_tokens = self._check(request)
+            max_total_tokens = longest_total_tokens(
+                request,
+                vocab_size=self._runner.config.vocab_size,
+                context_window_tokens=self.context_window_tokens,
+                capacity_tokens=self._pool.capacity_tokens,
+            )
         except MillraceError as error:
-            self._refuse(request, error)
+            self._outputs.append(refusal(request, error))
             return
-        finish_reason = _finished_before(request, max_total_tokens)
+        finish_reason = finished_before(request, max_total_tokens)
         if finish_reason is not None:
             self._outputs.append(
                 EngineOutput(
@@ -129,8 +146,13 @@ class Engine:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch; what it made, and the answers to requests refused since the last."""
+        """Compute one batch; what it made, and the answers to requests refused since the last.
+
+        When nothing but sequences that are not ready is there, this waits a moment for one, so
+        that a caller may step as long as there is work.
+        """
         outputs, self._outputs = self._outputs, []
+        self._readied.clear()
         plan = self._planner.plan()
         if plan:
             started = self._monotonic()
@@ -140,7 +162,13 @@ class Engine:
             self._execute(plan, outputs)
             self._num_steps += 1
             self._busy_s += self._monotonic() - started
+        elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
+            self._readied.wait(_UNREADY_WAIT_S)
         return outputs
+
+    def wake(self) -> None:
+        """Have a step that waits for sequences to become ready look at once; for any thread."""
+        self._readied.set()
 
     def _execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
         """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
@@ -155,7 +183,7 @@ class Engine:
                 self._execute(plan[middle:], outputs)
                 return
             _log.exception("the model failed on one sequence")
-            self._fail(plan[0].sequence, _as_millrace_error(error), outputs)
+            self._fail(plan[0].sequence, as_millrace_error(error), outputs)
             return
         for sequence, num_tokens in plan:
             self._count(sequence, num_tokens)
@@ -164,11 +192,7 @@ class Engine:
         for sequence, _ in plan:
             if not sequence.started and sequence.request_id in self._sequences:
                 sequence.started = True
-                outputs.append(
-                    EngineOutput(
-                        request_id=sequence.request_id, started=True, queued_s=sequence.queued_s
-                    )
-                )
+                outputs.append(started_output(sequence))
 
     def _sample(
         self, sequences: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
@@ -200,63 +224,18 @@ class Engine:
             finish_reason = FinishReason.STOP
         elif sequence.num_tokens >= sequence.max_total_tokens:
             finish_reason = FinishReason.LENGTH
-        outputs.append(
-            EngineOutput(
-                request_id=sequence.request_id,
-                token_ids=(token,),
-                logprobs=() if logprob is None else (logprob,),
-                finish_reason=finish_reason,
-                started=not sequence.started,
-                queued_s=0.0 if sequence.started else sequence.queued_s,
-                num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
-            )
-        )
+        outputs.append(token_output(sequence, token, logprob, finish_reason))
         sequence.started = True
         if finish_reason is not None:
             self._end(sequence)
 
     def _fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
-        outputs.append(
-            EngineOutput(
-                request_id=sequence.request_id,
-                error=(error.code, error.message),
-                started=not sequence.started,
-                queued_s=0.0 if sequence.started else sequence.queued_s,
-                num_preemptions=sequence.num_preemptions,
-            )
-        )
+        outputs.append(error_output(sequence, error))
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._planner.remove(sequence)
-
-    def _refuse(self, request: EngineRequest, error: MillraceError) -> None:
-        self._outputs.append(
-            EngineOutput(request_id=request.request_id, error=(error.code, error.message))
-        )
-
-    def _check(self, request: EngineRequest) -> int:
-        """The longest that the sequence may become, prompt included; raises why it cannot run."""
-        vocab_size = self._runner.config.vocab_size
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens == 0:
-            raise ParameterError("prompt_token_ids", "The prompt has no tokens; send at least one.")
-        for token in (*request.prompt_token_ids, *request.output_token_ids):
-            if not 0 <= token < vocab_size:
-                raise ParameterError(
-                    "prompt_token_ids",
-                    f"Token id {token} is not in the vocabulary of {vocab_size} tokens.",
-                )
-        max_tokens = request.sampling.max_tokens
-        window = self.context_window_tokens
-        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > window:
-            raise ContextLengthError(num_prompt_tokens, max_tokens, window)
-        if max_tokens is None:
-            max_tokens = max(1, self.max_tokens_per_request - num_prompt_tokens)
-        if num_prompt_tokens + max_tokens > self._pool.capacity_tokens:
-            raise KVCapacityError(num_prompt_tokens, max_tokens, self._pool.capacity_tokens)
-        return num_prompt_tokens + max_tokens
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.num_output_tokens > 0 and sequence.num_uncomputed_tokens == 1:
@@ -283,39 +262,3 @@ class Engine:
         """Raise AssertionError unless sequences, planner and pool agree."""
         self._planner.check_integrity()
         assert self._planner.num_live == len(self._sequences)
-
-
-def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_sequences", "max_batch_tokens", "block_size_tokens", "kv_cache_bytes"):
-        value = getattr(config, name)
-        if value < 1:
-            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
-    if config.num_blocks < 0:
-        raise ConfigError(
-            f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "
-            f"{config.num_blocks}."
-        )
-
-
-def _finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:
-    """Why a resumed request has nothing left to generate, if so."""
-    if not request.output_token_ids:
-        return None
-    last = request.output_token_ids[-1]
-    sampling = request.sampling
-    if last in sampling.stop_token_ids:
-        return FinishReason.STOP
-    if last in request.eos_token_ids and not sampling.ignore_eos:
-        return FinishReason.STOP
-    if len(request.prompt_token_ids) + len(request.output_token_ids) >= max_total_tokens:
-        return FinishReason.LENGTH
-    return None
-
-
-def _as_millrace_error(error: Exception) -> MillraceError:
-    if isinstance(error, MillraceError):
-        return error
-    return MillraceError(
-        f"The model could not be run on this sequence ({type(error).__name__}); the worker's log "
-        f"has the details."
-    )

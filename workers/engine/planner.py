@@ -53,33 +53,46 @@ class Planner:
         self.running: list[Sequence] = []
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
+        self._unready: list[Sequence] = []
         self._clear_blocks = clear_blocks
         self._watermark_blocks = math.ceil(pool.num_blocks * ADMISSION_WATERMARK)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._num_waiting + len(self._unready)
+
+    @property
+    def num_unready(self) -> int:
+        """Those of the waiting that were not ready at the last plan."""
+        return len(self._unready)
 
     @property
     def num_live(self) -> int:
-        return self._num_waiting + len(self.running)
+        return self.num_waiting + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it must fit the pool when it is alone in it."""
         assert self.pool.blocks_for(sequence.max_total_tokens) <= self.pool.num_blocks
-        self._enqueue(sequence)
+        if sequence.ready:
+            self._enqueue(sequence)
+        else:
+            self._unready.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is; its blocks are free at once."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._free_blocks(sequence)
+        elif sequence in self._unready:
+            self._unready.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self._num_waiting -= 1  # its heap entry is skipped when it comes up
         sequence.state = SequenceState.FINISHED
 
     def plan(self) -> list[ScheduledSequence]:
         """The next step's work, decodes first, with all blocks allocated; [] if there is none."""
+        if self._unready:
+            self._enqueue_ready()
         planned: dict[Sequence, int] = {}
         budget = self.max_batch_tokens
         num_preemptions = self.num_preemptions
@@ -174,6 +187,16 @@ class Planner:
         heapq.heappush(self._waiting, (sequence.rank, sequence))
         self._num_waiting += 1
 
+    def _enqueue_ready(self) -> None:
+        """Queue those that have become ready; another thread may say so at any time."""
+        still = []
+        for sequence in self._unready:
+            if sequence.ready:
+                self._enqueue(sequence)
+            else:
+                still.append(sequence)
+        self._unready = still
+
     def _peek(self) -> Sequence | None:
         while self._waiting:
             sequence = self._waiting[0][1]
@@ -198,7 +221,9 @@ class Planner:
             assert self.pool.num_references(block) == held.get(block, 0), f"block {block} leaks"
         live = [s for _, s in self._waiting if s.state is SequenceState.WAITING]
         assert len(live) == self._num_waiting
-        assert not any(s.block_table for s in live), "a waiting sequence holds blocks"
+        assert not any(s.block_table for s in (*live, *self._unready)), (
+            "a waiting sequence holds blocks"
+        )
         ranks = [s.rank for s in self.running]
         assert ranks == sorted(ranks)
         assert len(self.running) <= self.max_num_sequences

@@ -1,8 +1,9 @@
-"""One request on its way through the engine."""
+"""One choice of a request on its way through the engine."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from workers.engine.types import EngineRequest
 
@@ -16,7 +17,7 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """Tokens of one request, and how far the model is with them.
+    """Tokens of one choice of a request, and how far the model is with them.
 
     ``token_ids`` are the prompt, then all output tokens, delivered before or sampled here. The
     keys and values of the first ``num_computed_tokens`` of them are in ``block_table``; the
@@ -28,21 +29,29 @@ class Sequence:
     ``key`` is that of the sequence's random stream. ``queued_s`` is how long it waited before its
     first step, counted from ``added_s`` on the engine's clock. The planner owns the blocks: it
     allocates them and frees them on preemption and at the end.
+
+    ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's;
+    both are None for a sequence without. It is not admitted before it is ``ready``, which another
+    thread may say.
     """
 
     __slots__ = (
         "added_s",
         "arrival",
         "block_table",
+        "choice",
         "contents_finite",
         "key",
+        "matcher",
         "max_total_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "queued_s",
         "rank",
+        "ready",
         "request",
+        "sampling_state",
         "started",
         "state",
         "stop_token_ids",
@@ -57,8 +66,10 @@ class Sequence:
         key: int,
         max_total_tokens: int,
         added_s: float = 0.0,
+        choice: int = 0,
     ) -> None:
         self.request = request
+        self.choice = choice
         self.arrival = arrival
         self.rank = (-request.priority, arrival)
         self.key = key
@@ -73,6 +84,9 @@ class Sequence:
         self.started = False
         self.added_s = added_s
         self.queued_s = 0.0
+        self.sampling_state: Any = None
+        self.matcher: Any = None
+        self.ready = True
         stops = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stops |= frozenset(request.eos_token_ids)

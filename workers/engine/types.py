@@ -17,7 +17,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``output_token_ids`` were delivered before: they are prefilled behind the prompt, and the next
     token has index ``len(output_token_ids)``; they count towards ``sampling.max_tokens``. A higher
     ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
-    ``sampling.seed`` None lets the engine draw one.
+    ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
+    choices; ``output_token_ids`` are taken for one choice only. Blocks of the KV cache are shared
+    between requests of the same ``cache_salt``.
     """
 
     request_id: str
@@ -26,19 +28,23 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     eos_token_ids: tuple[int, ...] = ()
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    cache_salt: str = ""
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one request.
+    """What one step made for one choice of a request.
 
     ``token_ids`` are new ones only, the stop token included. ``started`` is true in the first
-    output of a request, which comes when it is admitted into the batch; it also says for how long
-    it waited in the engine before that, ``queued_s``. The last output of a request has either
-    ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``; a cancelled request
-    has no last output.
+    output of a choice, which comes when it is admitted into the batch; it also says for how long
+    it waited in the engine before that, ``queued_s``, and how many tokens of the prompt were found
+    in the KV cache, ``num_cached_tokens``. The last output of a choice has either
+    ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``. A request is over
+    when each of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it
+    was refused; a cancelled request has no last output.
     """
 
     request_id: str
+    choice: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None

@@ -1,0 +1,72 @@
+"""Which requests and settings the engine takes, and why it refuses the others."""
+
+from __future__ import annotations
+
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError, ContextLengthError, ParameterError
+from schemas.frames import FinishReason
+from workers.engine.types import EngineRequest, KVCapacityError
+
+
+def longest_total_tokens(
+    request: EngineRequest, *, vocab_size: int, context_window_tokens: int, capacity_tokens: int
+) -> int:
+    """The longest that each choice of the request may become, prompt included.
+
+    Choices need not be in the KV cache together, so a request fits if one of them does. Raises
+    ParameterError, ContextLengthError or KVCapacityError.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise ParameterError("prompt_token_ids", "The prompt has no tokens; send at least one.")
+    _check_token_ids(request.prompt_token_ids, vocab_size)
+    if request.output_token_ids:
+        _check_token_ids(request.output_token_ids, vocab_size)
+        if request.sampling.n > 1:
+            raise ParameterError("n", "Only a request for one completion can be resumed.")
+    max_tokens = request.sampling.max_tokens
+    if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > context_window_tokens:
+        raise ContextLengthError(num_prompt_tokens, max_tokens, context_window_tokens)
+    if max_tokens is None:
+        longest = min(context_window_tokens, capacity_tokens)
+        max_tokens = max(1, longest - num_prompt_tokens)
+    if num_prompt_tokens + max_tokens > capacity_tokens:
+        raise KVCapacityError(num_prompt_tokens, max_tokens, capacity_tokens)
+    return num_prompt_tokens + max_tokens
+
+
+def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+    raise ParameterError(
+        "prompt_token_ids", f"Token id {bad} is not in the vocabulary of {vocab_size} tokens."
+    )
+
+
+def finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:
+    """Why a resumed request has nothing left to generate, if so."""
+    if not request.output_token_ids:
+        return None
+    last = request.output_token_ids[-1]
+    sampling = request.sampling
+    if last in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if last in request.eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    if len(request.prompt_token_ids) + len(request.output_token_ids) >= max_total_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise ConfigError, naming the setting, for one out of range."""
+    for name in ("max_num_sequences", "max_batch_tokens", "block_size_tokens", "kv_cache_bytes"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
+    if config.num_blocks < 0:
+        raise ConfigError(
+            f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "
+            f"{config.num_blocks}."
+        )

@@ -1,0 +1,66 @@
+"""What the engine says about a sequence, made from where the sequence stands."""
+
+from __future__ import annotations
+
+from schemas.errors import MillraceError
+from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.sequence import Sequence
+from workers.engine.types import EngineOutput, EngineRequest
+
+
+def token_output(
+    sequence: Sequence,
+    token: int,
+    logprob: TokenLogprob | None,
+    finish_reason: FinishReason | None,
+) -> EngineOutput:
+    """A sampled token; the first one also says that the sequence has started."""
+    first = not sequence.started
+    return EngineOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        token_ids=(token,),
+        logprobs=() if logprob is None else (logprob,),
+        finish_reason=finish_reason,
+        started=first,
+        queued_s=sequence.queued_s if first else 0.0,
+        num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
+    )
+
+
+def started_output(sequence: Sequence) -> EngineOutput:
+    """The sequence is in the batch, but has no token yet."""
+    return EngineOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        started=True,
+        queued_s=sequence.queued_s,
+    )
+
+
+def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
+    """The sequence ends with ``error``."""
+    first = not sequence.started
+    return EngineOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        error=(error.code, error.message),
+        started=first,
+        queued_s=sequence.queued_s if first else 0.0,
+        num_preemptions=sequence.num_preemptions,
+    )
+
+
+def refusal(request: EngineRequest, error: MillraceError) -> EngineOutput:
+    """The request is not taken."""
+    return EngineOutput(request_id=request.request_id, error=(error.code, error.message))
+
+
+def as_millrace_error(error: Exception) -> MillraceError:
+    """The error itself if a caller may see it; otherwise one that names only its type."""
+    if isinstance(error, MillraceError):
+        return error
+    return MillraceError(
+        f"The model could not be run on this sequence ({type(error).__name__}); the worker's log "
+        f"has the details."
+    )
