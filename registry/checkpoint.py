@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
+from registry.families import FAMILIES, Biases, Family
 from registry.json_fields import JsonFields, read_json_object
+from registry.layer_windows import read_windows
 from registry.tensors import TensorIndex, TensorInfo, open_tensors
 from schemas.errors import CheckpointError
 
@@ -21,8 +23,8 @@ __all__ = [
     "read_model_config",
 ]
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-_QWEN3_HEAD_DIM = 128
+_GENERATES = "ForCausalLM"
+SUPPORTED_ARCHITECTURES = tuple(family + _GENERATES for family in FAMILIES)
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,10 +32,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The hyper-parameters of a decoder.
 
     ``num_attention_heads`` is a multiple of ``num_key_value_heads``; ``head_dim`` is even and need
-    not be ``hidden_size / num_attention_heads``. ``attention_bias`` is for the q, k, v and o
-    projections, ``mlp_bias`` for gate, up and down; ``qk_norm`` normalises each head's queries and
-    keys before RoPE. ``rope_scaling`` is None for plain RoPE, else the scaling's own parameters
-    with its kind under ``rope_type``. ``dtype`` is the torch name that the weights were made for.
+    not be ``hidden_size / num_attention_heads``. ``attention_bias`` is for the q, k and v
+    projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
+    normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
+    ``sliding_window`` tokens, itself the last, in the others all before it. ``rope_scaling`` is
+    None for plain RoPE, else the scaling's own parameters with its kind under ``rope_type``.
+    ``dtype`` is the torch name that the weights were made for.
     """
 
     architecture: str
@@ -50,11 +54,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many tokens a token of each layer sees, itself the last; None is all."""
+        sliding = frozenset(self.sliding_layers)
+        return tuple(
+            self.sliding_window if layer in sliding else None
+            for layer in range(self.num_hidden_layers)
+        )
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -65,40 +81,46 @@ def read_model_config(path: Path) -> ModelConfig:
     """
     file = path / "config.json"
     fields = JsonFields(file, read_json_object(file))
-    architecture = _architecture(fields)
+    architecture, family = _architecture(fields)
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
     num_kv_heads = fields.positive_int("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    rope_theta, rope_scaling = _rope(fields)
+    num_layers = fields.positive_int("num_hidden_layers")
+    rope_theta, rope_scaling = _rope(fields, family.rope_theta)
+    sliding_window, sliding_layers = read_windows(fields, family, num_layers)
+    asks_bias = fields.boolean("attention_bias", default=False)
+    has_bias = asks_bias and family.biases is Biases.AS_CONFIGURED
     bos_ids = fields.token_ids("bos_token_id")
-    is_qwen3 = architecture == "Qwen3ForCausalLM"
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        num_hidden_layers=fields.positive_int("num_hidden_layers"),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=_head_dim(fields, hidden_size, num_heads, is_qwen3=is_qwen3),
+        head_dim=_head_dim(fields, hidden_size, num_heads, family.head_dim),
         intermediate_size=fields.positive_int("intermediate_size"),
         vocab_size=fields.positive_int("vocab_size"),
         max_position_embeddings=fields.positive_int("max_position_embeddings"),
-        rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.positive_float("rms_norm_eps", family.rms_norm_eps),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        attention_bias=fields.boolean("attention_bias", default=False),
-        mlp_bias=fields.boolean("mlp_bias", default=False),
-        qk_norm=is_qwen3,
+        attention_bias=has_bias or family.biases is Biases.QKV,
+        attention_output_bias=has_bias,
+        mlp_bias=family.mlp_bias and fields.boolean("mlp_bias", default=False),
+        qk_norm=family.qk_norm,
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
         dtype=_dtype(fields),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
 
 
-def _architecture(fields: JsonFields) -> str:
+def _architecture(fields: JsonFields) -> tuple[str, Family]:
     names = fields.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.bad("architectures", "a list with the model's class name")
@@ -108,43 +130,39 @@ def _architecture(fields: JsonFields) -> str:
             f"{fields.path}: architecture {name} is not supported; supported are "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}."
         )
-    return name
+    return name, FAMILIES[name.removesuffix(_GENERATES)]
 
 
 def _refuse_unsupported(fields: JsonFields) -> None:
     """Features that would change the result silently if the decoder just left them out."""
     if fields.string("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.bad("hidden_act", "silu")
-    if fields.boolean("use_sliding_window", default=False):
-        raise fields.bad("use_sliding_window", "false: sliding windows are not supported")
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
-        raise fields.bad("layer_types", "full_attention in every layer")
     if fields.get("quantization_config") is not None:
         raise fields.bad("quantization_config", "absent: quantized weights are not supported")
     if fields.positive_float("partial_rotary_factor", 1.0) != 1.0:
         raise fields.bad("partial_rotary_factor", "1: partial RoPE is not supported")
 
 
-def _head_dim(fields: JsonFields, hidden_size: int, num_heads: int, *, is_qwen3: bool) -> int:
-    if fields.get("head_dim") is None and not is_qwen3 and hidden_size % num_heads:
+def _head_dim(
+    fields: JsonFields, hidden_size: int, num_heads: int, family_default: int | None
+) -> int:
+    if fields.get("head_dim") is None and family_default is None and hidden_size % num_heads:
         raise fields.bad(
             "head_dim", f"given, as hidden_size {hidden_size} does not divide by {num_heads} heads"
         )
-    default = _QWEN3_HEAD_DIM if is_qwen3 else hidden_size // num_heads
-    head_dim = fields.positive_int("head_dim", default)
+    head_dim = fields.positive_int("head_dim", family_default or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.bad("head_dim", "an even number, as RoPE turns pairs")
     return head_dim
 
 
-def _rope(fields: JsonFields) -> tuple[float, dict[str, Any] | None]:
+def _rope(fields: JsonFields, default_theta: float) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from either layout: ``rope_parameters`` holds both in newer files,
     ``rope_theta`` and ``rope_scaling`` stand apart in older ones."""
     name = "rope_parameters" if fields.mapping("rope_parameters") is not None else "rope_scaling"
     parameters = dict(fields.mapping(name) or {})
     inner = JsonFields(fields.path, parameters)
-    theta = inner.positive_float("rope_theta", fields.positive_float("rope_theta", 10_000.0))
+    theta = inner.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
     if inner.positive_float("partial_rotary_factor", 1.0) != 1.0:
         raise fields.bad(name, "without a partial_rotary_factor: partial RoPE is not supported")
     kind = inner.get("rope_type") or inner.get("type") or "default"

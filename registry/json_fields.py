@@ -45,6 +45,10 @@ class JsonFields:
             return CheckpointError(f"{self.path}: field {name} is missing; it must be {expected}.")
         return CheckpointError(f"{self.path}: field {name} must be {expected}, got {value!r:.80}.")
 
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and null."""
+        return name in self._data and self._data[name] is None
+
     def get(self, name: str) -> Any:
         """The raw value; None if absent."""
         return self._data.get(name)

@@ -26,6 +26,17 @@ LLAMA: dict[str, Any] = {
 }
 
 
+FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
+MIXED = ["full_attention", "sliding_attention"]
+QWEN2_WINDOWS: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "max_window_layers": 1,
+}
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
+
+
 def write_config(path: Path, **changes: Any) -> Path:
     config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(config))
@@ -46,6 +57,28 @@ def test_qwen3_has_qk_norm_and_its_own_head_dim(tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, architectures=["Qwen3ForCausalLM"]))
     assert config.qk_norm
     assert config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 7}, (None, None)),  # a Llama has none, whatever its file says
+        (QWEN2_WINDOWS, (None, 7)),
+        (QWEN2_WINDOWS | {"max_window_layers": 0}, (7, 7)),
+        (QWEN2_WINDOWS | {"max_window_layers": ...}, (None, None)),
+        (QWEN2_WINDOWS | {"sliding_window": ...}, (None, 4096)),
+        (QWEN2_WINDOWS | {"use_sliding_window": False}, (None, None)),
+        (QWEN2_WINDOWS | {"layer_types": MIXED[::-1]}, (7, None)),
+        (QWEN2_WINDOWS | {"layer_types": FULL}, (None, None)),
+        (MISTRAL, (4096, 4096)),
+        (MISTRAL | {"sliding_window": None}, (None, None)),
+        (MISTRAL | {"sliding_window": 9, "layer_types": SLIDING}, (9, 9)),
+    ],
+)
+def test_windows_by_layer(
+    tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert read_model_config(write_config(tmp_path, **changes)).windows == windows
 
 
 @pytest.mark.parametrize(
@@ -94,6 +127,11 @@ def test_dtype_under_either_name(tmp_path: Path, field: str) -> None:
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "one a layer"]),
+        (QWEN2_WINDOWS | {"sliding_window": 0}, ["sliding_window"]),
+        (QWEN2_WINDOWS | {"sliding_window": None, "layer_types": SLIDING}, ["layer_types"]),
+        (QWEN2_WINDOWS | {"max_window_layers": -1}, ["max_window_layers"]),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": MIXED}, ["layer_types"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"dtype": "int8"}, ["dtype", "bfloat16"]),

@@ -24,16 +24,17 @@ SMALL: dict[str, Any] = {
 }
 
 
-def save_llama(path: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+def save_model(path: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """A random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; returns transformers'
+    model of it."""
+    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    return _save(model, path, max_shard_size)
+
+
+def save_llama(path: Path, **changes: Any) -> Any:
     """A random Llama in ``path``; returns the transformers model."""
-    config = transformers.LlamaConfig(**(SMALL | changes))
-    return _save(transformers.LlamaForCausalLM(config), path, max_shard_size)
-
-
-def save_qwen3(path: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
-    """A random Qwen3 in ``path``; returns the transformers model."""
-    config = transformers.Qwen3Config(**(SMALL | changes))
-    return _save(transformers.Qwen3ForCausalLM(config), path, max_shard_size)
+    return save_model(path, "Llama", **changes)
 
 
 def _save(model: Any, path: Path, max_shard_size: str) -> Any:

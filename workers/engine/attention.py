@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -27,7 +28,8 @@ class AttentionBackend(Protocol[MetadataT]):
     def attend(
         self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: MetadataT
     ) -> torch.Tensor:
-        """Store the new keys and values in the cache, then attend causally over all of them.
+        """Store the new keys and values in the cache, then attend causally over all of them, or
+        over the last of them in a layer with a sliding window.
 
         ``queries``: [num_tokens, num_heads, head_dim]; ``keys_values``: [num_tokens,
         2 * num_kv_heads, head_dim], keys first. Returns [num_tokens, num_heads * head_dim].
@@ -37,20 +39,23 @@ class AttentionBackend(Protocol[MetadataT]):
 class DecodeTile(NamedTuple):
     """Single-token rows ``start`` … ``end - 1``, attended together over padded block tables.
 
-    ``block_ids``: int64 [num_rows * num_blocks]. ``mask``: [num_rows, 1, 1, length], 0 or -inf;
-    None for one row, which is cut to its ``length`` instead.
+    ``block_ids``: int64 [num_rows * num_blocks], of which the tokens ``begin`` … ``end_token - 1``
+    of each row are taken. ``mask``: [num_rows, 1, 1, that many], 0 or -inf; None for one row,
+    which sees all that it takes.
     """
 
     start: int
     end: int
     block_ids: torch.Tensor
-    length: int
+    begin: int
+    end_token: int
     mask: torch.Tensor | None
 
 
 class PrefillChunk(NamedTuple):
-    """Rows of one sequence. With context: ``block_ids`` of all its ``length`` tokens, and ``mask``
-    [num_rows, length]; without, the rows attend to one another only."""
+    """Rows of one sequence. With context: ``block_ids`` of the last ``length`` tokens; without,
+    the rows attend to one another only. ``mask``: [num_rows, length], 0 or -inf; None if plainly
+    causal."""
 
     start: int
     end: int
@@ -59,19 +64,34 @@ class PrefillChunk(NamedTuple):
     mask: torch.Tensor | None
 
 
-class TorchAttentionMetadata(NamedTuple):
-    """``slots``: int64 [num_tokens], where each row's key and value go."""
+class WindowView(NamedTuple):
+    """What the layers of one window gather, and how they mask it."""
 
-    slots: torch.Tensor
     tiles: list[DecodeTile]
     chunks: list[PrefillChunk]
 
 
-class TorchAttention:
-    """Gathers blocks into contiguous scratch, tile by tile, and calls torch's own attention."""
+class TorchAttentionMetadata(NamedTuple):
+    """``slots``: int64 [num_tokens], where each row's key and value go. ``views``: by window."""
 
-    def __init__(self, cache: KVCache, *, num_heads: int, dtype: torch.dtype) -> None:
+    slots: torch.Tensor
+    views: dict[int | None, WindowView]
+
+
+class TorchAttention:
+    """Gathers blocks into contiguous scratch, tile by tile, and calls torch's own attention.
+
+    ``windows``: of each layer, how many tokens a token sees, itself the last; None is all. Blocks
+    that lie before the window of every row that asks for them are not read.
+    """
+
+    def __init__(
+        self, cache: KVCache, *, num_heads: int, dtype: torch.dtype, windows: Rows[int | None]
+    ) -> None:
         num_layers, num_blocks, block_size, _, num_kv_heads, head_dim = cache.data.shape
+        if len(windows) != num_layers:
+            raise ValueError(f"{len(windows)} windows for {num_layers} layers")
+        self._windows = tuple(windows)
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._group_size = num_heads // num_kv_heads
@@ -97,52 +117,81 @@ class TorchAttention:
             else:
                 end = context + num_tokens
                 slots += [table[p // size] * size + p % size for p in range(context, end)]
-        return TorchAttentionMetadata(
-            slots=torch.tensor(slots, device=self._device),
-            tiles=self._tiles(batch.ranges[: batch.num_single]),
-            chunks=[self._chunk(query) for query in batch.ranges[batch.num_single :]],
-        )
+        single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
+        views = {
+            window: WindowView(
+                self._tiles(single, window), [self._chunk(query, window) for query in several]
+            )
+            for window in set(self._windows)
+        }
+        return TorchAttentionMetadata(torch.tensor(slots, device=self._device), views)
 
-    def _tiles(self, ranges: list[QueryRange]) -> list[DecodeTile]:
+    def _tiles(self, ranges: list[QueryRange], window: int | None) -> list[DecodeTile]:
         """Cut rows of rising length so that a tile's padded blocks fit the scratch."""
         tiles: list[DecodeTile] = []
-        start = 0
-        for row in range(1, len(ranges) + 1):
-            if row < len(ranges):
-                width = self._num_blocks(ranges[row])
-                if width * (row + 1 - start) <= self._tile_blocks:
-                    continue
-            tiles.append(self._tile(ranges[start:row]))
-            start = row
+        start = width = 0
+        for row, query in enumerate(ranges):
+            count = self._end_block(query) - self._first_block(query, window)
+            width = max(width, count)
+            if row > start and width * (row + 1 - start) > self._tile_blocks:
+                tiles.append(self._tile(ranges[start:row], window))
+                start, width = row, count
+        if ranges:
+            tiles.append(self._tile(ranges[start:], window))
         return tiles
 
-    def _tile(self, ranges: list[QueryRange]) -> DecodeTile:
-        width = self._num_blocks(ranges[-1])
+    def _tile(self, ranges: list[QueryRange], window: int | None) -> DecodeTile:
+        size = self._block_size
         start, end = ranges[0].start, ranges[-1].start + 1
+        tables = [q.block_table[self._first_block(q, window) : self._end_block(q)] for q in ranges]
+        width = max(len(table) for table in tables)
         block_ids: list[int] = []
-        for query in ranges:
-            count = self._num_blocks(query)
-            block_ids += query.block_table[:count]
-            block_ids += [self._null_block] * (width - count)
+        for table in tables:
+            block_ids += table
+            block_ids += [self._null_block] * (width - len(table))
         ids = torch.tensor(block_ids, device=self._device)
+        # Both counted from the first token of the row's first block.
+        offsets = [self._first_block(query, window) * size for query in ranges]
+        ends = [
+            q.num_context_tokens + 1 - offset for q, offset in zip(ranges, offsets, strict=True)
+        ]
+        begins = [
+            first_visible(q.num_context_tokens, window) - offset
+            for q, offset in zip(ranges, offsets, strict=True)
+        ]
         if len(ranges) == 1:
-            return DecodeTile(start, end, ids, ranges[0].num_context_tokens + 1, None)
-        length = width * self._block_size
-        lengths = torch.tensor([q.num_context_tokens + 1 for q in ranges], device=self._device)
-        mask = self._additive(torch.arange(length, device=self._device) < lengths[:, None])
-        return DecodeTile(start, end, ids, length, mask[:, None, None, :])
+            return DecodeTile(start, end, ids, begins[0], ends[0], None)
+        columns = torch.arange(width * size, device=self._device)
+        visible = columns < torch.tensor(ends, device=self._device)[:, None]
+        if window is not None:
+            visible &= columns >= torch.tensor(begins, device=self._device)[:, None]
+        mask = self._additive(visible)[:, None, None, :]
+        return DecodeTile(start, end, ids, 0, width * size, mask)
 
-    def _chunk(self, query: QueryRange) -> PrefillChunk:
+    def _chunk(self, query: QueryRange, window: int | None) -> PrefillChunk:
         end = query.start + query.num_tokens
-        length = query.num_context_tokens + query.num_tokens
-        if query.num_context_tokens == 0:
+        first = 0
+        ids = None
+        if query.num_context_tokens:
+            first = self._first_block(query, window)
+            table = query.block_table[first : self._end_block(query)]
+            ids = torch.tensor(table, device=self._device)
+        first *= self._block_size
+        length = query.num_context_tokens + query.num_tokens - first
+        if ids is None and (window is None or query.num_tokens <= window):
             return PrefillChunk(query.start, end, None, length, None)
-        ids = torch.tensor(query.block_table[: self._num_blocks(query)], device=self._device)
         columns = torch.arange(length, device=self._device)
-        visible = columns <= columns[query.num_context_tokens :, None]
+        rows = columns[query.num_context_tokens - first :, None]
+        visible = columns <= rows
+        if window is not None:
+            visible &= columns > rows - window
         return PrefillChunk(query.start, end, ids, length, self._additive(visible))
 
-    def _num_blocks(self, query: QueryRange) -> int:
+    def _first_block(self, query: QueryRange, window: int | None) -> int:
+        """The first block of the range's sequence that one of its rows sees."""
+        return first_visible(query.num_context_tokens, window) // self._block_size
+
+    def _end_block(self, query: QueryRange) -> int:
         return -(-(query.num_context_tokens + query.num_tokens) // self._block_size)
 
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
@@ -158,9 +207,10 @@ class TorchAttention:
     ) -> torch.Tensor:
         self._slots[layer].index_copy_(0, metadata.slots, keys_values.flatten(1))
         attended = queries.new_empty(queries.shape)
-        for tile in metadata.tiles:
+        view = metadata.views[self._windows[layer]]
+        for tile in view.tiles:
             self._attend_tile(layer, queries, attended, tile)
-        for chunk in metadata.chunks:
+        for chunk in view.chunks:
             self._attend_chunk(layer, queries, keys_values, attended, chunk)
         return attended.flatten(1)
 
@@ -168,7 +218,8 @@ class TorchAttention:
         self, layer: int, queries: torch.Tensor, attended: torch.Tensor, tile: DecodeTile
     ) -> None:
         num_rows = tile.end - tile.start
-        keys, values = self._gather(layer, tile.block_ids, num_rows, tile.length)
+        gathered = self._gather(layer, tile.block_ids, num_rows)
+        keys, values = gathered[:, tile.begin : tile.end_token].unbind(2)
         # The query heads that share a key head become the rows of one small matrix.
         shape = (num_rows, self._num_kv_heads, self._group_size, self._head_dim)
         out = F.scaled_dot_product_attention(
@@ -192,8 +243,8 @@ class TorchAttention:
             keys = keys_values[rows, : self._num_kv_heads]
             values = keys_values[rows, self._num_kv_heads :]
         else:
-            gathered = self._gather(layer, chunk.block_ids, 1, chunk.length)
-            keys, values = gathered[0][0], gathered[1][0]
+            gathered = self._gather(layer, chunk.block_ids, 1)
+            keys, values = gathered[0, : chunk.length].unbind(1)
         # Key heads are the batch; each is seen, not copied, by the query heads that share it.
         shape = (-1, self._num_kv_heads, self._group_size, self._head_dim)
         expanded = (self._num_kv_heads, self._group_size, chunk.length, self._head_dim)
@@ -206,15 +257,17 @@ class TorchAttention:
         )
         attended[rows].view(shape).copy_(out.permute(2, 0, 1, 3))
 
-    def _gather(
-        self, layer: int, block_ids: torch.Tensor, num_rows: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of padded block tables: each [num_rows, length, num_kv_heads,
-        head_dim], valid until the next gather."""
+    def _gather(self, layer: int, block_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Contents of padded block tables: [num_rows, num_blocks * block_size, 2, num_kv_heads,
+        head_dim], keys first, valid until the next gather."""
         count = len(block_ids)
         if count > len(self._scratch):
             self._scratch = self._scratch.new_empty(count, self._scratch.shape[1])
         gathered = self._scratch[:count]
         torch.index_select(self._blocks[layer], 0, block_ids, out=gathered)
-        tokens = gathered.view(num_rows, -1, 2, self._num_kv_heads, self._head_dim)
-        return tokens[:, :length, 0], tokens[:, :length, 1]
+        return gathered.view(num_rows, -1, 2, self._num_kv_heads, self._head_dim)
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """The first token that the token at ``position`` sees."""
+    return 0 if window is None else max(0, position + 1 - window)

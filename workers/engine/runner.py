@@ -65,7 +65,12 @@ class ModelRunner:
             dtype=dtype,
             device=device,
         )
-        attention = TorchAttention(cache, num_heads=config.num_attention_heads, dtype=dtype)
+        attention = TorchAttention(
+            cache,
+            num_heads=config.num_attention_heads,
+            dtype=dtype,
+            windows=config.windows,
+        )
         _log.info(
             "loaded %s in %s on %s with %d KV blocks of %d tokens",
             config.architecture,

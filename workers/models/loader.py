@@ -91,7 +91,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
             reader.tensor(attention + "k_norm.weight", (config.head_dim,)) if has_norms else None
         ),
         output=reader.fused(
-            attention, {"o_proj": hidden}, num_inputs=queries, bias=config.attention_bias
+            attention, {"o_proj": hidden}, num_inputs=queries, bias=config.attention_output_bias
         ),
         mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
         gate_up=reader.fused(
