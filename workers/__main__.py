@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
+from functools import partial
 
 import uvloop
 
@@ -21,6 +23,7 @@ from bus.settings import load_config
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from schemas.config import Config
+from workers.engine_keeper import EngineKeeper
 from workers.engine_process import EngineClient
 from workers.worker import Worker
 
@@ -42,11 +45,14 @@ async def serve(config: Config) -> None:
     bus = await nats.connect(config.nats, config.worker.name)
     index = GenerationIndex(config.redis)
     try:
-        engine = await _start_engine(served_model, config, stopping)
-        if engine is None:
+        start = partial(EngineClient.start, served_model.path, config.worker.engine)
+        first = await _unless_told(stopping, start())
+        if first is None:
             return
+        clock = SystemClock()
+        engine = EngineKeeper(first, start, clock)
         try:
-            worker = Worker(bus, config.worker, served_model, engine, SystemClock(), index)
+            worker = Worker(bus, config.worker, served_model, engine, clock, index)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
@@ -59,11 +65,11 @@ async def serve(config: Config) -> None:
         await bus.close()
 
 
-async def _start_engine(
-    served_model: ServedModel, config: Config, stopping: asyncio.Event
+async def _unless_told(
+    stopping: asyncio.Event, engine: Coroutine[None, None, EngineClient]
 ) -> EngineClient | None:
     """The engine with its weights loaded; None if the worker was told to stop meanwhile."""
-    starting = asyncio.create_task(EngineClient.start(served_model.path, config.worker.engine))
+    starting = asyncio.create_task(engine)
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

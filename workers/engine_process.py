@@ -66,6 +66,8 @@ class EngineLike(Protocol):
     async def wait_closed(self) -> str:
         """Returns when the engine has ended, with why."""
 
+    async def close(self) -> None: ...
+
 
 class EngineClient:
     """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails."""

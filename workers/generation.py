@@ -126,6 +126,15 @@ class Generation:
         return self.outcome is not None
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and completion so far."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def priority(self) -> int:
+        return _PRIORITIES[self.job.tier]
+
+    @property
     def text(self) -> str:
         return "".join(self.pieces)
 
@@ -136,7 +145,7 @@ class Generation:
             sampling=self.job.sampling,
             eos_token_ids=tuple(eos_token_ids),
             output_token_ids=tuple(self.token_ids),
-            priority=_PRIORITIES[self.job.tier],
+            priority=self.priority,
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:
@@ -159,9 +168,8 @@ class Generation:
         """Add what a step made; how the generation ended, if it did with this."""
         if not self.started_ns:
             self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
-        self.num_preemptions += output.num_preemptions
-        if output.started:
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
+        self.num_preemptions += output.num_preemptions
         if output.token_ids:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns

@@ -14,13 +14,14 @@ from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.records import RequestRecord, Status
 from workers.endings import Endings
-from workers.engine.types import EngineOutput, EngineStats
-from workers.engine_process import EngineLike
+from workers.engine.types import EngineOutput
+from workers.engine_keeper import EngineKeeper
 from workers.finished import EpochFloors, FinishedGenerations
 from workers.flusher import Flusher
 from workers.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
 from workers.index import IndexWriter
 from workers.notices import EndedNotices
+from workers.readmission import EngineKilledError, Readmission
 from workers.records import request_record
 from workers.text import TextStream
 
@@ -45,7 +46,7 @@ class Requests:
         config: WorkerConfig,
         worker_id: str,
         served_model: ServedModel,
-        engine: EngineLike,
+        engine: EngineKeeper,
         clock: Clock,
         flusher: Flusher,
         index: IndexWriter,
@@ -68,6 +69,7 @@ class Requests:
         self._endings = Endings(bus, flusher, clock, self._record, self._on_acked)
         self._finished = FinishedGenerations(clock, config.replay_memory_s)
         self._floors = EpochFloors()
+        self._readmission = Readmission(self._admit)
 
     @property
     def num_running(self) -> int:
@@ -135,7 +137,7 @@ class Requests:
         elif _is_late(generation, generation.accepted_ns):
             self._end(generation, EXPIRED)
         else:
-            self._engine.add(generation.engine_request(self._model.eos_token_ids))
+            self._readmission.add(generation)
             self._index.start(job.request_id, dispatch.epoch)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
@@ -186,7 +188,7 @@ class Requests:
 
     # --- what the engine makes ---
 
-    def on_outputs(self, outputs: list[EngineOutput], _stats: EngineStats) -> None:
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
         now_ns = self._clock.now_ns()
         for output in outputs:
             generation = self._by_engine_id.get(output.request_id)
@@ -200,10 +202,9 @@ class Requests:
                 )
                 self._stop(
                     generation,
-                    Outcome(
-                        status=Status.FAILED,
-                        error_code=MillraceError.code,
-                        error_message=f"the worker failed on this request: {type(error).__name__}",
+                    _failed(
+                        MillraceError.code,
+                        f"the worker failed on this request: {type(error).__name__}",
                     ),
                 )
         self._on_room()
@@ -216,6 +217,7 @@ class Requests:
         if outcome is None:
             if not output.token_ids:
                 return
+            self._readmission.note_token(generation)
             if is_first:
                 self._flusher.flush_now(generation)
             else:
@@ -224,6 +226,21 @@ class Requests:
             self._end(generation, outcome)
         else:
             self._stop(generation, outcome)
+
+    def on_engine_lost(self) -> None:
+        """All that ran goes on in the next engine, but for a request that is to blame."""
+        blamed = self._readmission.engine_lost(self._running.values())
+        if blamed is not None:
+            logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
+            error = EngineKilledError()
+            self._end(blamed, _failed(error.code, error.message))
+
+    def on_engine_replaced(self) -> None:
+        self._readmission.engine_replaced()
+        self._on_room()
+
+    def _admit(self, generation: Generation) -> None:
+        self._engine.add(generation.engine_request(self._model.eos_token_ids))
 
     # --- ends ---
 
@@ -256,6 +273,7 @@ class Requests:
     def _drop(self, generation: Generation) -> None:
         self._running.pop(generation.request_id, None)
         self._by_engine_id.pop(generation.engine_id, None)
+        self._readmission.remove(generation)
 
     def expire_late(self) -> None:
         """End what has passed its deadline."""
@@ -298,6 +316,10 @@ class Requests:
 def _is_late(generation: Generation, now_ns: int) -> bool:
     deadline_ns = generation.job.deadline_ns
     return deadline_ns is not None and now_ns >= deadline_ns
+
+
+def _failed(code: str, message: str) -> Outcome:
+    return Outcome(status=Status.FAILED, error_code=code, error_message=message)
 
 
 def _no(reason: str, message: str) -> WorkerReply:

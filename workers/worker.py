@@ -12,7 +12,7 @@ from registry.served import ServedModel
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
 from schemas.errors import MillraceError
-from workers.engine_process import EngineFailedError, EngineLike
+from workers.engine_keeper import EngineKeeper
 from workers.flusher import Flusher
 from workers.index import Generations, IndexWriter
 from workers.leases import LeaseKeeper
@@ -35,7 +35,7 @@ class Worker:
         bus: Bus,
         config: WorkerConfig,
         served_model: ServedModel,
-        engine: EngineLike,
+        engine: EngineKeeper,
         clock: Clock,
         generations: Generations,
     ) -> None:
@@ -77,10 +77,13 @@ class Worker:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
 
-        Raises EngineFailedError as soon as the engine has ended; the leases are left to lapse.
+        Raises EngineFailedError when the engine has ended and no other can be started; the leases
+        are left to lapse.
         """
         subscriptions: list[Subscription] = []
         self._engine.on_outputs = self.requests.on_outputs
+        self._engine.on_lost = self.requests.on_engine_lost
+        self._engine.on_replaced = self.requests.on_engine_replaced
         self._bus.on_reconnect(self._leases.hurry)
         self._bus.on_reconnect(self._status.hurry)
         try:
@@ -88,7 +91,7 @@ class Worker:
                 services = [
                     group.create_task(service, name=name)
                     for name, service in (
-                        ("engine watch", self._watch_engine()),
+                        ("engine", self._engine.run()),
                         ("flusher", self._flusher.run()),
                         ("leases", self._leases.run()),
                         ("index", self._index.run()),
@@ -129,9 +132,6 @@ class Worker:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)
-
-    async def _watch_engine(self) -> None:
-        raise EngineFailedError(await self._engine.wait_closed())
 
     async def _watch_deadlines(self) -> None:
         while True:

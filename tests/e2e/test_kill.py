@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import psutil
@@ -64,6 +65,36 @@ async def test_all_streams_finish_when_the_worker_is_killed(
 ) -> None:
     answers = await _kill_while_streaming(system, http, "worker-1")
     assert [answer.completion_tokens for answer in answers] == [300] * NUM_STREAMS
+
+    async def recorded() -> bool:
+        return await _num_rows(system, answers) == (NUM_STREAMS, NUM_STREAMS)
+
+    await eventually(recorded, timeout_s=10.0)
+
+
+def _num_replacements(log: Path) -> int:
+    """How often all requests have gone on in a new engine."""
+    return log.read_text().count("all requests go on in the new engine")
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+async def test_all_streams_go_on_when_the_engine_is_killed(
+    system: System, http: httpx.AsyncClient, num_kills: int
+) -> None:
+    """The worker lives, starts another engine and goes on in it: more than once."""
+    undisturbed = await asyncio.gather(*await _start_streams(system, http))
+    worker_pid, log = system.pid("worker-1"), system.data / "logs" / "worker-1.log"
+    num_replaced = _num_replacements(log)
+    tasks = await _start_streams(system, http)
+    for number in range(1, num_kills + 1):
+        [engine] = psutil.Process(worker_pid).children()
+        engine.kill()
+        wanted = num_replaced + number
+        await eventually(lambda n=wanted: _num_replacements(log) == n, timeout_s=30.0)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+    assert [answer.completion_tokens for answer in answers] == [300] * NUM_STREAMS
+    assert system.pid("worker-1") == worker_pid
 
     async def recorded() -> bool:
         return await _num_rows(system, answers) == (NUM_STREAMS, NUM_STREAMS)

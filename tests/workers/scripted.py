@@ -28,6 +28,8 @@ from schemas.sampling import SamplingParams
 from tests.support.tokenizers_made import byte_level, write_tokenizer
 from tests.support.waiting import eventually
 from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine_keeper import EngineKeeper
+from workers.engine_process import EngineFailedError
 from workers.worker import Worker
 
 EOS = 1
@@ -82,6 +84,9 @@ class ScriptedEngine:
     async def wait_closed(self) -> str:
         return await self._closed
 
+    async def close(self) -> None:
+        """There is nothing to end."""
+
     def fail(self, why: str) -> None:
         self._closed.set_result(why)
 
@@ -120,7 +125,8 @@ class RecordingIndex:
 
 
 class Bench:
-    """One worker, and everything around it that a test looks at."""
+    """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
+    now; with ``no_restart`` set no other can be started, and that says why."""
 
     def __init__(self, model: ServedModel, config: WorkerConfig) -> None:
         self.clock = ManualClock()
@@ -130,12 +136,20 @@ class Bench:
         self.engine = ScriptedEngine()
         self.index = RecordingIndex()
         self.model = model
-        self.worker = Worker(self.bus, config, model, self.engine, self.clock, self.index)
+        self.no_restart = ""
+        keeper = EngineKeeper(self.engine, self._restart, self.clock)
+        self.worker = Worker(self.bus, config, model, keeper, self.clock, self.index)
         self.stopping = asyncio.Event()
         self.run: asyncio.Task[None] | None = None
         self.frames: dict[str, list[Frame]] = {}
         self.envelopes: list[str] = []
         self.statuses: list[WorkerStatus] = []
+
+    async def _restart(self) -> ScriptedEngine:
+        if self.no_restart:
+            raise EngineFailedError(self.no_restart)
+        self.engine = ScriptedEngine()
+        return self.engine
 
     def job(self, request_id: str = "r1", **changes: Any) -> Job:
         sampling = {"max_tokens": 32, "temperature": 0.0, "seed": 7} | changes.pop("sampling", {})

@@ -97,11 +97,13 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         assert (sample.queue_depth, sample.model, sample.num_running) == (7, "demo", 1)
 
 
-async def test_a_failed_engine_ends_the_worker_at_once(demo: ServedModel) -> None:
+async def test_an_engine_that_cannot_be_replaced_ends_the_worker(demo: ServedModel) -> None:
     async with bench(demo) as b:
         await b.dispatch()
         assert b.run is not None
-        b.engine.fail("out of memory")
+        b.no_restart = "out of memory"
+        b.engine.fail("exit code -9")
+        await b.settle(2.0)
         with pytest.raises(EngineFailedError, match="out of memory"):
             await b.run
         assert b.statuses[-1].retired

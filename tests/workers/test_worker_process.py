@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -38,13 +39,13 @@ class _Process:
     """A worker's process and its log."""
 
     def __init__(self, folder: Path, nats_url: str, **worker: object) -> None:
-        checkpoint = write_checkpoint(folder / "tiny", max_position_embeddings=4096)
+        self.checkpoint = write_checkpoint(folder / "tiny", max_position_embeddings=4096)
         settings = {
             "nats": {"url": nats_url},
             "redis": {"url": f"redis://127.0.0.1:{free_port()}/0"},
             "worker": {
                 "name": "w1",
-                "model": str(checkpoint),
+                "model": str(self.checkpoint),
                 "engine": {"num_blocks": _NUM_BLOCKS, "num_threads": 1, "device": "cpu"},
                 **worker,
             },
@@ -63,6 +64,10 @@ class _Process:
     def engine(self) -> psutil.Process:
         (child,) = psutil.Process(self.popen.pid).children()
         return child
+
+    def engine_pid(self) -> int | None:
+        children = psutil.Process(self.popen.pid).children()
+        return children[0].pid if children else None
 
     def stop(self) -> None:
         if self.popen.poll() is None:
@@ -232,14 +237,42 @@ async def test_kill_9_leaves_no_engine_behind(worker: _Process, nats_config: Nat
         await eventually(lambda: not engine.is_running(), 5.0, "the engine's end")
 
 
-async def test_a_dead_engine_ends_the_worker_with_an_error(
+async def test_a_dead_engine_is_replaced_under_its_streams(
     worker: _Process, nats_config: NatsConfig
 ) -> None:
+    """Twice; then its checkpoint is gone, no other can start, and the worker ends with an error."""
+    names = [f"s{i}" for i in range(20)]
     async with _scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
+        await scheduler.dispatch("undisturbed", 200)
+        await eventually(lambda: scheduler.end("undisturbed") is not None)
+        await asyncio.gather(*(scheduler.dispatch(name, 200) for name in names))
+        worker_id = scheduler.worker.worker_id
+        for least in (5, 50):
+            await eventually(lambda n=least: all(len(scheduler.tokens(s)) > n for s in names))
+            engine = worker.engine()
+            engine.kill()
+            await eventually(lambda old=engine.pid: worker.engine_pid() not in (None, old), 30.0)
+        await eventually(lambda: all(scheduler.end(name) for name in names), 30.0)
+        for name in names:
+            end = scheduler.end(name)
+            assert end == Done(epoch=1, finish_reason=FinishReason.LENGTH, num_tokens=200)
+            assert scheduler.tokens(name) == scheduler.tokens("undisturbed")
+            deltas = [frame for frame in scheduler.frames[name] if isinstance(frame, Delta)]
+            starts = [0, *accumulate(len(delta.token_ids) for delta in deltas)]
+            assert [delta.index for delta in deltas] == starts[:-1]
+        records: list[RequestRecord] = []
+
+        async def all_recorded() -> bool:
+            records.extend(await scheduler.records())
+            return len(records) == 21
+
+        await eventually(all_recorded, what="a record each")
+        assert {record.worker_id for record in records} == {worker_id}
+        worker.checkpoint.rename(worker.checkpoint.with_name("gone"))
         worker.engine().kill()
-        assert await asyncio.to_thread(worker.popen.wait, 5.0) == 1
-        assert "exit code -9" in worker.log.read_text().splitlines()[-1]
+        assert await asyncio.to_thread(worker.popen.wait, 40.0) == 1
+        assert "config.json" in worker.log.read_text().splitlines()[-1]
         await eventually(lambda: scheduler.worker.retired)
 
 

@@ -1,0 +1,123 @@
+"""The worker's engine for as long as the worker lives: another follows one that ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import msgspec
+
+from bus.clock import Clock
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine_process import EngineFailedError, EngineLike
+
+# An engine that ends this often within this time is not worth another start.
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+_FIRST_BACKOFF_S = 0.1
+
+# The fields of EngineStats that count from an engine's start; the others are gauges.
+COUNTERS = ("num_steps", "prefill_tokens", "decode_tokens", "num_preemptions", "busy_s")
+
+logger = logging.getLogger(__name__)
+
+
+class EngineKeeper:
+    """Hands requests to the engine that runs, and starts another when that one has ended.
+
+    ``on_outputs`` gets what each step made, ``on_lost`` is called when an engine has ended,
+    ``on_replaced`` when the next one is there. What is added or cancelled in between is dropped:
+    nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on. The
+    restarts are bounded; the first follows at once, the others after a growing pause. Counters in
+    ``stats`` run on over all engines. Owns the engine: it ends with ``close``.
+    """
+
+    def __init__(
+        self, engine: EngineLike, restart: Callable[[], Awaitable[EngineLike]], clock: Clock
+    ) -> None:
+        self.on_outputs: Callable[[list[EngineOutput]], None] = _ignore_outputs
+        self.on_lost: Callable[[], None] = _ignore
+        self.on_replaced: Callable[[], None] = _ignore
+        self._engine: EngineLike | None = None
+        self._restart = restart
+        self._clock = clock
+        self._restarts_s: list[float] = []
+        self._ended: EngineStats | None = None
+        self._take_over(engine)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step; without an engine there is nothing free."""
+        ended, engine = self._ended, self._engine
+        if ended is None:
+            assert engine is not None
+            return engine.stats
+        if engine is None:
+            return ended
+        stats = engine.stats
+        sums = {name: getattr(ended, name) + getattr(stats, name) for name in COUNTERS}
+        return msgspec.structs.replace(stats, **sums)
+
+    def add(self, request: EngineRequest) -> None:
+        """Generate for a request."""
+        if self._engine is not None:
+            self._engine.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; outputs of a step that runs now may still come."""
+        if self._engine is not None:
+            self._engine.cancel(request_id)
+
+    async def run(self) -> NoReturn:
+        """Replace every engine that ends, until it is cancelled.
+
+        Raises EngineFailedError when no other can be started, with why the last one ended.
+        """
+        while True:
+            assert self._engine is not None
+            why = await self._engine.wait_closed()
+            self._ended = msgspec.structs.replace(
+                self.stats, num_running=0, num_waiting=0, num_free_blocks=0, outstanding_tokens=0
+            )
+            self._engine = None
+            logger.warning("the engine has ended and is started again", extra={"reason": why})
+            self.on_lost()
+            self._take_over(await self._start_another(why))
+            logger.info("a new engine runs")
+            self.on_replaced()
+
+    async def close(self) -> None:
+        """End the engine; what runs in it is lost."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _take_over(self, engine: EngineLike) -> None:
+        engine.on_outputs = lambda outputs, _stats: self.on_outputs(outputs)
+        self._engine = engine
+
+    async def _start_another(self, why: str) -> EngineLike:
+        while True:
+            now_s = self._clock.monotonic()
+            recent = [at_s for at_s in self._restarts_s if now_s - at_s < RESTART_WINDOW_S]
+            if len(recent) >= MAX_RESTARTS:
+                raise EngineFailedError(
+                    f"the engine ended or did not start {len(recent) + 1} times within "
+                    f"{RESTART_WINDOW_S:g} s; the last time: {why}"
+                )
+            if recent:
+                await self._clock.sleep(_FIRST_BACKOFF_S * 2 ** (len(recent) - 1))
+            self._restarts_s = [*recent, self._clock.monotonic()]
+            try:
+                return await self._restart()
+            except EngineFailedError as error:
+                why = error.message
+                logger.warning("a new engine did not start", extra={"reason": why})
+
+
+def _ignore_outputs(_outputs: list[EngineOutput]) -> None:
+    """Outputs of an engine that has no worker yet."""
+
+
+def _ignore() -> None:
+    """Nobody has asked to hear it."""
