@@ -84,7 +84,10 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 
 class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's bounds. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``;
-    ``num_threads`` 0 chooses by the machine and what else runs on it."""
+    ``num_threads`` 0 chooses by the machine and what else runs on it. ``prefix_cache`` lets
+    prompts begin with what earlier ones left in the KV cache. A waiting request gains a level of
+    priority every ``ageing_s`` (0: never). ``itl_bound_ms`` bounds the chunks of prompts so that
+    a step is predicted to take no longer while others decode (0: no bound)."""
 
     max_num_sequences: int = 64
     max_batch_tokens: int = 512
@@ -94,6 +97,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int = 0
+    prefix_cache: bool = True
+    ageing_s: float = 10.0
+    itl_bound_ms: float = 0.0
 
 
 class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

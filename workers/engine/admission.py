@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.frames import FinishReason
@@ -65,6 +67,10 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value < 1:
             raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
+    for name in ("ageing_s", "itl_bound_ms"):
+        amount = getattr(config, name)
+        if not 0 <= amount < math.inf:
+            raise ConfigError(f"engine.{name} must be 0 (off) or more, got {amount}.")
     if config.num_blocks < 0:
         raise ConfigError(
             f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "

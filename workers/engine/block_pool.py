@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+
+def _ignore(_block: int) -> None:
+    """Nobody keeps blocks, so nobody is told."""
 
 
 class BlockPool:
     """Reference counts over ``num_blocks`` blocks of ``block_size_tokens`` tokens each.
 
     Block ids are 0 … num_blocks - 1. A block is free exactly when its count is 0. Whoever
-    allocated or shared a block frees it once; allocation and freeing are O(1) per block. The last
-    freed block is handed out first, since it is the one that caches still hold.
+    allocated or shared a block frees it once; every operation is O(1) per block. A free block
+    whose contents somebody wants to ``keep`` is idle: it may be shared again, and is handed out
+    only when no other free block is left, the one that has been idle longest first; then
+    ``forget`` is told. Of the others, the last freed is handed out first, since it is the one that
+    the processor's caches still hold.
     """
 
-    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size_tokens: int, forget: Callable[[int], None] = _ignore
+    ) -> None:
         if num_blocks < 1 or block_size_tokens < 1:
             raise ValueError(
                 f"a pool needs blocks of at least one token, got {num_blocks} blocks of "
@@ -23,10 +33,18 @@ class BlockPool:
         self.block_size_tokens = block_size_tokens
         self._free = list(range(num_blocks - 1, -1, -1))
         self._counts = [0] * num_blocks
+        self._kept = [False] * num_blocks
+        self._idle: OrderedDict[int, float] = OrderedDict()  # block: when it went idle
+        self._forget = forget
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated, the idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        return len(self._idle)
 
     @property
     def capacity_tokens(self) -> int:
@@ -38,39 +56,84 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each; None, and nothing taken, if they do not fit."""
-        if count > len(self._free):
+        if count > len(self._free) + len(self._idle):
             return None
         if count == 0:
             return []
         taken = self._free[-count:]
         del self._free[-count:]
+        while len(taken) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._kept[block] = False
+            self._forget(block)
+            taken.append(block)
         for block in taken:
             self._counts[block] = 1
         return taken
 
     def share(self, block: int) -> None:
-        """Add a reference to a block that somebody holds."""
-        if self._counts[block] == 0:
-            raise ValueError(f"block {block} is free and cannot be shared")
-        self._counts[block] += 1
+        """Add a reference to a block that somebody holds or that is idle."""
+        count = self._counts[block]
+        if count == 0:
+            if block not in self._idle:
+                raise ValueError(f"block {block} is free and cannot be shared")
+            del self._idle[block]
+        self._counts[block] = count + 1
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block."""
+    def free(self, blocks: Iterable[int], now_s: float = 0.0) -> None:
+        """Drop one reference of each block; those that go idle do so at ``now_s``."""
         for block in blocks:
             count = self._counts[block]
             if count == 0:
                 raise ValueError(f"block {block} is freed twice")
             self._counts[block] = count - 1
             if count == 1:
-                self._free.append(block)
+                if self._kept[block]:
+                    self._idle[block] = now_s
+                else:
+                    self._free.append(block)
+
+    def keep(self, block: int) -> None:
+        """Have a block that somebody holds go idle when its last reference is dropped."""
+        if self._counts[block] == 0:
+            raise ValueError(f"block {block} is free and cannot be kept")
+        self._kept[block] = True
+
+    def drop_idle(self, block: int) -> None:
+        """Keep an idle block no longer. The caller knows, so ``forget`` is not told."""
+        del self._idle[block]
+        self._kept[block] = False
+        self._free.append(block)
+
+    def idle_since(self, until_s: float) -> list[int]:
+        """Blocks that went idle at ``until_s`` or before, the longest idle first."""
+        blocks: list[int] = []
+        for block, since_s in self._idle.items():
+            if since_s > until_s:
+                break
+            blocks.append(block)
+        return blocks
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
 
     def num_references(self, block: int) -> int:
         return self._counts[block]
 
+    def kept_blocks(self) -> list[int]:
+        return [block for block, kept in enumerate(self._kept) if kept]
+
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free list and counts say the same about every block."""
+        """Raise AssertionError unless lists, flags and counts say the same about every block."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
+        assert free.isdisjoint(self._idle), "a block is both idle and in the free list"
         for block, count in enumerate(self._counts):
             assert count >= 0, f"block {block} has {count} references"
-            assert (count == 0) == (block in free), f"block {block} is neither free nor held"
+            assert (count == 0) == (block in free or block in self._idle), (
+                f"block {block} is neither free nor held"
+            )
+            assert block not in self._idle or self._kept[block], f"block {block} is idle for nobody"
+            assert block not in free or not self._kept[block], f"block {block} is kept but lost"
+        times = list(self._idle.values())
+        assert times == sorted(times), "idle blocks are out of order"

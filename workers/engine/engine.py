@@ -16,7 +16,9 @@ from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_SEED
 from workers.engine.admission import check_config, finished_before, longest_total_tokens
-from workers.engine.block_pool import BlockPool
+from workers.engine.block_tables import BlockTables
+from workers.engine.choices import make_choices
+from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.outputs import (
     as_millrace_error,
     error_output,
@@ -25,10 +27,9 @@ from workers.engine.outputs import (
     token_output,
 )
 from workers.engine.planner import Planner, ScheduledSequence
-from workers.engine.random_stream import stream_key
 from workers.engine.runner import ModelRunner
 from workers.engine.sampler import SampleRow, sample
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.types import (
     EngineOutput,
     EngineRequest,
@@ -64,16 +65,26 @@ class Engine:
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
-        self._pool = BlockPool(runner.cache.num_blocks, config.block_size_tokens)
+        self._costs = CostModel()
+        self._tables = BlockTables.make(
+            runner.cache.num_blocks,
+            config.block_size_tokens,
+            runner.cache,
+            prefix_cache=config.prefix_cache,
+        )
+        self._pool = self._tables.pool
         self._planner = Planner(
-            self._pool,
+            self._tables,
             max_batch_tokens=config.max_batch_tokens,
             max_num_sequences=config.max_num_sequences,
-            clear_blocks=runner.clear,
+            ageing_s=config.ageing_s,
+            itl_bound_s=config.itl_bound_ms / 1e3,
+            costs=self._costs,
+            monotonic=monotonic,
         )
         self._seed_source = seed_source
         self._monotonic = monotonic
-        self._sequences: dict[str, Sequence] = {}
+        self._choices: dict[str, list[Sequence]] = {}
         self._outputs: list[EngineOutput] = []
         self._readied = threading.Event()
         self._num_arrived = 0
@@ -90,7 +101,7 @@ class Engine:
 
     @property
     def context_window_tokens(self) -> int:
-        return self._runner.config.max_position_embeddings
+        return self._runner.config.context_window_tokens
 
     @property
     def max_tokens_per_request(self) -> int:
@@ -99,7 +110,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._outputs)
+        return bool(self._choices or self._outputs)
 
     def add(self, request: EngineRequest) -> None:
         """Take a request; one that cannot be served is answered with an error at the next step.
@@ -126,23 +137,22 @@ class Engine:
             )
             return
         seed = request.sampling.seed
-        sequence = Sequence(
+        choices = make_choices(
             request,
             arrival=self._num_arrived,
-            key=stream_key(self._seed_source() if seed is None else seed),
+            seed=self._seed_source() if seed is None else seed,
             max_total_tokens=max_total_tokens,
             added_s=self._monotonic(),
         )
-        self._num_arrived += 1
-        self._sequences[request.request_id] = sequence
-        self._planner.add(sequence)
+        self._num_arrived += len(choices)
+        self._choices[request.request_id] = choices
+        self._planner.add(choices[0])
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, in whatever state; its blocks are free when this returns."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
+        for sequence in self._choices.pop(request_id, ()):
             self._planner.remove(sequence)
-        elif self._outputs:
+        if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
 
     def step(self) -> list[EngineOutput]:
@@ -172,6 +182,8 @@ class Engine:
 
     def _execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
         """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
+        begin = self._monotonic()
+        work = StepWork.of(plan)
         for sequence, _ in plan:
             sequence.contents_finite = False
         try:
@@ -185,22 +197,55 @@ class Engine:
             _log.exception("the model failed on one sequence")
             self._fail(plan[0].sequence, as_millrace_error(error), outputs)
             return
-        for sequence, num_tokens in plan:
-            self._count(sequence, num_tokens)
-            sequence.num_computed_tokens += num_tokens
+        self._planner.advance(plan)
+        self._seal_chunks(plan, outputs)
         self._sample(sequences, logits, outputs)
+        self._costs.observe(work, self._monotonic() - begin)
+        self._prefill_tokens += work.prefill_tokens
+        self._decode_tokens += work.decodes
         for sequence, _ in plan:
-            if not sequence.started and sequence.request_id in self._sequences:
+            if not sequence.started and sequence.state is not SequenceState.FINISHED:
                 sequence.started = True
                 outputs.append(started_output(sequence))
 
+    def _seal_chunks(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
+        """Look whether what was computed of prompts is finite. A token that decodes need not be
+        looked at: its logits tell."""
+        size = self._pool.block_size_tokens
+        chunks: list[tuple[Sequence, list[int]]] = []
+        for sequence, num_tokens in plan:
+            if num_tokens > 1 or sequence.num_uncomputed_tokens:
+                first = (sequence.num_computed_tokens - num_tokens) // size
+                end = self._pool.blocks_for(sequence.num_computed_tokens)
+                chunks.append((sequence, sequence.block_table[first:end]))
+        if not chunks:
+            return
+        finite = iter(self._runner.cache.finite_blocks([b for _, blocks in chunks for b in blocks]))
+        for sequence, blocks in chunks:
+            flags = [next(finite) for _ in blocks]
+            if all(flags):
+                sequence.contents_finite = True
+                self._tables.seal(sequence)
+            else:
+                self._fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
+
     def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+        self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
+        """Draw the next token of each sequence, and the first ones of choices that begin here."""
+        sequences: list[Sequence] = []
+        index: list[int] = []
+        for row, sequence in enumerate(computed):
+            if sequence.state is SequenceState.RUNNING:
+                sequences += (sequence, *sequence.forks)
+                index += [row] * (1 + len(sequence.forks))
+                self._fork(sequence)
         if not sequences:
             return
-        rows = [SampleRow(s.request.sampling, s.key, s.num_output_tokens) for s in sequences]
         with torch.inference_mode():
+            if len(index) != len(computed) or len(sequences) != len(computed):
+                logits = logits.index_select(0, torch.tensor(index, device=logits.device))
+            rows = [SampleRow(s.request.sampling, s.key, s.num_output_tokens) for s in sequences]
             sampled = sample(logits, rows)
         for sequence, token, logprob in zip(
             sequences, sampled.token_ids, sampled.logprobs, strict=True
@@ -209,6 +254,14 @@ class Engine:
                 self._fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
             else:
                 self._append(sequence, token, logprob, outputs)
+
+    def _fork(self, parent: Sequence) -> None:
+        """Let the choices that waited for the parent's prompt go their own ways."""
+        forks, parent.forks = parent.forks, []
+        for child in forks:
+            child.queued_s = parent.queued_s
+            child.num_cached_tokens = parent.num_cached_tokens
+            self._planner.fork(parent, child)
 
     def _append(
         self,
@@ -219,6 +272,8 @@ class Engine:
     ) -> None:
         sequence.token_ids.append(token)
         sequence.contents_finite = True
+        if sequence.num_computed_tokens % self._pool.block_size_tokens == 0:
+            self._tables.seal(sequence)
         finish_reason = None
         if token in sequence.stop_token_ids:
             finish_reason = FinishReason.STOP
@@ -230,18 +285,17 @@ class Engine:
             self._end(sequence)
 
     def _fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
-        outputs.append(error_output(sequence, error))
-        self._end(sequence)
+        """End a sequence, and those that wait for its prompt, with an error."""
+        for ended in (sequence, *sequence.forks):
+            outputs.append(error_output(ended, error))
+            self._end(ended)
 
     def _end(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request_id]
+        choices = self._choices[sequence.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._choices[sequence.request_id]
         self._planner.remove(sequence)
-
-    def _count(self, sequence: Sequence, num_tokens: int) -> None:
-        if sequence.num_output_tokens > 0 and sequence.num_uncomputed_tokens == 1:
-            self._decode_tokens += 1
-        else:
-            self._prefill_tokens += num_tokens
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -249,16 +303,26 @@ class Engine:
             num_waiting=self._planner.num_waiting,
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free_blocks,
+            num_idle_blocks=self._pool.num_idle_blocks,
             num_steps=self._num_steps,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             num_preemptions=self._planner.num_preemptions,
             busy_s=self._busy_s,
-            outstanding_tokens=sum(s.outstanding_tokens for s in self._sequences.values()),
+            outstanding_tokens=self._planner.outstanding_tokens,
             max_tokens_per_request=self.max_tokens_per_request,
+            prefix_query_tokens=self._tables.num_query_tokens,
+            prefix_hit_tokens=self._tables.num_hit_tokens,
+            num_evicted_blocks=self._tables.num_evicted_blocks,
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless sequences, planner and pool agree."""
+        """Raise AssertionError unless choices, planner, cache and pool agree."""
         self._planner.check_integrity()
-        assert self._planner.num_live == len(self._sequences)
+        live = [sequence for choices in self._choices.values() for sequence in choices]
+        forming = {fork for sequence in live for fork in sequence.forks}
+        assert self._planner.num_live == len(live) - len(forming)
+        assert forming.issubset(live)
+        for sequence in live:
+            assert (sequence.state is SequenceState.FORMING) == (sequence in forming)
+            assert sequence.state is not SequenceState.FINISHED

@@ -16,7 +16,7 @@ class KVCache:
     ``data``: [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads, head_dim]; of the
     pair, 0 is the key and 1 the value. The last block, ``null_block``, is never written: block
     tables are padded with it. All contents are always finite, since masked positions are still
-    multiplied (by zero); so whoever wrote NaN there must ``clear`` it.
+    multiplied (by zero); so whoever wrote NaN there must ``scrub`` it.
     """
 
     def __init__(
@@ -49,9 +49,30 @@ class KVCache:
                 f"does not have. Lower engine.kv_cache_bytes or engine.num_blocks."
             ) from error
 
-    def clear(self, blocks: list[int]) -> None:
-        """Zero the contents of blocks."""
-        self.data[:, blocks] = 0
+    @torch.inference_mode()
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero those of the blocks whose contents are not finite."""
+        for block in blocks:
+            contents = self.data[:, block]
+            if not torch.isfinite(contents).all():
+                contents.zero_()
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """Give one block the contents of another, in all layers."""
+        self.data[:, target].copy_(self.data[:, source])
+
+    @torch.inference_mode()
+    def finite_blocks(self, blocks: list[int]) -> list[bool]:
+        """Which blocks hold only finite keys and values in the last layer.
+
+        A token's hidden state that is not finite makes its keys and values in every later layer
+        the same, and so does a key or value when the token attends to itself; so the last layer
+        speaks for all, at a fraction of the reading.
+        """
+        index = torch.tensor(blocks, device=self.data.device)
+        rows = self.data[-1].index_select(0, index).flatten(1)
+        return torch.isfinite(rows.sum(-1, dtype=torch.float32)).tolist()
 
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
@@ -83,5 +104,5 @@ def choose_num_blocks(
             f"kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} tokens "
             f"takes {size_bytes} bytes for this model."
         )
-    per_sequence = -(-config.max_position_embeddings // block_size_tokens)
+    per_sequence = -(-config.context_window_tokens // block_size_tokens)
     return min(fitting, per_sequence * max_num_sequences)

@@ -24,6 +24,7 @@ def token_output(
         finish_reason=finish_reason,
         started=first,
         queued_s=sequence.queued_s if first else 0.0,
+        num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
     )
 
@@ -35,6 +36,7 @@ def started_output(sequence: Sequence) -> EngineOutput:
         choice=sequence.choice,
         started=True,
         queued_s=sequence.queued_s,
+        num_cached_tokens=sequence.num_cached_tokens,
     )
 
 
@@ -47,6 +49,7 @@ def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
         error=(error.code, error.message),
         started=first,
         queued_s=sequence.queued_s if first else 0.0,
+        num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=sequence.num_preemptions,
     )
 

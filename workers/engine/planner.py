@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
-from workers.engine.block_pool import BlockPool
+from workers.engine.block_tables import BlockTables, PrefixHit
+from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.waiting import WaitingQueue
 
 # Blocks that admissions leave free for those who already run: without it every newcomer preempts
 # somebody a few steps later.
 ADMISSION_WATERMARK = 0.05
+# A sequence that was preempted so often is next admitted only when all blocks that it can ever
+# need are there, and is not preempted again.
+MAX_PREEMPTIONS = 4
+# How far an admission looks past newcomers that wait for a prefix somebody else is computing.
+_MAX_HELD = 16
+
+_rank = attrgetter("rank")
 
 
 class ScheduledSequence(NamedTuple):
@@ -23,207 +34,285 @@ class ScheduledSequence(NamedTuple):
 
 
 class Planner:
-    """Holds the waiting and running sequences and is the only one to touch their blocks.
+    """Holds the waiting and running sequences and says who gets blocks and who loses them.
 
     One rule for every kind of work: a sequence is behind by some tokens, and gets as many of them
     as the budget allows. Those that are behind by one token (they decode) come first, then
-    prefills that are under way, then newcomers by rank: priority, then arrival. When blocks run
-    out, the running sequence of the lowest rank gives up its blocks and waits to be recomputed;
-    the highest rank never does, so somebody always gets on and everybody ends. ``clear_blocks``
-    is called with blocks that go back to the pool with contents that may not be finite.
+    prefills that are under way, then newcomers, each by rank.
+
+    A rank is fixed for life: the time of arrival, moved back by ``ageing_s`` for each level of
+    priority, so that whoever waits gains a level in that time, and nobody starves. When blocks
+    run out, running sequences of lower rank give theirs up and wait to be computed again; if there
+    is none, the sequence keeps what it has and waits. A newcomer of higher priority and rank takes
+    slot and blocks from those below it. Nobody is preempted more than ``MAX_PREEMPTIONS`` times:
+    after that it gets its blocks for good. So the highest rank, or one that has all its blocks,
+    always gets on, and everybody ends.
+
+    ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
+    ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        tables: BlockTables,
         *,
         max_batch_tokens: int,
         max_num_sequences: int,
-        clear_blocks: Callable[[list[int]], None],
+        ageing_s: float = 0.0,
+        itl_bound_s: float = 0.0,
+        costs: CostModel | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_batch_tokens < 1 or max_num_sequences < 1:
             raise ValueError(
                 f"max_batch_tokens and max_num_sequences must be at least 1, got "
                 f"{max_batch_tokens} and {max_num_sequences}"
             )
-        self.pool = pool
         self.max_batch_tokens = max_batch_tokens
         self.max_num_sequences = max_num_sequences
         self.num_preemptions = 0
+        self.outstanding_tokens = 0
         self.running: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._num_waiting = 0
-        self._unready: list[Sequence] = []
-        self._clear_blocks = clear_blocks
-        self._watermark_blocks = math.ceil(pool.num_blocks * ADMISSION_WATERMARK)
+        self.tables = tables
+        self._pool = tables.pool
+        self._ageing_s = ageing_s
+        self._itl_bound_s = itl_bound_s
+        self._costs = CostModel() if costs is None else costs
+        self._monotonic = monotonic
+        self._waiting = WaitingQueue()
+        self._now_s = monotonic()
+        self._watermark_blocks = math.ceil(self._pool.num_blocks * ADMISSION_WATERMARK)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting + len(self._unready)
+        return len(self._waiting)
 
     @property
     def num_unready(self) -> int:
         """Those of the waiting that were not ready at the last plan."""
-        return len(self._unready)
+        return self._waiting.num_unready
 
     @property
     def num_live(self) -> int:
-        return self.num_waiting + len(self.running)
+        return len(self._waiting) + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it must fit the pool when it is alone in it."""
-        assert self.pool.blocks_for(sequence.max_total_tokens) <= self.pool.num_blocks
-        if sequence.ready:
-            self._enqueue(sequence)
+        assert self._pool.blocks_for(sequence.max_total_tokens) <= self._pool.num_blocks
+        self._set_rank(sequence)
+        self._waiting.add(sequence)
+        for live in (sequence, *sequence.forks):
+            self.outstanding_tokens += live.outstanding_tokens
+
+    def _set_rank(self, sequence: Sequence) -> None:
+        priority = sequence.request.priority
+        if self._ageing_s > 0:
+            sequence.rank = (0, sequence.added_s - priority * self._ageing_s, sequence.arrival)
         else:
-            self._unready.append(sequence)
+            sequence.rank = (-priority, 0.0, sequence.arrival)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
+        free, else later from the cache."""
+        self._set_rank(child)
+        if len(self.running) < self.max_num_sequences:
+            self.tables.fork(parent, child)
+            self.outstanding_tokens -= child.num_computed_tokens
+            child.state = SequenceState.RUNNING
+            insort(self.running, child, key=_rank)
+        else:
+            self._waiting.add(child)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is; its blocks are free at once."""
+        self.outstanding_tokens -= sequence.outstanding_tokens
         if sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-            self._free_blocks(sequence)
-        elif sequence in self._unready:
-            self._unready.remove(sequence)
+            self._stop(sequence)
         elif sequence.state is SequenceState.WAITING:
-            self._num_waiting -= 1  # its heap entry is skipped when it comes up
+            self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+
+    def advance(self, plan: Iterable[ScheduledSequence]) -> None:
+        """What was planned has been computed."""
+        total = 0
+        for sequence, num_tokens in plan:
+            sequence.num_computed_tokens += num_tokens
+            total += num_tokens
+        self.outstanding_tokens -= total
 
     def plan(self) -> list[ScheduledSequence]:
         """The next step's work, decodes first, with all blocks allocated; [] if there is none."""
-        if self._unready:
-            self._enqueue_ready()
-        planned: dict[Sequence, int] = {}
-        budget = self.max_batch_tokens
-        num_preemptions = self.num_preemptions
-        decoding = [s for s in self.running if s.num_uncomputed_tokens == 1]
-        prefilling = [s for s in self.running if s.num_uncomputed_tokens > 1]
-        for sequence in (*decoding, *prefilling):
-            if budget == 0:
+        self._now_s = self._monotonic()
+        self._waiting.collect_ready()
+        draft = _Draft(self.max_batch_tokens)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            behind = len(sequence.token_ids) - sequence.num_computed_tokens
+            (decoding if behind == 1 else prefilling).append(sequence)
+        for sequence in decoding:
+            if draft.budget == 0:
                 break
-            if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for one that was planned before it
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            given_back = self._make_room(sequence, num_tokens, planned)
-            budget += given_back
-            if sequence.state is SequenceState.RUNNING:
-                planned[sequence] = num_tokens
-                budget -= num_tokens
-        if self.num_preemptions == num_preemptions:
-            self._admit(planned, budget)
-        return [ScheduledSequence(sequence, count) for sequence, count in planned.items()]
+            self._schedule(sequence, 1, draft)
+        if draft.counts and (prefilling or self._waiting):
+            self._bound_chunks(draft, prefilling)
+        for sequence in prefilling:
+            if draft.budget == 0:
+                break
+            behind = len(sequence.token_ids) - sequence.num_computed_tokens
+            self._schedule(sequence, min(behind, draft.budget), draft)
+        if self._waiting and not draft.short_of_blocks:
+            self._admit(draft)
+        return [ScheduledSequence(*item) for item in draft.counts.items()]
 
-    def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
-        while budget > 0 and len(self.running) < self.max_num_sequences:
-            sequence = self._peek()
-            if sequence is None:
+    def _schedule(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> None:
+        """Plan a running sequence if there is room, if need be by preempting lower ranks."""
+        if sequence.state is not SequenceState.RUNNING:
+            return  # preempted for one that was planned before it
+        while not self.tables.grow(sequence, num_tokens):
+            draft.short_of_blocks = True
+            victim = self._lowest_below(sequence)
+            if victim is None:
                 return
-            # Counted for all tokens at hand, not only for the first chunk: half an admitted prompt
-            # is work that the next preemption throws away.
-            needed = self.pool.blocks_for(sequence.num_tokens)
-            reserve = self._watermark_blocks if self.running else 0
-            if needed + reserve > self.pool.num_free_blocks - self._promised_blocks():
-                return
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            sequence.state = SequenceState.RUNNING
-            self._grow(sequence, num_tokens)
-            self.running.append(sequence)
-            self.running.sort(key=lambda s: s.rank)
-            planned[sequence] = num_tokens
-            budget -= num_tokens
+            self._preempt(victim, draft)
+        draft.put(sequence, num_tokens)
 
-    def _promised_blocks(self) -> int:
-        """Blocks that admitted prompts still need for tokens they already have."""
-        return sum(
-            self.pool.blocks_for(s.num_tokens) - len(s.block_table)
-            for s in self.running
-            if s.num_uncomputed_tokens > 1
+    def _lowest_below(self, sequence: Sequence) -> Sequence | None:
+        for other in reversed(self.running):
+            if other is sequence:
+                return None
+            if not other.reserved:
+                return other
+        return None
+
+    def _bound_chunks(self, draft: _Draft, prefilling: list[Sequence]) -> None:
+        """Cut the budget to what keeps the predicted step under the bound."""
+        if self._itl_bound_s <= 0 or not self._costs.is_warm:
+            return
+        beside = StepWork(
+            decodes=len(draft.counts),
+            context_tokens=sum(s.num_computed_tokens for s in draft.counts),
         )
+        context = prefilling[0].num_computed_tokens if prefilling else 0
+        chunk = self._costs.largest_chunk(self._itl_bound_s, beside, context)
+        draft.budget = min(draft.budget, max(chunk, self._pool.block_size_tokens))
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, planned: dict[Sequence, int]) -> int:
-        """Allocate, preempting lower ranks as needed, in the end the sequence itself.
-
-        Returns the budget that preempted sequences give back.
-        """
-        given_back = 0
-        while not self._grow(sequence, num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            given_back += planned.pop(victim, 0)
-            if victim is sequence:
+    def _admit(self, draft: _Draft) -> None:
+        held: list[Sequence] = []
+        while draft.budget > 0 and len(held) < _MAX_HELD:
+            sequence = self._waiting.pop()
+            if sequence is None:
                 break
-        return given_back
+            hit = self.tables.match(sequence)
+            if hit.awaited:
+                held.append(sequence)
+                continue
+            if not self._fits(sequence, hit):
+                victims = self._victims_for(sequence, hit)
+                if not victims:
+                    held.append(sequence)
+                    break
+                for victim in victims:
+                    self._preempt(victim, draft)
+                hit = self.tables.match(sequence)
+            self._start(sequence, hit)
+            behind = sequence.num_tokens - sequence.num_computed_tokens
+            self._schedule(sequence, min(behind, draft.budget), draft)
+        for sequence in held:
+            self._waiting.add(sequence)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        total = self.pool.blocks_for(sequence.num_computed_tokens + num_tokens)
-        missing = total - len(sequence.block_table)
-        if missing <= 0:
-            return True
-        blocks = self.pool.allocate(missing)
-        if blocks is None:
+    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Put a newcomer that fits into the batch."""
+        self.tables.take(sequence, hit)
+        reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
+        self.tables.promise(sequence, self._wanted_blocks(sequence), reserved=reserved)
+        self.outstanding_tokens -= sequence.num_computed_tokens
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=_rank)
+
+    def _wanted_blocks(self, sequence: Sequence) -> int:
+        """Blocks that are spoken for at admission: for all tokens at hand, not only for the first
+        chunk, since half an admitted prompt is work that the next preemption throws away; for all
+        that can come once it may not be preempted any more."""
+        if sequence.num_preemptions < MAX_PREEMPTIONS:
+            return self._pool.blocks_for(sequence.num_tokens)
+        # Choices share the last block of the prompt until they write to it.
+        return self._pool.blocks_for(sequence.max_total_tokens) + bool(sequence.forks)
+
+    def _fits(
+        self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
+    ) -> bool:
+        """Whether a newcomer can be admitted if so many more slots and blocks come free."""
+        if len(self.running) - num_slots >= self.max_num_sequences:
             return False
-        sequence.block_table.extend(blocks)
-        return True
+        needed = self._wanted_blocks(sequence) - len(hit.blocks) + hit.num_idle
+        if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
+            needed += self._watermark_blocks
+        free = self._pool.num_free_blocks - self.tables.num_promised_blocks
+        return needed <= free + num_blocks
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._free_blocks(sequence)
-        sequence.num_computed_tokens = 0
+    def _victims_for(self, sequence: Sequence, hit: PrefixHit) -> list[Sequence]:
+        """Whom to preempt, the lowest rank first, so that a newcomer of higher priority fits; []
+        if that does not help."""
+        victims: list[Sequence] = []
+        num_blocks = 0
+        kept = frozenset(hit.blocks)
+        for other in reversed(self.running):
+            if other.rank < sequence.rank:
+                break
+            if other.reserved or other.request.priority >= sequence.request.priority:
+                continue
+            victims.append(other)
+            num_blocks += self.tables.num_exclusive_blocks(other, kept)
+            num_blocks += other.num_promised_blocks
+            if self._fits(sequence, hit, len(victims), num_blocks):
+                return victims
+        return []
+
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+        draft.drop(sequence)
+        self.outstanding_tokens += sequence.num_computed_tokens
+        self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(sequence)
+        self._waiting.add(sequence)
 
-    def _free_blocks(self, sequence: Sequence) -> None:
-        if not sequence.contents_finite:
-            self._clear_blocks(sequence.block_table)
-            sequence.contents_finite = True
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
-        self._num_waiting += 1
-
-    def _enqueue_ready(self) -> None:
-        """Queue those that have become ready; another thread may say so at any time."""
-        still = []
-        for sequence in self._unready:
-            if sequence.ready:
-                self._enqueue(sequence)
-            else:
-                still.append(sequence)
-        self._unready = still
-
-    def _peek(self) -> Sequence | None:
-        while self._waiting:
-            sequence = self._waiting[0][1]
-            if sequence.state is SequenceState.WAITING:
-                return sequence
-            heapq.heappop(self._waiting)
-        return None
+    def _stop(self, sequence: Sequence) -> None:
+        index = bisect_left(self.running, sequence.rank, key=_rank)
+        assert self.running[index] is sequence
+        del self.running[index]
+        self.tables.release(sequence, self._now_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool, block tables and states agree."""
-        self.pool.check_integrity()
-        held: dict[int, int] = {}
+        self.tables.check_integrity(self.running)
+        self._waiting.check_integrity()
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_tokens <= sequence.max_total_tokens
-            capacity = len(sequence.block_table) * self.pool.block_size_tokens
-            assert sequence.num_computed_tokens <= capacity, "computed tokens without blocks"
-            for block in sequence.block_table:
-                held[block] = held.get(block, 0) + 1
-        for block in range(self.pool.num_blocks):
-            assert self.pool.num_references(block) == held.get(block, 0), f"block {block} leaks"
-        live = [s for _, s in self._waiting if s.state is SequenceState.WAITING]
-        assert len(live) == self._num_waiting
-        assert not any(s.block_table for s in (*live, *self._unready)), (
-            "a waiting sequence holds blocks"
-        )
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS
         ranks = [s.rank for s in self.running]
         assert ranks == sorted(ranks)
         assert len(self.running) <= self.max_num_sequences
+        live = [*self.running, *self._waiting]
+        live += [fork for sequence in live for fork in sequence.forks]
+        assert self.outstanding_tokens == sum(s.outstanding_tokens for s in live)
+
+
+class _Draft:
+    """A plan that is being made: what each sequence computes, and the tokens left to give out."""
+
+    __slots__ = ("budget", "counts", "short_of_blocks")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.counts: dict[Sequence, int] = {}
+        self.short_of_blocks = False
+
+    def put(self, sequence: Sequence, num_tokens: int) -> None:
+        self.counts[sequence] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.counts.pop(sequence, 0)

@@ -7,10 +7,15 @@ from typing import Any
 
 from workers.engine.types import EngineRequest
 
+# (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
+Rank = tuple[int, float, int]
+
 
 class SequenceState(Enum):
-    """WAITING holds no blocks; RUNNING is in the batch; FINISHED is gone from the engine."""
+    """FORMING is a choice whose prompt another choice computes; WAITING holds no blocks; RUNNING
+    is in the batch; FINISHED is gone from the engine."""
 
+    FORMING = "forming"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -24,11 +29,15 @@ class Sequence:
     others are still to be run through the model, and running the last of them samples the next.
     So a sequence with one token to compute decodes; with more it prefills. Invariants:
     ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
-    ``num_computed_tokens`` fits the block table. ``contents_finite``: logits that saw all of the
-    blocks' contents were finite; False while a step is under way or half a prompt is computed.
-    ``key`` is that of the sequence's random stream. ``queued_s`` is how long it waited before its
-    first step, counted from ``added_s`` on the engine's clock. The planner owns the blocks: it
-    allocates them and frees them on preemption and at the end.
+    ``num_computed_tokens`` fits the block table. ``contents_finite``: what is computed was found
+    finite; False while a step is under way. ``key`` is that of the sequence's random stream.
+    ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on the
+    engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
+
+    ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
+    from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``tail_shared``,
+    ``num_promised_blocks`` and ``reserved`` are those of ``BlockTables``, which allocates the
+    blocks and frees them on preemption and at the end.
 
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's;
     both are None for a sequence without. It is not admitted before it is ``ready``, which another
@@ -38,23 +47,31 @@ class Sequence:
     __slots__ = (
         "added_s",
         "arrival",
+        "block_keys",
         "block_table",
         "choice",
         "contents_finite",
+        "forks",
         "key",
         "matcher",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
+        "num_promised_blocks",
         "num_prompt_tokens",
+        "num_sealed_blocks",
         "queued_s",
         "rank",
         "ready",
         "request",
+        "reserved",
         "sampling_state",
         "started",
         "state",
         "stop_token_ids",
+        "tail_shared",
+        "takes_prefix_hits",
         "token_ids",
     )
 
@@ -71,16 +88,25 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.arrival = arrival
-        self.rank = (-request.priority, arrival)
+        self.rank: Rank = (-request.priority, 0.0, arrival)
         self.key = key
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = max_total_tokens
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.forks: list[Sequence] = []
         self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []
+        self.num_sealed_blocks = 0
+        self.num_promised_blocks = 0
+        self.reserved = False
+        self.tail_shared = False
+        # The log-probabilities of a prompt are only there where it is computed.
+        self.takes_prefix_hits = request.sampling.prompt_logprobs is None
         self.contents_finite = True
-        self.state = SequenceState.WAITING
+        self.state = SequenceState.FORMING
         self.started = False
         self.added_s = added_s
         self.queued_s = 0.0

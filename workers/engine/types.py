@@ -66,12 +66,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens of prompt and longest completion whose keys and values are not computed yet.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. ``busy_s`` is the time spent in steps that ran the model.
+
+    Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
+    ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
+    were there; ``num_evicted_blocks`` were cached until their memory was needed.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_idle_blocks: int = 0
     num_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -79,6 +84,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     outstanding_tokens: int = 0
     max_tokens_per_request: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
 
 
 class KVCapacityError(MillraceError):

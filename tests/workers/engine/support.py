@@ -11,11 +11,25 @@ from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
 
+class FakeMemory:
+    """Block memory without contents that notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.scrubbed: list[int] = []
+        self.copied: list[tuple[int, int]] = []
+
+    def scrub(self, blocks: list[int]) -> None:
+        self.scrubbed += blocks
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.copied.append((source, target))
+
+
 def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
     """A greedy request that runs to ``max_tokens`` unless ``params`` say otherwise."""
     extra = {
         name: params.pop(name)
-        for name in ("output_token_ids", "priority", "eos_token_ids")
+        for name in ("output_token_ids", "priority", "eos_token_ids", "cache_salt")
         if name in params
     }
     sampling = {"temperature": 0.0, "max_tokens": 12} | params

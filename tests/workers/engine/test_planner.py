@@ -5,20 +5,24 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.engine.support import request
-from workers.engine.block_pool import BlockPool
+from tests.workers.engine.support import FakeMemory, request
+from workers.engine.block_tables import BlockTables
 from workers.engine.planner import Planner
 from workers.engine.sequence import Sequence, SequenceState
 
 
 def make_planner(
-    num_blocks: int = 64, max_batch_tokens: int = 64, max_num_sequences: int = 8
+    num_blocks: int = 64,
+    max_batch_tokens: int = 64,
+    max_num_sequences: int = 8,
+    *,
+    prefix_cache: bool = False,
+    memory: FakeMemory | None = None,
 ) -> Planner:
     return Planner(
-        BlockPool(num_blocks, 4),
+        BlockTables.make(num_blocks, 4, memory or FakeMemory(), prefix_cache=prefix_cache),
         max_batch_tokens=max_batch_tokens,
         max_num_sequences=max_num_sequences,
-        clear_blocks=lambda blocks: None,
     )
 
 
@@ -37,13 +41,16 @@ def sequence(num_prompt_tokens: int, max_tokens: int = 8, priority: int = 0) -> 
 
 def step(planner: Planner) -> dict[Sequence, int]:
     """Plan, and do as the engine does without a model; what was planned."""
-    planned = dict(planner.plan())
+    plan = planner.plan()
+    planned = dict(plan)
     planner.check_integrity()
-    for item, num_tokens in planned.items():
+    for item, num_tokens in plan:
         assert 0 < num_tokens <= item.num_uncomputed_tokens
-        capacity = len(item.block_table) * planner.pool.block_size_tokens
+        capacity = len(item.block_table) * planner.tables.pool.block_size_tokens
         assert item.num_computed_tokens + num_tokens <= capacity
-        item.num_computed_tokens += num_tokens
+    planner.advance(plan)
+    for item in planned:
+        planner.tables.seal(item)
         if item.num_uncomputed_tokens == 0:
             item.token_ids.append(1)
             if item.num_tokens == item.max_total_tokens:
@@ -100,22 +107,21 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_comes_back() -> None
     assert preempted[0] is late
     assert urgent not in preempted
     assert planner.num_preemptions == sum(s.num_preemptions for s in (urgent, early, late))
-    assert planner.pool.num_free_blocks == 6
+    assert planner.tables.pool.num_free_blocks == 6
 
 
-def test_a_preempted_half_prompt_is_cleared() -> None:
-    cleared: list[int] = []
-    planner = Planner(
-        BlockPool(8, 4), max_batch_tokens=8, max_num_sequences=4, clear_blocks=cleared.extend
-    )
+def test_what_is_not_known_to_be_finite_is_scrubbed() -> None:
+    memory = FakeMemory()
+    planner = make_planner(num_blocks=8, max_batch_tokens=6, memory=memory)
     half = sequence(20)
     planner.add(half)
-    step(planner)
+    step(planner)  # one full block, which is sealed, and half of another
+    assert planner.plan()
     half.contents_finite = False
     blocks = list(half.block_table)
     planner.remove(half)
-    assert cleared == blocks
-    assert planner.pool.num_free_blocks == 8
+    assert memory.scrubbed == blocks[1:]
+    assert planner.tables.pool.num_free_blocks == 8
 
 
 ARRIVALS = st.lists(
@@ -168,4 +174,4 @@ def test_everyone_ends_and_nothing_leaks(
         num_steps += 1
         assert num_steps < 20_000
     assert all(item.state is SequenceState.FINISHED for item in everyone)
-    assert planner.pool.num_free_blocks == num_blocks
+    assert planner.tables.pool.num_free_blocks == num_blocks
