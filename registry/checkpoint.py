@@ -7,9 +7,17 @@ from typing import Any
 
 import msgspec
 
-from registry.families import FAMILIES, Biases, Family
+from registry.expert_layers import ExpertsConfig, read_experts
+from registry.families import (
+    EMBEDDING_ARCHITECTURES,
+    SUPPORTED_ARCHITECTURES,
+    Biases,
+    Family,
+    family_of,
+)
 from registry.json_fields import JsonFields, read_json_object
 from registry.layer_windows import read_windows
+from registry.rope_scaling import extended_window, read_rope
 from registry.tensors import TensorIndex, TensorInfo, open_tensors
 from schemas.errors import CheckpointError
 
@@ -23,8 +31,6 @@ __all__ = [
     "read_model_config",
 ]
 
-_GENERATES = "ForCausalLM"
-SUPPORTED_ARCHITECTURES = tuple(family + _GENERATES for family in FAMILIES)
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -36,7 +42,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
     normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
     ``sliding_window`` tokens, itself the last, in the others all before it. ``rope_scaling`` is
-    None for plain RoPE, else the scaling's own parameters with its kind under ``rope_type``.
+    None for plain RoPE, else the scaling's own parameters with its kind under ``rope_type``. A
+    checkpoint without ``has_head`` makes embeddings only.
     ``dtype`` is the torch name that the weights were made for.
     """
 
@@ -59,9 +66,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
+    has_head: bool = True
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def context_window_tokens(self) -> int:
+        """The longest sequence that positions are defined for, scaling of RoPE included."""
+        return extended_window(self.max_position_embeddings, self.rope_scaling)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -89,7 +103,8 @@ def read_model_config(path: Path) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     num_layers = fields.positive_int("num_hidden_layers")
-    rope_theta, rope_scaling = _rope(fields, family.rope_theta)
+    max_position_embeddings = fields.positive_int("max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(fields, family.rope_theta, max_position_embeddings)
     sliding_window, sliding_layers = read_windows(fields, family, num_layers)
     asks_bias = fields.boolean("attention_bias", default=False)
     has_bias = asks_bias and family.biases is Biases.AS_CONFIGURED
@@ -103,7 +118,7 @@ def read_model_config(path: Path) -> ModelConfig:
         head_dim=_head_dim(fields, hidden_size, num_heads, family.head_dim),
         intermediate_size=fields.positive_int("intermediate_size"),
         vocab_size=fields.positive_int("vocab_size"),
-        max_position_embeddings=fields.positive_int("max_position_embeddings"),
+        max_position_embeddings=max_position_embeddings,
         rms_norm_eps=fields.positive_float("rms_norm_eps", family.rms_norm_eps),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -114,6 +129,8 @@ def read_model_config(path: Path) -> ModelConfig:
         qk_norm=family.qk_norm,
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
+        experts=read_experts(fields, family, num_layers),
+        has_head=architecture not in EMBEDDING_ARCHITECTURES,
         dtype=_dtype(fields),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -125,12 +142,14 @@ def _architecture(fields: JsonFields) -> tuple[str, Family]:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.bad("architectures", "a list with the model's class name")
     name: str = names[0]
-    if name not in SUPPORTED_ARCHITECTURES:
+    family = family_of(name)
+    if family is None:
         raise CheckpointError(
             f"{fields.path}: architecture {name} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and for embeddings "
+            f"{', '.join(EMBEDDING_ARCHITECTURES)}."
         )
-    return name, FAMILIES[name.removesuffix(_GENERATES)]
+    return name, family
 
 
 def _refuse_unsupported(fields: JsonFields) -> None:
@@ -139,8 +158,6 @@ def _refuse_unsupported(fields: JsonFields) -> None:
         raise fields.bad("hidden_act", "silu")
     if fields.get("quantization_config") is not None:
         raise fields.bad("quantization_config", "absent: quantized weights are not supported")
-    if fields.positive_float("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.bad("partial_rotary_factor", "1: partial RoPE is not supported")
 
 
 def _head_dim(
@@ -154,25 +171,6 @@ def _head_dim(
     if head_dim % 2:
         raise fields.bad("head_dim", "an even number, as RoPE turns pairs")
     return head_dim
-
-
-def _rope(fields: JsonFields, default_theta: float) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from either layout: ``rope_parameters`` holds both in newer files,
-    ``rope_theta`` and ``rope_scaling`` stand apart in older ones."""
-    name = "rope_parameters" if fields.mapping("rope_parameters") is not None else "rope_scaling"
-    parameters = dict(fields.mapping(name) or {})
-    inner = JsonFields(fields.path, parameters)
-    theta = inner.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
-    if inner.positive_float("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.bad(name, "without a partial_rotary_factor: partial RoPE is not supported")
-    kind = inner.get("rope_type") or inner.get("type") or "default"
-    if not isinstance(kind, str):
-        raise fields.bad(name, "an object whose rope_type is a string")
-    if kind == "default":
-        return theta, None
-    for key in ("rope_theta", "type", "partial_rotary_factor"):
-        parameters.pop(key, None)
-    return theta, parameters | {"rope_type": kind}
 
 
 def _dtype(fields: JsonFields) -> str:

@@ -23,11 +23,19 @@ class Windows(Enum):
     SWITCHED_BY_LAYER = auto()  # and only in the layers of layer_types or max_window_layers
 
 
+class Experts(Enum):
+    """How a family's ``config.json`` and tensors name its mixtures of experts."""
+
+    NONE = auto()
+    MIXTRAL = auto()
+    QWEN = auto()
+
+
 class Family(NamedTuple):
     """What a family's ``config.json`` leaves unsaid.
 
-    ``head_dim`` None: hidden_size / num_attention_heads. ``sliding_window`` is that of a file
-    that does not name it.
+    ``head_dim`` None: hidden_size / num_attention_heads. The numbers are those of a file that does
+    not name them.
     """
 
     biases: Biases = Biases.AS_CONFIGURED
@@ -36,6 +44,9 @@ class Family(NamedTuple):
     head_dim: int | None = None
     windows: Windows = Windows.NONE
     sliding_window: int | None = None
+    experts: Experts = Experts.NONE
+    num_experts: int = 0
+    num_chosen_experts: int = 0
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
 
@@ -60,4 +71,34 @@ FAMILIES = {
         windows=Windows.ALL_LAYERS,
         sliding_window=4096,
     ),
+    "Mixtral": Family(
+        biases=Biases.NONE,
+        windows=Windows.ALL_LAYERS,
+        experts=Experts.MIXTRAL,
+        num_experts=8,
+        num_chosen_experts=2,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    ),
+    "Qwen3Moe": Family(
+        qk_norm=True,
+        windows=Windows.SWITCHED_ALL_LAYERS,
+        sliding_window=_QWEN_WINDOW,
+        experts=Experts.QWEN,
+        num_experts=128,
+        num_chosen_experts=8,
+    ),
 }
+
+_GENERATES = "ForCausalLM"
+_EMBEDS = "Model"
+SUPPORTED_ARCHITECTURES = tuple(family + _GENERATES for family in FAMILIES)
+EMBEDDING_ARCHITECTURES = tuple(family + _EMBEDS for family in FAMILIES)
+
+
+def family_of(architecture: str) -> Family | None:
+    """The family of a class name, with or without a language-model head; None if unknown."""
+    for ending in (_GENERATES, _EMBEDS):
+        if architecture.endswith(ending):
+            return FAMILIES.get(architecture.removesuffix(ending))
+    return None

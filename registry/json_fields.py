@@ -73,6 +73,17 @@ class JsonFields:
             raise self.bad(name, "a positive number")
         return float(value)
 
+    def number(self, name: str) -> float | None:
+        """A finite number, or None."""
+        value = self._data.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.bad(name, "a number")
+        if not math.isfinite(value):
+            raise self.bad(name, "a finite number")
+        return float(value)
+
     def boolean(self, name: str, *, default: bool) -> bool:
         """true or false."""
         value = self._data.get(name)

@@ -105,14 +105,14 @@ class ServedModel:
 
 
 def _context_window_tokens(entry: ModelEntry, config: ModelConfig) -> int:
-    """The catalogue's window, within the checkpoint's unless scaled RoPE reaches further."""
-    trained = config.max_position_embeddings
+    """The catalogue's window, within the checkpoint's."""
+    longest = config.context_window_tokens
     wanted = entry.context_window_tokens
     if wanted is None:
-        return trained
-    if wanted > trained and config.rope_scaling is None:
+        return longest
+    if wanted > longest:
         raise ConfigError(
             f"Model {entry.name}: context_window_tokens is {wanted} in the catalogue, but the "
-            f"checkpoint's max_position_embeddings is {trained}."
+            f"checkpoint's max_position_embeddings, RoPE scaling included, reach to {longest}."
         )
     return wanted

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -35,6 +37,22 @@ QWEN2_WINDOWS: dict[str, Any] = {
     "max_window_layers": 1,
 }
 MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
+
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"]}
+QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
 
 
 def write_config(path: Path, **changes: Any) -> Path:
@@ -82,6 +100,27 @@ def test_windows_by_layer(
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (MIXTRAL, ((0, 1), 8, 2, 128, True)),
+        (MIXTRAL | {"num_local_experts": 4, "num_experts_per_tok": 4}, ((0, 1), 4, 4, 128, True)),
+        (QWEN3_MOE, ((0, 1), 128, 8, 24, False)),
+        (QWEN3_MOE | {"num_experts": 16, "norm_topk_prob": True}, ((0, 1), 16, 8, 24, True)),
+        (QWEN3_MOE | {"num_local_experts": 16}, ((0, 1), 16, 8, 24, False)),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, ((1,), 128, 8, 24, False)),
+        (QWEN3_MOE | {"mlp_only_layers": [1]}, ((0,), 128, 8, 24, False)),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1]}, None),
+        ({"num_local_experts": 4}, None),
+    ],
+)
+def test_experts_by_layer(
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[Any, ...] | None
+) -> None:
+    experts = read_model_config(write_config(tmp_path, **changes)).experts
+    assert (None if experts is None else msgspec.structs.astuple(experts)) == expected
+
+
+@pytest.mark.parametrize(
     ("changes", "theta", "scaling"),
     [
         ({"rope_theta": 5e5}, 5e5, None),
@@ -92,9 +131,36 @@ def test_windows_by_layer(
             {"rope_type": "linear", "factor": 2.0},
         ),
         (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
+            {"rope_parameters": {"rope_theta": 5e5} | LLAMA3_ROPE},
             5e5,
-            {"rope_type": "llama3", "factor": 8.0},
+            LLAMA3_ROPE | {"original_max_position_embeddings": 512},
+        ),
+        (
+            {
+                "original_max_position_embeddings": 64,
+                "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 128},
+            },
+            1e4,
+            LLAMA3_ROPE | {"original_max_position_embeddings": 64},
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 3}},
+            1e4,
+            {"rope_type": "dynamic", "factor": 3.0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 256}},
+            1e4,
+            YARN_ROPE | {"factor": 2.0, "attention_factor": 0.1 * math.log(2) + 1},
+        ),
+        (
+            {"rope_scaling": YARN_ROPE | {"factor": 4.0, "mscale": 2, "mscale_all_dim": 1}},
+            1e4,
+            YARN_ROPE
+            | {
+                "factor": 4.0,
+                "attention_factor": (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+            },
         ),
     ],
 )
@@ -103,6 +169,24 @@ def test_rope_in_old_and_new_layout(
 ) -> None:
     config = read_model_config(write_config(tmp_path, **changes))
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "window"),
+    [
+        (None, 512),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "dynamic", "factor": 2.0}, 1024),
+        (LLAMA3_ROPE, 512),
+        (YARN_ROPE | {"factor": 4.0}, 1024),
+        (YARN_ROPE | {"factor": 2.0}, 512),
+    ],
+)
+def test_scaling_extends_the_context_window(
+    tmp_path: Path, scaling: dict[str, Any] | None, window: int
+) -> None:
+    config = read_model_config(write_config(tmp_path, rope_scaling=scaling))
+    assert config.context_window_tokens == window
 
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
@@ -124,6 +208,19 @@ def test_dtype_under_either_name(tmp_path: Path, field: str) -> None:
         ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
         ({"rope_scaling": "linear"}, ["rope_scaling"]),
         ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["longrope", "linear, dynamic, yarn, llama3"]),
+        ({"rope_scaling": {"type": 3}}, ["rope_scaling", "rope_type"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1}}, ["high_freq_factor", "above"]),
+        ({"rope_scaling": YARN_ROPE | {"mscale": "x"}}, ["mscale", "number"]),
+        ({"rope_scaling": YARN_ROPE | {"truncate": 1}}, ["truncate"]),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["rope_parameters"]),
+        (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "(8)"]),
+        (MIXTRAL | {"num_local_experts": 0}, ["num_local_experts"]),
+        (QWEN3_MOE | {"moe_intermediate_size": ...}, ["moe_intermediate_size", "missing"]),
+        (QWEN3_MOE | {"mlp_only_layers": ["one"]}, ["mlp_only_layers"]),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),

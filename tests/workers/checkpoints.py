@@ -28,6 +28,8 @@ def save_model(path: Path, family: str, *, max_shard_size: str = "1GB", **change
     """A random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; returns transformers'
     model of it."""
     config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    # The plain loop over experts: the grouped kernel asks for sizes that small models lack.
+    config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     return _save(model, path, max_shard_size)
 
@@ -56,6 +58,18 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits
+
+
+def cached_logits(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Tensor:
+    """transformers' logits behind the prompt and behind each later token, which it decodes one by
+    one: [num_tokens - num_prompt_tokens + 1, vocab_size]."""
+    with torch.inference_mode():
+        out = model(torch.tensor([token_ids[:num_prompt_tokens]]), use_cache=True)
+        rows = [out.logits[0, -1]]
+        for token in token_ids[num_prompt_tokens:]:
+            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values)
+            rows.append(out.logits[0, -1])
+    return torch.stack(rows)
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""One configurable decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+"""One configurable decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from registry.checkpoint import ModelConfig
 from workers.engine.attention import AttentionBackend, MetadataT
 from workers.engine.batch import FlatBatch
-from workers.models.rope import inverse_frequencies, rotate_, rotation
-
-
-class Projection(NamedTuple):
-    """A linear map. ``weight``: [num_outputs, num_inputs]; ``bias``: [num_outputs]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+from workers.models.mlp import GatedMLP, MixtureOfExperts, add_mlp_
+from workers.models.projection import Projection, project, project_onto_
+from workers.models.rope import Rope, rotate_
 
 
 class LayerWeights(NamedTuple):
-    """One layer. ``qkv`` yields query heads, key heads, value heads; ``gate_up`` the gate, then
-    the input that it gates. ``query_norm`` and ``key_norm`` ([head_dim]) come in pairs."""
+    """One layer. ``qkv`` yields query heads, key heads, value heads. ``query_norm`` and
+    ``key_norm`` ([head_dim]) come in pairs."""
 
     attention_norm: torch.Tensor
     qkv: Projection
@@ -30,17 +25,17 @@ class LayerWeights(NamedTuple):
     key_norm: torch.Tensor | None
     output: Projection
     mlp_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    mlp: GatedMLP | MixtureOfExperts
 
 
 class DecoderWeights(NamedTuple):
-    """``embedding`` and ``head``: [vocab_size, hidden_size], the same tensor when tied."""
+    """``embedding`` and ``head``: [vocab_size, hidden_size], the same tensor when tied; no head
+    in a checkpoint that is for embeddings only."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: torch.Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +54,7 @@ class Decoder(Generic[MetadataT]):
         self._config = config
         self._weights = weights
         self._attention = attention
-        self._frequencies = inverse_frequencies(config).to(weights.embedding.device)
+        self._rope = Rope(config, weights.embedding.device)
         self._num_rotated = config.num_attention_heads + config.num_key_value_heads
         self._num_heads_stored = self._num_rotated + config.num_key_value_heads
 
@@ -67,22 +62,22 @@ class Decoder(Generic[MetadataT]):
         """Logits of the sampled rows: [len(batch.sampled), vocab_size] in the weights' dtype."""
         weights = self._weights
         metadata = self._attention.prepare(batch)
-        cosines, sines = rotation(batch.positions, self._frequencies, weights.dtype)
+        cosines, sines = self._rope.rotation(batch.positions, weights.dtype)
         hidden = weights.embedding.index_select(0, batch.token_ids)
         for index, layer in enumerate(weights.layers):
             normed = self._norm(hidden, layer.attention_norm)
-            heads = _project(normed, layer.qkv).view(
+            heads = project(normed, layer.qkv).view(
                 -1, self._num_heads_stored, self._config.head_dim
             )
             self._norm_heads_(heads, layer)
             rotate_(heads[:, : self._num_rotated], cosines, sines)
             queries, keys_values = self._split(heads)
             attended = self._attention.attend(index, queries, keys_values, metadata)
-            _project_onto_(hidden, attended, layer.output)
+            project_onto_(hidden, attended, layer.output)
             normed = self._norm(hidden, layer.mlp_norm)
-            gate, up = _project(normed, layer.gate_up).chunk(2, -1)
-            _project_onto_(hidden, F.silu(gate).mul_(up), layer.down)
+            add_mlp_(hidden, normed, layer.mlp)
         hidden = hidden.index_select(0, batch.sampled_rows)
+        assert weights.head is not None, "a checkpoint without a head was asked for logits"
         return F.linear(self._norm(hidden, weights.final_norm), weights.head)
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,14 +96,3 @@ class Decoder(Generic[MetadataT]):
         queries.copy_(self._norm(queries, layer.query_norm))
         keys = heads[:, num_queries : self._num_rotated]
         keys.copy_(self._norm(keys, layer.key_norm))
-
-
-def _project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
-    return F.linear(rows, projection.weight, projection.bias)
-
-
-def _project_onto_(total: torch.Tensor, rows: torch.Tensor, projection: Projection) -> None:
-    """Add the projection to ``total`` in place."""
-    total.addmm_(rows, projection.weight.t())
-    if projection.bias is not None:
-        total.add_(projection.bias)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from registry.checkpoint import ModelConfig, TensorIndex, open_tensors
+from registry.expert_layers import ExpertsConfig
+from registry.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
-from workers.models.decoder import DecoderWeights, LayerWeights, Projection
+from workers.models.decoder import DecoderWeights, LayerWeights
+from workers.models.mlp import GatedMLP, MixtureOfExperts
+from workers.models.projection import Projection
 
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -19,6 +26,16 @@ _DTYPES = {
 # than in bfloat16 and 32 rows a third slower. It buys tokens that do not change with the company:
 # bfloat16 rounds so coarsely that a batch of another size, hence another kernel, tips close draws.
 _WIDEN_MAX_PARAMETERS = 32_000_000
+
+
+class _MLPNames(NamedTuple):
+    gate: str
+    up: str
+    down: str
+
+
+_USUAL_NAMES = _MLPNames("gate_proj", "up_proj", "down_proj")
+_MIXTRAL_NAMES = _MLPNames("w1", "w3", "w2")
 
 
 def choose_dtype(config: ModelConfig, dtype: str, device: torch.device) -> torch.dtype:
@@ -40,10 +57,14 @@ def num_parameters(config: ModelConfig) -> int:
     """How many weights the decoder has, norms and biases left out."""
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
     attention = heads * config.head_dim * config.hidden_size
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    mlps = config.num_hidden_layers * 3 * config.hidden_size * config.intermediate_size
+    if config.experts is not None:
+        each = 3 * config.experts.intermediate_size + 1
+        mixture = config.experts.num_experts * each - 3 * config.intermediate_size
+        mlps += len(config.experts.layers) * config.hidden_size * mixture
     vocabulary = config.vocab_size * config.hidden_size
-    num_vocabularies = 1 if config.tie_word_embeddings else 2
-    return config.num_hidden_layers * (attention + mlp) + num_vocabularies * vocabulary
+    num_vocabularies = 2 if config.has_head and not config.tie_word_embeddings else 1
+    return config.num_hidden_layers * attention + mlps + num_vocabularies * vocabulary
 
 
 def load_weights(
@@ -54,26 +75,34 @@ def load_weights(
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder.
     """
-    reader = _Reader(open_tensors(path), dtype, device)
+    index = open_tensors(path)
+    # Checkpoints of embedding models leave the prefix out.
+    prefix = "" if _EMBEDDING in index else "model."
+    reader = _Reader(index, dtype, device)
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    embedding = reader.tensor("model.embed_tokens.weight", (vocabulary, hidden))
-    layers = tuple(_load_layer(reader, config, i) for i in range(config.num_hidden_layers))
-    final_norm = reader.tensor("model.norm.weight", (hidden,))
-    if config.tie_word_embeddings:
-        reader.skip("lm_head.weight")
+    embedding = reader.tensor(prefix + _EMBEDDING, (vocabulary, hidden))
+    layers = tuple(
+        _load_layer(reader, config, number, f"{prefix}layers.{number}.")
+        for number in range(config.num_hidden_layers)
+    )
+    final_norm = reader.tensor(prefix + "norm.weight", (hidden,))
+    head = None
+    if not config.has_head:
+        reader.skip(_HEAD)
+    elif config.tie_word_embeddings:
+        reader.skip(_HEAD)
         head = embedding
     else:
-        head = reader.tensor("lm_head.weight", (vocabulary, hidden))
+        head = reader.tensor(_HEAD, (vocabulary, hidden))
     reader.refuse_leftovers()
     return DecoderWeights(embedding, layers, final_norm, head)
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
-    prefix = f"model.layers.{index}."
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) -> LayerWeights:
+    hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    attention = prefix + "self_attn."
     has_norms = config.qk_norm
     reader.skip(attention + "rotary_emb.inv_freq")
     return LayerWeights(
@@ -94,13 +123,59 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
             attention, {"o_proj": hidden}, num_inputs=queries, bias=config.attention_output_bias
         ),
         mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
-        gate_up=reader.fused(
-            mlp,
-            {"gate_proj": inner, "up_proj": inner},
-            num_inputs=hidden,
-            bias=config.mlp_bias,
+        mlp=_load_mlp(reader, config, number, prefix),
+    )
+
+
+def _load_mlp(
+    reader: _Reader, config: ModelConfig, number: int, prefix: str
+) -> GatedMLP | MixtureOfExperts:
+    hidden = config.hidden_size
+    if config.experts is not None and number in config.experts.layers:
+        return _load_experts(reader, config, config.experts, prefix)
+    return _load_gated(
+        reader,
+        prefix + "mlp.",
+        _USUAL_NAMES,
+        hidden,
+        config.intermediate_size,
+        has_bias=config.mlp_bias,
+    )
+
+
+def _load_experts(
+    reader: _Reader, config: ModelConfig, experts: ExpertsConfig, prefix: str
+) -> MixtureOfExperts:
+    family = family_of(config.architecture)
+    is_mixtral = family is not None and family.experts is Experts.MIXTRAL
+    block = prefix + ("block_sparse_moe." if is_mixtral else "mlp.")
+    names = _MIXTRAL_NAMES if is_mixtral else _USUAL_NAMES
+    return MixtureOfExperts(
+        router=reader.tensor(block + "gate.weight", (experts.num_experts, config.hidden_size)),
+        experts=tuple(
+            _load_gated(
+                reader,
+                f"{block}experts.{expert}.",
+                names,
+                config.hidden_size,
+                experts.intermediate_size,
+                has_bias=False,
+            )
+            for expert in range(experts.num_experts)
         ),
-        down=reader.fused(mlp, {"down_proj": hidden}, num_inputs=inner, bias=config.mlp_bias),
+        num_chosen=experts.num_chosen,
+        normalized=experts.normalized,
+    )
+
+
+def _load_gated(
+    reader: _Reader, prefix: str, names: _MLPNames, hidden: int, inner: int, *, has_bias: bool
+) -> GatedMLP:
+    return GatedMLP(
+        gate_up=reader.fused(
+            prefix, {names.gate: inner, names.up: inner}, num_inputs=hidden, bias=has_bias
+        ),
+        down=reader.fused(prefix, {names.down: hidden}, num_inputs=inner, bias=has_bias),
     )
 
 

@@ -3,70 +3,103 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from registry.checkpoint import ModelConfig
-from schemas.errors import CheckpointError
 
-SUPPORTED_ROPE_TYPES = ("linear", "llama3")
+
+class Rope:
+    """Sines and cosines of positions.
+
+    They depend on the position alone, whatever else is computed with it, so a token's keys are the
+    same in any chunk, any batch and any cache. That decides what dynamic (NTK) scaling means, whose
+    frequencies are defined by the length of a sequence: the token at position p is turned as the
+    last of p + 1 tokens. So does transformers when it decodes token by token with a cache, and all
+    are alike up to the trained window; in a prompt longer than that window transformers turns each
+    token as if it were the last.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        scaling = config.rope_scaling or {}
+        self._frequencies = inverse_frequencies(config).to(device)
+        self._amplitude: float = scaling.get("attention_factor", 1.0)
+        self._window = config.max_position_embeddings
+        # Of the dynamic kind only: by how much the base grows with the length, and what a longer
+        # base does to each frequency.
+        is_dynamic = scaling.get("rope_type") == "dynamic"
+        self._growth: float | None = scaling["factor"] if is_dynamic else None
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+        self._shrinkage = -pairs / max(config.head_dim - 2, 1)
+
+    def rotation(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines for ``rotate_``: each [num_tokens, 1, head_dim].
+
+        ``positions``: int64 [num_tokens].
+        """
+        angles = positions[:, None, None].to(torch.float32) * self._frequencies_at(positions)
+        sines = angles.sin() * self._amplitude
+        cosines = angles.cos() * self._amplitude
+        return (
+            torch.cat((cosines, cosines), -1).to(dtype),
+            torch.cat((-sines, sines), -1).to(dtype),
+        )
+
+    def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
+        if self._growth is None:
+            return self._frequencies
+        lengths = (positions[:, None, None] + 1).clamp(min=self._window).to(torch.float32)
+        stretch = self._growth * lengths / self._window - (self._growth - 1.0)
+        return self._frequencies * torch.pow(stretch, self._shrinkage)
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Radians per position of each pair: float32 [head_dim / 2].
-
-    Raises CheckpointError for a scaling that is not known or lacks a parameter.
-    """
+    """Radians per position of each pair, within the trained window: float32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     plain = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return plain
+    scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type")
     if kind == "linear":
-        return plain / _number(scaling, "factor")
+        return plain / float(scaling["factor"])
     if kind == "llama3":
         return _llama3(plain, scaling)
-    raise CheckpointError(
-        f"RoPE scaling {kind!r} is not supported; supported are none, "
-        f"{', '.join(SUPPORTED_ROPE_TYPES)}."
-    )
+    if kind == "yarn":
+        return _yarn(plain, config, scaling)
+    return plain
 
 
-def _llama3(plain: torch.Tensor, scaling: dict[str, object]) -> torch.Tensor:
+def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between
     blended linearly in how many turns they make over the original context."""
-    factor = _number(scaling, "factor")
-    low = _number(scaling, "low_freq_factor")
-    high = _number(scaling, "high_freq_factor")
-    context = _number(scaling, "original_max_position_embeddings")
-    if high <= low:
-        raise CheckpointError(
-            f"RoPE scaling needs high_freq_factor above low_freq_factor, got {high} and {low}."
-        )
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    context = int(scaling["original_max_position_embeddings"])
     turns = context * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * plain + (1.0 - keep) * plain / factor
+    return keep * plain + (1.0 - keep) * plain / float(scaling["factor"])
 
 
-def _number(scaling: dict[str, object], name: str) -> float:
-    value = scaling.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"RoPE scaling needs a positive {name}, got {value!r}.")
-    return float(value)
+def _yarn(plain: torch.Tensor, config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """YaRN: pairs that turn more than ``beta_fast`` times over the original context are kept, those
+    below ``beta_slow`` stretched by ``factor``, those between blended linearly in their index."""
+    context = scaling["original_max_position_embeddings"]
 
+    def index_of(turns: float) -> float:
+        wavelengths = math.log(context / (turns * 2 * math.pi))
+        return config.head_dim * wavelengths / (2 * math.log(config.rope_theta))
 
-def rotation(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines for ``rotate_``: each [num_tokens, 1, head_dim]."""
-    angles = positions[:, None, None].to(torch.float32) * frequencies
-    sines = angles.sin()
-    cosines = angles.cos()
-    return (
-        torch.cat((cosines, cosines), -1).to(dtype),
-        torch.cat((-sines, sines), -1).to(dtype),
-    )
+    first, last = index_of(scaling["beta_fast"]), index_of(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    ramp = (torch.arange(len(plain), dtype=torch.float32) - first) / (last - first)
+    keep = 1.0 - ramp.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / float(scaling["factor"])
 
 
 def rotate_(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from registry.checkpoint import ModelConfig, read_model_config
+from registry.checkpoint import read_model_config
 from schemas.errors import CheckpointError, ConfigError
 from tests.workers.checkpoints import save_llama
 from workers.models.loader import choose_dtype, load_weights, num_parameters
-from workers.models.rope import inverse_frequencies
 
 CPU = torch.device("cpu")
 
@@ -62,23 +61,6 @@ def test_a_tied_checkpoint_may_store_its_head_twice(tmp_path: Path) -> None:
     save_llama(tmp_path, tie_word_embeddings=True)
     change_tensors(tmp_path, {"lm_head.weight": torch.zeros(199, 48)})
     load(tmp_path)
-
-
-def test_an_unknown_rope_scaling_is_refused(checkpoint: Path) -> None:
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        vocab_size=8,
-        max_position_embeddings=8,
-        rope_scaling={"rope_type": "longrope", "factor": 2.0},
-    )
-    with pytest.raises(CheckpointError, match=r"longrope.*linear, llama3"):
-        inverse_frequencies(config)
 
 
 def test_auto_widens_small_checkpoints_on_the_cpu_only(checkpoint: Path) -> None:
