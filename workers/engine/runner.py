@@ -12,15 +12,22 @@ import torch
 from registry.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
-from workers.engine.attention import TorchAttention, TorchAttentionMetadata
+from workers.engine.attention import TorchAttention
 from workers.engine.batch import build_batch
+from workers.engine.cpu_operations import CpuMetadata, CpuOperations, suits
 from workers.engine.kv_cache import KVCache, choose_num_blocks
+from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
+from workers.kernels.build import KernelBuildError, cpu_library
+from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
 from workers.models.loader import choose_dtype, load_weights
 
 _log = logging.getLogger(__name__)
+
+
+AnyDecoder = Decoder[TorchMetadata] | Decoder[CpuMetadata]
 
 
 class StepLogits(NamedTuple):
@@ -36,7 +43,7 @@ class ModelRunner:
     def __init__(
         self,
         config: ModelConfig,
-        decoder: Decoder[TorchAttentionMetadata],
+        decoder: AnyDecoder,
         cache: KVCache,
     ) -> None:
         self.config = config
@@ -71,15 +78,23 @@ class ModelRunner:
             dtype=dtype,
             windows=config.windows,
         )
+        kernels = _cpu_kernels(engine.kernels, config, dtype, device)
         _log.info(
-            "loaded %s in %s on %s with %d KV blocks of %d tokens",
+            "loaded %s in %s on %s by %s with %d KV blocks of %d tokens",
             config.architecture,
             str(dtype).removeprefix("torch."),
             device,
+            "torch alone" if kernels is None else "compiled kernels",
             cache.num_blocks,
             cache.block_size_tokens,
         )
-        return cls(config, Decoder(config, weights, attention), cache)
+        decoder: AnyDecoder
+        epsilon = config.rms_norm_eps
+        if kernels is None:
+            decoder = Decoder(config, weights, TorchOperations(attention, epsilon=epsilon))
+        else:
+            decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
+        return cls(config, decoder, cache)
 
     def run(self, plan: Rows[ScheduledSequence]) -> StepLogits:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
@@ -90,10 +105,26 @@ class ModelRunner:
             batch = build_batch(plan, self._device)
             return StepLogits(batch.sampled, self._decoder.forward(batch))
 
-    def clear(self, blocks: list[int]) -> None:
-        """Make blocks fit for reuse after something that is not finite was stored in them."""
-        with torch.inference_mode():
-            self.cache.clear(blocks)
+
+def _cpu_kernels(
+    choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CpuKernels | None:
+    """The compiled kernels, if they are wanted and can be had.
+
+    Raises ConfigError for an unknown choice, and for "native" where there are none.
+    """
+    if choice not in ("auto", "native", "torch"):
+        raise ConfigError(f"engine.kernels is {choice!r}; choose auto, native or torch.")
+    why = f"they do not compute {config.architecture} of this shape in {dtype} on {device}."
+    if choice != "torch" and suits(config, dtype, device):
+        try:
+            return CpuKernels(cpu_library(), dtype)
+        except (KernelBuildError, OSError) as error:
+            why = str(error)
+            _log.warning("the engine computes with torch alone, more slowly: %s", why)
+    if choice == "native":
+        raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
+    return None
 
 
 def _choose_device(name: str) -> torch.device:
