@@ -32,6 +32,13 @@ class ParameterError(MillraceError, ValueError):
         self.param = param
 
 
+class GrammarError(MillraceError):
+    """A grammar that does not compile, is too large, or cannot be followed any further."""
+
+    code = "grammar_invalid"
+    http_status = 400
+
+
 class ModelNotFoundError(MillraceError):
     """No model of that name is in the catalogue."""
 

@@ -1,0 +1,120 @@
+"""Which tokens a step's grammars allow, found out while the model runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence as Rows
+
+import torch
+
+from workers.engine.grammar_library import Matcher
+from workers.engine.grammar_threads import TaskThreads
+from workers.engine.sequence import Sequence
+
+_MAX_THREADS = 4
+_ROWS_AT_LEAST = 8
+_ALL = -1
+_log = logging.getLogger(__name__)
+_NONE: frozenset[int] = frozenset()
+
+
+class MaskFiller:
+    """Fills the masks of the sequences that a step will sample, on threads of its own.
+
+    ``begin``, then ``take`` once the model has run; in between the sequences' matchers belong to
+    the threads. A mask is int32 [num_words]: bit i % 32 of word i // 32 allows token i. Tokens
+    that a sequence ignores or may not end with yet are not allowed as long as there are others;
+    when there are none the matcher says that it ``must_end``.
+    """
+
+    def __init__(self, num_words: int, eos_token_ids: Rows[int]) -> None:
+        self._num_words = num_words
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._threads = TaskThreads("grammar-masks", self._num_threads)
+        self._buffer = torch.empty((0, num_words), dtype=torch.int32)
+        self._rows: dict[Sequence, int] = {}
+        self._pending = _Countdown(0)
+
+    def begin(self, sequences: Rows[Sequence]) -> None:
+        """Start on the masks of sequences, all of which have a matcher."""
+        self._pending.wait()
+        self._rows = {sequence: row for row, sequence in enumerate(sequences)}
+        if len(self._buffer) < len(sequences):
+            self._buffer = torch.empty((len(sequences), self._num_words), dtype=torch.int32)
+        share = max(_ROWS_AT_LEAST, -(-len(sequences) // self._num_threads))
+        starts = range(0, len(sequences), share)
+        self._pending = pending = _Countdown(len(starts))
+        for start in starts:
+            part = sequences[start : start + share]
+            self._threads.submit(functools.partial(self._fill, part, start, pending))
+
+    def take(self, sequences: Rows[Sequence]) -> torch.Tensor:
+        """The masks [len(sequences), num_words] once they are there; rows of sequences without a
+        matcher allow everything. Those with one must have been begun."""
+        self._pending.wait()
+        rows = [self._rows.get(sequence, -1) for sequence in sequences]
+        index = torch.tensor(rows)
+        masks = self._buffer[index.clamp(min=0)]
+        masks[index < 0] = _ALL
+        return masks
+
+    def _fill(self, sequences: Rows[Sequence], first_row: int, pending: _Countdown) -> None:
+        try:
+            for row, sequence in enumerate(sequences, first_row):
+                self._fill_row(self._buffer[row], sequence)
+        except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)
+            # Nothing is allowed then, which ends these sequences when they are sampled.
+            _log.exception("the masks of grammars could not be filled")
+            self._buffer[first_row : first_row + len(sequences)] = 0
+        finally:
+            pending.count_down()
+
+    def _fill_row(self, mask: torch.Tensor, sequence: Sequence) -> None:
+        matcher: Matcher = sequence.matcher
+        matcher.fill_mask(mask.data_ptr(), self._num_words)
+        sampling = sequence.request.sampling
+        withheld = self._eos_token_ids if sampling.ignore_eos else _NONE
+        if sequence.num_output_tokens < sampling.min_tokens:
+            withheld |= sequence.stop_token_ids
+        if not withheld:
+            return
+        others = mask & _without(withheld, self._num_words)
+        matcher.must_end = not others.any()
+        if not matcher.must_end:
+            mask.copy_(others)
+
+
+class _Countdown:
+    """An event that is set once it has been counted down."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if count == 0:
+            self._done.set()
+
+    def count_down(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+@functools.lru_cache(maxsize=64)
+def _without(token_ids: frozenset[int], num_words: int) -> torch.Tensor:
+    """The mask that allows every token but these: int32 [num_words]."""
+    words = [_ALL] * num_words
+    for token_id in token_ids:
+        if token_id >= 32 * num_words:
+            continue
+        word = (words[token_id // 32] & 0xFFFFFFFF) & ~(1 << token_id % 32)
+        words[token_id // 32] = word - (1 << 32) if word >> 31 else word
+    return torch.tensor(words, dtype=torch.int32)
