@@ -96,6 +96,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_cache_bytes: int = 1 << 30
     dtype: str = "auto"
     device: str = "auto"
+    kernels: str = "auto"
     num_threads: int = 0
     prefix_cache: bool = True
     ageing_s: float = 10.0

@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache: the interface, and the implementation in plain torch."""
+"""Attention over the paged KV cache in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
@@ -11,29 +11,10 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.kv_cache import KVCache
 
-MetadataT = TypeVar("MetadataT")
-
 # Keys and values that one gather copies, at most: what is read again at once should still be in
 # the core's own cache. Measured on 2 MiB of L2: tiles of 1 MiB take 830 us where one tile of
 # 6.8 MiB takes 1,250 us.
 TILE_BYTES = 1 << 20
-
-
-class AttentionBackend(Protocol[MetadataT]):
-    """What a decoder needs of attention; the place where kernels come in."""
-
-    def prepare(self, batch: FlatBatch) -> MetadataT:
-        """Everything about a step that is the same in all layers."""
-
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: MetadataT
-    ) -> torch.Tensor:
-        """Store the new keys and values in the cache, then attend causally over all of them, or
-        over the last of them in a layer with a sliding window.
-
-        ``queries``: [num_tokens, num_heads, head_dim]; ``keys_values``: [num_tokens,
-        2 * num_kv_heads, head_dim], keys first. Returns [num_tokens, num_heads * head_dim].
-        """
 
 
 class DecodeTile(NamedTuple):
@@ -64,18 +45,12 @@ class PrefillChunk(NamedTuple):
     mask: torch.Tensor | None
 
 
-class WindowView(NamedTuple):
-    """What the layers of one window gather, and how they mask it."""
-
-    tiles: list[DecodeTile]
-    chunks: list[PrefillChunk]
-
-
 class TorchAttentionMetadata(NamedTuple):
-    """``slots``: int64 [num_tokens], where each row's key and value go. ``views``: by window."""
+    """``slots``: int64 [num_tokens], where each row's key and value go; the others by window."""
 
     slots: torch.Tensor
-    views: dict[int | None, WindowView]
+    tiles: dict[int | None, list[DecodeTile]]
+    chunks: dict[int | None, list[PrefillChunk]]
 
 
 class TorchAttention:
@@ -91,15 +66,15 @@ class TorchAttention:
         num_layers, num_blocks, block_size, _, num_kv_heads, head_dim = cache.data.shape
         if len(windows) != num_layers:
             raise ValueError(f"{len(windows)} windows for {num_layers} layers")
-        self._windows = tuple(windows)
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
+        self.windows = tuple(windows)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.block_size = block_size
+        self.dtype = dtype
         self._group_size = num_heads // num_kv_heads
         self._head_dim = head_dim
-        self._block_size = block_size
         self._null_block = cache.null_block
         self._device = cache.data.device
-        self._dtype = dtype
         token_values = 2 * num_kv_heads * head_dim
         self._slots = cache.data.view(num_layers, num_blocks * block_size, token_values).unbind(0)
         blocks = cache.data.view(num_layers, num_blocks, block_size * token_values)
@@ -109,22 +84,28 @@ class TorchAttention:
         self._scratch = blocks.new_empty(self._tile_blocks, block_size * token_values)
 
     def prepare(self, batch: FlatBatch) -> TorchAttentionMetadata:
-        size = self._block_size
+        """Everything about a step that is the same in all layers."""
+        single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
+        tiles = {window: self._tiles(single, window) for window in set(self.windows)}
+        return TorchAttentionMetadata(self.slots(batch.ranges), tiles, self.chunks(several))
+
+    def slots(self, ranges: Rows[QueryRange]) -> torch.Tensor:
+        """Where each row's key and value go: int64 [num_tokens]."""
+        size = self.block_size
         slots: list[int] = []
-        for _, num_tokens, context, table in batch.ranges:
+        for _, num_tokens, context, table in ranges:
             if num_tokens == 1:
                 slots.append(table[context // size] * size + context % size)
             else:
                 end = context + num_tokens
                 slots += [table[p // size] * size + p % size for p in range(context, end)]
-        single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
-        views = {
-            window: WindowView(
-                self._tiles(single, window), [self._chunk(query, window) for query in several]
-            )
-            for window in set(self._windows)
+        return torch.tensor(slots, device=self._device)
+
+    def chunks(self, ranges: Rows[QueryRange]) -> dict[int | None, list[PrefillChunk]]:
+        """The ranges as layers of each window see them."""
+        return {
+            window: [self._chunk(query, window) for query in ranges] for window in set(self.windows)
         }
-        return TorchAttentionMetadata(torch.tensor(slots, device=self._device), views)
 
     def _tiles(self, ranges: list[QueryRange], window: int | None) -> list[DecodeTile]:
         """Cut rows of rising length so that a tile's padded blocks fit the scratch."""
@@ -141,7 +122,7 @@ class TorchAttention:
         return tiles
 
     def _tile(self, ranges: list[QueryRange], window: int | None) -> DecodeTile:
-        size = self._block_size
+        size = self.block_size
         start, end = ranges[0].start, ranges[-1].start + 1
         tables = [q.block_table[self._first_block(q, window) : self._end_block(q)] for q in ranges]
         width = max(len(table) for table in tables)
@@ -176,7 +157,7 @@ class TorchAttention:
             first = self._first_block(query, window)
             table = query.block_table[first : self._end_block(query)]
             ids = torch.tensor(table, device=self._device)
-        first *= self._block_size
+        first *= self.block_size
         length = query.num_context_tokens + query.num_tokens - first
         if ids is None and (window is None or query.num_tokens <= window):
             return PrefillChunk(query.start, end, None, length, None)
@@ -189,14 +170,18 @@ class TorchAttention:
 
     def _first_block(self, query: QueryRange, window: int | None) -> int:
         """The first block of the range's sequence that one of its rows sees."""
-        return first_visible(query.num_context_tokens, window) // self._block_size
+        return first_visible(query.num_context_tokens, window) // self.block_size
 
     def _end_block(self, query: QueryRange) -> int:
-        return -(-(query.num_context_tokens + query.num_tokens) // self._block_size)
+        return -(-(query.num_context_tokens + query.num_tokens) // self.block_size)
 
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self._device)
         return zeros.masked_fill_(~visible, float("-inf"))
+
+    def layer_tokens(self, layer: int) -> torch.Tensor:
+        """One layer's cache by slots: [num_slots, 2, num_kv_heads, head_dim]."""
+        return self._slots[layer].view(-1, 2, self.num_kv_heads, self._head_dim)
 
     def attend(
         self,
@@ -205,14 +190,32 @@ class TorchAttention:
         keys_values: torch.Tensor,
         metadata: TorchAttentionMetadata,
     ) -> torch.Tensor:
+        """Store the new keys and values in the cache, then attend causally over all of them, or
+        over the last of them in a layer with a sliding window.
+
+        ``queries``: [num_tokens, num_heads, head_dim]; ``keys_values``: [num_tokens,
+        2 * num_kv_heads, head_dim], keys first. Returns [num_tokens, num_heads * head_dim].
+        """
         self._slots[layer].index_copy_(0, metadata.slots, keys_values.flatten(1))
         attended = queries.new_empty(queries.shape)
-        view = metadata.views[self._windows[layer]]
-        for tile in view.tiles:
+        window = self.windows[layer]
+        for tile in metadata.tiles[window]:
             self._attend_tile(layer, queries, attended, tile)
-        for chunk in view.chunks:
-            self._attend_chunk(layer, queries, keys_values, attended, chunk)
+        self.attend_chunks(layer, queries, keys_values, attended, metadata.chunks[window])
         return attended.flatten(1)
+
+    def attend_chunks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys_values: torch.Tensor,
+        attended: torch.Tensor,
+        chunks: Rows[PrefillChunk],
+    ) -> None:
+        """The rows of ``chunks`` of ``attended`` [num_tokens, num_heads, head_dim]; their keys and
+        values are in the cache already."""
+        for chunk in chunks:
+            self._attend_chunk(layer, queries, keys_values, attended, chunk)
 
     def _attend_tile(
         self, layer: int, queries: torch.Tensor, attended: torch.Tensor, tile: DecodeTile
@@ -221,7 +224,7 @@ class TorchAttention:
         gathered = self._gather(layer, tile.block_ids, num_rows)
         keys, values = gathered[:, tile.begin : tile.end_token].unbind(2)
         # The query heads that share a key head become the rows of one small matrix.
-        shape = (num_rows, self._num_kv_heads, self._group_size, self._head_dim)
+        shape = (num_rows, self.num_kv_heads, self._group_size, self._head_dim)
         out = F.scaled_dot_product_attention(
             queries[tile.start : tile.end].view(shape),
             keys.transpose(1, 2),
@@ -240,14 +243,14 @@ class TorchAttention:
     ) -> None:
         rows = slice(chunk.start, chunk.end)
         if chunk.block_ids is None:
-            keys = keys_values[rows, : self._num_kv_heads]
-            values = keys_values[rows, self._num_kv_heads :]
+            keys = keys_values[rows, : self.num_kv_heads]
+            values = keys_values[rows, self.num_kv_heads :]
         else:
             gathered = self._gather(layer, chunk.block_ids, 1)
             keys, values = gathered[0, : chunk.length].unbind(1)
         # Key heads are the batch; each is seen, not copied, by the query heads that share it.
-        shape = (-1, self._num_kv_heads, self._group_size, self._head_dim)
-        expanded = (self._num_kv_heads, self._group_size, chunk.length, self._head_dim)
+        shape = (-1, self.num_kv_heads, self._group_size, self._head_dim)
+        expanded = (self.num_kv_heads, self._group_size, chunk.length, self._head_dim)
         out = F.scaled_dot_product_attention(
             queries[rows].view(shape).permute(1, 2, 0, 3),
             keys.transpose(0, 1).unsqueeze(1).expand(expanded),
@@ -265,7 +268,7 @@ class TorchAttention:
             self._scratch = self._scratch.new_empty(count, self._scratch.shape[1])
         gathered = self._scratch[:count]
         torch.index_select(self._blocks[layer], 0, block_ids, out=gathered)
-        return gathered.view(num_rows, -1, 2, self._num_kv_heads, self._head_dim)
+        return gathered.view(num_rows, -1, 2, self.num_kv_heads, self._head_dim)
 
 
 def first_visible(position: int, window: int | None) -> int:

@@ -11,6 +11,7 @@ from registry.checkpoint import ModelConfig, TensorIndex, open_tensors
 from registry.expert_layers import ExpertsConfig
 from registry.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
+from workers.engine.operations import HeadNorms
 from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
@@ -91,9 +92,9 @@ def load_weights(
         reader.skip(_HEAD)
     elif config.tie_word_embeddings:
         reader.skip(_HEAD)
-        head = embedding
+        head = Projection(embedding, None)
     else:
-        head = reader.tensor(_HEAD, (vocabulary, hidden))
+        head = Projection(reader.tensor(_HEAD, (vocabulary, hidden)), None)
     reader.refuse_leftovers()
     return DecoderWeights(embedding, layers, final_norm, head)
 
@@ -103,7 +104,13 @@ def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) 
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     attention = prefix + "self_attn."
-    has_norms = config.qk_norm
+    head_norms = None
+    if config.qk_norm:
+        shape = (config.head_dim,)
+        head_norms = HeadNorms(
+            reader.tensor(attention + "q_norm.weight", shape),
+            reader.tensor(attention + "k_norm.weight", shape),
+        )
     reader.skip(attention + "rotary_emb.inv_freq")
     return LayerWeights(
         attention_norm=reader.tensor(prefix + "input_layernorm.weight", (hidden,)),
@@ -113,12 +120,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) 
             num_inputs=hidden,
             bias=config.attention_bias,
         ),
-        query_norm=(
-            reader.tensor(attention + "q_norm.weight", (config.head_dim,)) if has_norms else None
-        ),
-        key_norm=(
-            reader.tensor(attention + "k_norm.weight", (config.head_dim,)) if has_norms else None
-        ),
+        head_norms=head_norms,
         output=reader.fused(
             attention, {"o_proj": hidden}, num_inputs=queries, bias=config.attention_output_bias
         ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.models.projection import Projection, project, project_onto_
+from workers.models.projection import Projection
 
 
 class GatedMLP(NamedTuple):
@@ -26,20 +27,23 @@ class MixtureOfExperts(NamedTuple):
     normalized: bool
 
 
-def add_mlp_(total: torch.Tensor, rows: torch.Tensor, mlp: GatedMLP | MixtureOfExperts) -> None:
-    """Add what ``mlp`` makes of ``rows`` [num_rows, hidden_size] to ``total`` in place."""
+SwiGLU = Callable[[torch.Tensor], torch.Tensor]
+
+
+def plus_mlp(
+    total: torch.Tensor,
+    rows: torch.Tensor,
+    mlp: GatedMLP | MixtureOfExperts,
+    swiglu: SwiGLU,
+) -> torch.Tensor:
+    """``total`` and what ``mlp`` makes of ``rows``, all [num_rows, hidden_size]; ``total`` may be
+    overwritten. ``swiglu``: see ``Operations``."""
     if isinstance(mlp, GatedMLP):
-        project_onto_(total, _gated(rows, mlp), mlp.down)
-    else:
-        total.add_(_mixed(rows, mlp))
+        return mlp.down.plus(total, swiglu(mlp.gate_up(rows)))
+    return total.add_(_mixed(rows, mlp, swiglu))
 
 
-def _gated(rows: torch.Tensor, mlp: GatedMLP) -> torch.Tensor:
-    gate, up = project(rows, mlp.gate_up).chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts) -> torch.Tensor:
+def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> torch.Tensor:
     """Rows sorted by expert, so that each expert that is chosen at all runs once, over its own;
     then each row's results are summed in the order of its choices, whoever else was in the batch.
     """
@@ -56,7 +60,7 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts) -> torch.Tensor:
     for expert, count in zip(mixture.experts, counts, strict=True):
         if count:
             own = sorted_rows[start : start + count]
-            computed = project(_gated(own, expert), expert.down)
+            computed = expert.down(swiglu(expert.gate_up(own)))
             results.index_copy_(0, order[start : start + count], computed)
             start += count
     by_choice = results.view(len(rows), mixture.num_chosen, -1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from registry.checkpoint import ModelConfig
+from workers.engine.operations import Rotation
 
 
 class Rope:
@@ -34,25 +35,15 @@ class Rope:
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         self._shrinkage = -pairs / max(config.head_dim - 2, 1)
 
-    def rotation(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines for ``rotate_``: each [num_tokens, 1, head_dim].
-
-        ``positions``: int64 [num_tokens].
-        """
-        angles = positions[:, None, None].to(torch.float32) * self._frequencies_at(positions)
-        sines = angles.sin() * self._amplitude
-        cosines = angles.cos() * self._amplitude
-        return (
-            torch.cat((cosines, cosines), -1).to(dtype),
-            torch.cat((-sines, sines), -1).to(dtype),
-        )
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """How the tokens at ``positions``, int64 [num_tokens], are turned."""
+        angles = positions[:, None].to(torch.float32) * self._frequencies_at(positions)
+        return Rotation(angles.cos() * self._amplitude, angles.sin() * self._amplitude)
 
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
         if self._growth is None:
             return self._frequencies
-        lengths = (positions[:, None, None] + 1).clamp(min=self._window).to(torch.float32)
+        lengths = (positions[:, None] + 1).clamp(min=self._window).to(torch.float32)
         stretch = self._growth * lengths / self._window - (self._growth - 1.0)
         return self._frequencies * torch.pow(stretch, self._shrinkage)
 
@@ -100,10 +91,3 @@ def _yarn(plain: torch.Tensor, config: ModelConfig, scaling: Mapping[str, Any]) 
     ramp = (torch.arange(len(plain), dtype=torch.float32) - first) / (last - first)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
     return keep * plain + (1.0 - keep) * plain / float(scaling["factor"])
-
-
-def rotate_(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Turn ``heads`` [num_tokens, num_heads, head_dim] in place; element i pairs with
-    i + head_dim / 2."""
-    other = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cosines).addcmul_(other, sines)

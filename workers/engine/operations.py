@@ -1,0 +1,101 @@
+"""The operations of a decoder step besides its matrix products: the interface, and plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from workers.engine.attention import TorchAttention, TorchAttentionMetadata
+from workers.engine.batch import FlatBatch
+
+MetadataT = TypeVar("MetadataT")
+
+
+class Rotation(NamedTuple):
+    """RoPE of each token: float32 [num_tokens, head_dim / 2]; element i of a head pairs with
+    i + head_dim / 2."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the RMSNorm of each query and of each key head: [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+class Operations(Protocol[MetadataT]):
+    """What a decoder needs besides matrix products; the place where kernels come in."""
+
+    def prepare(self, batch: FlatBatch, rotation: Rotation) -> MetadataT:
+        """Everything about a step that is the same in all layers."""
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first."""
+
+    def attend(
+        self, layer: int, heads: torch.Tensor, norms: HeadNorms | None, metadata: MetadataT
+    ) -> torch.Tensor:
+        """Norm query and key heads, rotate them, store keys and values in the KV cache, and attend
+        causally over all of them, or over the last of them in a layer with a sliding window.
+
+        ``heads``: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, queries first,
+        then keys, then values; may be overwritten. Returns [num_tokens, num_heads * head_dim].
+        """
+
+
+class TorchMetadata(NamedTuple):
+    """``cosines`` and signed ``sines``: [num_tokens, 1, head_dim] in the dtype of the heads."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    attention: TorchAttentionMetadata
+
+
+class TorchOperations:
+    """Any device, any shape."""
+
+    def __init__(self, attention: TorchAttention, *, epsilon: float) -> None:
+        self._attention = attention
+        self._epsilon = epsilon
+
+    def prepare(self, batch: FlatBatch, rotation: Rotation) -> TorchMetadata:
+        dtype = self._attention.dtype
+        cosines, sines = (values.unsqueeze(1) for values in rotation)
+        return TorchMetadata(
+            torch.cat((cosines, cosines), -1).to(dtype),
+            torch.cat((-sines, sines), -1).to(dtype),
+            self._attention.prepare(batch),
+        )
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(rows, weight.shape, weight, self._epsilon)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def attend(
+        self, layer: int, heads: torch.Tensor, norms: HeadNorms | None, metadata: TorchMetadata
+    ) -> torch.Tensor:
+        num_queries = self._attention.num_heads
+        num_rotated = num_queries + self._attention.num_kv_heads
+        if norms is not None:
+            for part, weight in (
+                (heads[:, :num_queries], norms.query),
+                (heads[:, num_queries:num_rotated], norms.key),
+            ):
+                part.copy_(self.rms_norm(part, weight))
+        rotated = heads[:, :num_rotated]
+        other = rotated.roll(rotated.shape[-1] // 2, -1)
+        rotated.mul_(metadata.cosines).addcmul_(other, metadata.sines)
+        return self._attention.attend(
+            layer, heads[:, :num_queries], heads[:, num_queries:], metadata.attention
+        )

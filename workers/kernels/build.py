@@ -1,0 +1,125 @@
+"""Compiles the CPU kernels, once for a machine.
+
+    python -m workers.kernels.build
+
+does ahead of time what the first engine on a machine does otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from schemas.errors import MillraceError
+
+_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+_HEADER = Path(__file__).with_name("lanes.h")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = (
+    *("-std=c++17", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fopenmp", "-shared", "-fPIC"),
+)
+_COMPILE_TIMEOUT_S = 180.0
+_MAX_SHOWN_CHARACTERS = 500
+
+_log = logging.getLogger(__name__)
+
+
+class KernelBuildError(MillraceError):
+    """The CPU kernels cannot be compiled here; the message says why."""
+
+    code = "kernels_not_built"
+
+
+def cpu_library() -> Path:
+    """The compiled kernels for this machine's CPU, compiled now unless they were before.
+
+    Needs a C++ compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
+    """
+    compiler = _compiler()
+    target = _cache_folder() / f"cpu_kernels-{_fingerprint(compiler)}.so"
+    if not target.is_file():
+        _compile(compiler, target)
+    return target
+
+
+def _compiler() -> str:
+    chosen = os.environ.get("CXX")
+    for name in (chosen,) if chosen else _COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise KernelBuildError(
+        f"There is no C++ compiler: {chosen or ', '.join(_COMPILERS)} not on the PATH."
+    )
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "millrace"
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of everything that the library depends on, so that another version never runs a stale one."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes())
+    for text in (compiler, str(_FLAGS), _version(compiler), platform.machine(), _cpu_flags()):
+        digest.update(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    status = Path(compiler).resolve().stat()
+    return f"{Path(compiler).resolve()} {status.st_size} {status.st_mtime_ns}"
+
+
+def _cpu_flags() -> str:
+    """What this CPU can do, which is what the compiler is told to use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile beside the target and rename, so that nobody ever loads half a file."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            started_s = time.monotonic()
+            done = subprocess.run(  # noqa: S603 (the compiler of this machine, our own source)
+                [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_TIMEOUT_S,
+                check=False,
+            )
+            if done.returncode:
+                why = done.stderr.strip()[:_MAX_SHOWN_CHARACTERS]
+                raise KernelBuildError(f"{compiler} could not compile the CPU kernels: {why}")
+            made.replace(target)
+            _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"The CPU kernels could not be compiled: {error}") from error
+
+
+def main() -> int:
+    """Compile ahead of time; a machine without a compiler is told what it goes without."""
+    try:
+        sys.stdout.write(f"CPU kernels: {cpu_library()}\n")
+    except KernelBuildError as error:
+        sys.stdout.write(f"{error.message} The engine computes with torch alone, more slowly.\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The compiled CPU kernels as functions of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+WIDTH_MULTIPLE = 16
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "millrace_rms_norm": (_INT, *(_POINTER,) * 3, *(_INT64,) * 2, _FLOAT),
+    "millrace_swiglu": (_INT, *(_POINTER,) * 2, *(_INT64,) * 2),
+    "millrace_rotate_store": (
+        *(_INT, *(_POINTER,) * 5, _FLOAT),
+        *(*(_POINTER,) * 2, *(_INT64,) * 4),
+    ),
+    "millrace_decode_attention": (
+        *(_INT, _POINTER, _INT64, *(_POINTER,) * 5),
+        *(*(_INT64,) * 6, _FLOAT),
+    ),
+}
+
+
+class CpuKernels:
+    """All tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise."""
+
+    def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        # After torch, whose OpenMP runtime the library then shares: two of them would fight for
+        # the cores.
+        loaded = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            getattr(loaded, name).argtypes = arguments
+        self._rms_norm = loaded.millrace_rms_norm
+        self._swiglu = loaded.millrace_swiglu
+        self._rotate_store = loaded.millrace_rotate_store
+        self._decode_attention = loaded.millrace_decode_attention
+        self._type = _TYPES[dtype]
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
+        out = torch.empty_like(rows)
+        self._rms_norm(
+            self._type,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *(rows.shape[0], rows.shape[1], epsilon),
+        )
+        return out
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of ``gate_up`` [num_rows, 2 * width], the gates first."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, width)
+        self._swiglu(self._type, gate_up.data_ptr(), out.data_ptr(), num_rows, width)
+        return out
+
+    def rotate_store(
+        self,
+        heads: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        epsilon: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Normalise (with ``norms``) and rotate query and key heads in place, and write keys and
+        values to their slots of the cache.
+
+        ``heads``: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; ``cosines``, ``sines``:
+        float32 [num_tokens, head_dim / 2]; ``cache``: [num_slots, 2, num_kv_heads, head_dim];
+        ``slots``: int64 [num_tokens].
+        """
+        num_keys = cache.shape[2]
+        query_norm, key_norm = (0, 0) if norms is None else (t.data_ptr() for t in norms)
+        self._rotate_store(
+            self._type,
+            heads.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            *(query_norm, key_norm, epsilon),
+            cache.data_ptr(),
+            slots.data_ptr(),
+            *(heads.shape[0], heads.shape[1] - 2 * num_keys, num_keys, heads.shape[2]),
+        )
+
+    def decode_attention(
+        self,
+        heads: torch.Tensor,
+        cache: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        block_size: int,
+        window: int | None,
+    ) -> None:
+        """Attention of the first ``len(lengths)`` rows of ``heads`` into the first of ``out``.
+
+        ``heads`` and ``cache`` as for ``rotate_store``; ``tables``: int32, the block tables one
+        behind the other, that of a row from ``starts`` (int64 [num_rows]) on; ``lengths``: int32
+        [num_rows], the tokens there are, the row's own the last; ``out``: [num_tokens, num_heads,
+        head_dim].
+        """
+        num_rows, (num_queries, head_dim), num_keys = len(lengths), out.shape[1:], cache.shape[2]
+        self._decode_attention(
+            self._type,
+            heads.data_ptr(),
+            heads.shape[1] * head_dim,
+            cache.data_ptr(),
+            tables.data_ptr(),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            *(num_rows, num_queries, num_keys, head_dim, block_size),
+            *(window or 0, head_dim**-0.5),
+        )

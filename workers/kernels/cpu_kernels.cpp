@@ -1,0 +1,360 @@
+// What a decoder step does besides its matrix products, for CPUs: RMSNorm, the product of SwiGLU,
+// RoPE together with the write to the KV cache, and the attention of single-token rows, straight
+// over the paged KV cache. Element types: 0 float32, 1 bfloat16, 2 float16; arithmetic is in
+// float32 and rounds once. Widths are multiples of 16, head_dim of 32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#include "lanes.h"
+
+namespace {
+
+template <typename T>
+void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * width > 16384)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* x = in + row * width;
+    T* y = out + row * width;
+    Floats squares{};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats values = load(x + i);
+      squares += values * values;
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(y + i, load(x + i) * scale * load(weight + i));
+    }
+  }
+}
+
+template <typename T>
+void swiglu(const T* gate_up, T* out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > 8192)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* gate = gate_up + row * 2 * width;
+    const T* up = gate + width;
+    T* y = out + row * width;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats g = load(gate + i);
+      // exp of -|g| only, so that nothing overflows.
+      const Floats e = exponential(g < 0.0f ? g : -g);
+      const Floats sigmoid = (g < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e);
+      store(y + i, g * sigmoid * load(up + i));
+    }
+  }
+}
+
+template <typename T>
+inline void norm_head(T* head, const T* weight, int64_t head_dim, float epsilon) {
+  Floats squares{};
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    const Floats values = load(head + i);
+    squares += values * values;
+  }
+  const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head_dim) + epsilon);
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    store(head + i, load(head + i) * scale * load(weight + i));
+  }
+}
+
+template <typename T>
+void rotate_store(T* heads, const float* cosines, const float* sines, const T* query_norm,
+                  const T* key_norm, float epsilon, T* cache, const int64_t* slots, int64_t rows,
+                  int64_t num_queries, int64_t num_keys, int64_t head_dim) {
+  const int64_t half = head_dim / 2;
+  const int64_t stride = (num_queries + 2 * num_keys) * head_dim;
+#pragma omp parallel for schedule(static) if (rows * stride > 16384)
+  for (int64_t row = 0; row < rows; ++row) {
+    T* line = heads + row * stride;
+    const float* cosine = cosines + row * half;
+    const float* sine = sines + row * half;
+    for (int64_t h = 0; h < num_queries + num_keys; ++h) {
+      T* head = line + h * head_dim;
+      if (query_norm != nullptr) {
+        norm_head(head, h < num_queries ? query_norm : key_norm, head_dim, epsilon);
+      }
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const Floats low = load(head + i), high = load(head + half + i);
+        const Floats c = load(cosine + i), s = load(sine + i);
+        store(head + i, low * c - high * s);
+        store(head + half + i, high * c + low * s);
+      }
+    }
+    std::memcpy(cache + slots[row] * 2 * num_keys * head_dim, line + num_queries * head_dim,
+                static_cast<size_t>(2 * num_keys * head_dim) * sizeof(T));
+  }
+}
+
+// scores[g][i] of kGroup query heads against the keys of tokens i = 0 ... count - 1.
+template <typename T, int kGroup, int kVectors>
+void score(const T* queries, const T* keys, int64_t stride, int64_t count, float scale,
+           float* scores, int64_t score_stride) {
+  Floats query[kGroup][kVectors];
+  for (int g = 0; g < kGroup; ++g) {
+    load_head<kVectors>(queries + g * kVectors * kLanes, query[g]);
+    for (int v = 0; v < kVectors; ++v) query[g][v] *= scale;
+  }
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4, keys += 4 * stride) {
+    Floats dots[kGroup][4] = {};
+#pragma GCC unroll 4
+    for (int token = 0; token < 4; ++token) {
+      Floats key[kVectors];
+      load_head<kVectors>(keys + token * stride, key);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroup; ++g) dots[g][token] += query[g][v] * key[v];
+      }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroup; ++g) store_sums(scores + g * score_stride + i, dots[g]);
+  }
+  for (; i < count; ++i, keys += stride) {
+    Floats key[kVectors];
+    load_head<kVectors>(keys, key);
+    for (int g = 0; g < kGroup; ++g) {
+      Floats dot{};
+      for (int v = 0; v < kVectors; ++v) dot += query[g][v] * key[v];
+      scores[g * score_stride + i] = sum(dot);
+    }
+  }
+}
+
+// totals[g] += weights[g][i] * value i, over tokens i = 0 ... count - 1.
+template <typename T, int kGroup, int kVectors>
+void accumulate(const T* values, int64_t stride, int64_t count, const float* weights,
+                int64_t weight_stride, float* totals) {
+  Floats total[kGroup][kVectors];
+  std::memcpy(total, totals, sizeof total);
+  for (int64_t i = 0; i < count; ++i, values += stride) {
+    Floats value[kVectors];
+    load_head<kVectors>(values, value);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroup; ++g) total[g][v] += weights[g * weight_stride + i] * value[v];
+    }
+  }
+  std::memcpy(totals, total, sizeof total);
+}
+
+// Exponentials of the scores less their maximum, in place; returns their sum.
+float softmax_weights(float* scores, int64_t count, int64_t padded) {
+  for (int64_t i = count; i < padded; ++i) scores[i] = -INFINITY;
+  Floats best = load(scores);
+  for (int64_t i = kLanes; i < padded; i += kLanes) {
+    const Floats s = load(scores + i);
+    best = s > best ? s : best;
+  }
+  float largest = best[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, best[lane]);
+  Floats weights{};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Floats e = exponential(load(scores + i) - largest);
+    weights += e;
+    store(scores + i, e);
+  }
+  return sum(weights);
+}
+
+struct Paged {
+  const int32_t* table;
+  int64_t block_size, token_stride, value_offset;
+};
+
+// Blocks lie anywhere, which no hardware prefetcher foresees: ask for a share of the next one.
+template <typename T>
+inline void prefetch(const T* block, int64_t share, int64_t num_shares, const Paged& paged) {
+  constexpr int64_t kLineBytes = 64;
+  const int64_t bytes = paged.block_size * paged.token_stride * static_cast<int64_t>(sizeof(T));
+  const char* from = reinterpret_cast<const char*>(block);
+  for (int64_t at = bytes * share / num_shares; at < bytes * (share + 1) / num_shares;
+       at += kLineBytes) {
+    __builtin_prefetch(from + at, 0, 2);
+  }
+}
+
+// Attention of one row over tokens first ... last - 1, for num_keys key heads from `cache` on and
+// their query heads. A block is read whole, all heads of it, before the next one.
+template <typename T, int kVectors>
+void attend(const T* queries, const T* cache, const Paged& paged, T* out, int64_t num_keys,
+            int64_t group, int64_t first, int64_t last, float scale, float* scratch) {
+  constexpr int64_t kHeadDim = kVectors * kLanes;
+  constexpr int64_t kTile = kVectors <= 4 ? 4 : 2;  // query heads that fit the registers together
+  const int64_t count = last - first;
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  float* scores = scratch;
+  float* totals = scratch + num_keys * group * padded;
+  const auto each_run = [&](auto&& use) {
+    for (int64_t position = first; position < last;) {
+      const int64_t block = position / paged.block_size;
+      const int64_t end = std::min(last, (block + 1) * paged.block_size);
+      const int64_t slot = paged.table[block] * paged.block_size + position % paged.block_size;
+      const T* tokens = cache + slot * paged.token_stride;
+      const T* next = nullptr;
+      if (end < last) next = cache + paged.table[block + 1] * paged.block_size * paged.token_stride;
+      for (int64_t head = 0; head < num_keys; ++head) {
+        if (next != nullptr) prefetch(next, head, num_keys, paged);
+        for (int64_t g = 0; g < group; g += kTile) {
+          use(tokens + head * kHeadDim, head * group + g, std::min(kTile, group - g),
+              position - first, end - position);
+        }
+      }
+      position = end;
+    }
+  };
+  each_run([&](const T* keys, int64_t query, int64_t taken, int64_t at, int64_t length) {
+    auto run = taken == 4   ? score<T, kTile, kVectors>
+               : taken == 3 ? score<T, std::min<int>(3, kTile), kVectors>
+               : taken == 2 ? score<T, 2, kVectors>
+                            : score<T, 1, kVectors>;
+    run(queries + query * kHeadDim, keys, paged.token_stride, length, scale,
+        scores + query * padded + at, padded);
+  });
+  std::fill(totals, totals + num_keys * group * kHeadDim, 0.0f);
+  float* sums = totals + num_keys * group * kHeadDim;
+  for (int64_t query = 0; query < num_keys * group; ++query) {
+    sums[query] = softmax_weights(scores + query * padded, count, padded);
+  }
+  each_run([&](const T* values, int64_t query, int64_t taken, int64_t at, int64_t length) {
+    auto run = taken == 4   ? accumulate<T, kTile, kVectors>
+               : taken == 3 ? accumulate<T, std::min<int>(3, kTile), kVectors>
+               : taken == 2 ? accumulate<T, 2, kVectors>
+                            : accumulate<T, 1, kVectors>;
+    run(values + paged.value_offset, paged.token_stride, length, scores + query * padded + at,
+        padded, totals + query * kHeadDim);
+  });
+  for (int64_t query = 0; query < num_keys * group; ++query) {
+    const float inverse = 1.0f / sums[query];
+    store_head<kVectors>(out + query * kHeadDim, totals + query * kHeadDim, inverse);
+  }
+}
+
+template <typename T, int kVectors>
+void decode_attention(const T* queries, int64_t query_stride, const T* cache,
+                      const int32_t* tables, const int64_t* starts, const int32_t* lengths, T* out,
+                      int64_t rows, int64_t num_queries, int64_t num_keys, int64_t block_size,
+                      int64_t window, float scale) {
+  constexpr int64_t kHeadDim = kVectors * kLanes;
+  const int64_t group = num_queries / num_keys;
+  int64_t longest = 0;
+  for (int64_t row = 0; row < rows; ++row) longest = std::max<int64_t>(longest, lengths[row]);
+  // Few rows: a row's heads are shared out among the threads.
+  int64_t heads = num_keys;
+  while (heads % 2 == 0 && rows * (num_keys / heads) < 4 * omp_get_max_threads()) heads /= 2;
+  const int64_t parts = num_keys / heads;
+#pragma omp parallel if (rows * longest * num_keys > 64)
+  {
+    std::vector<float> scratch(
+        static_cast<size_t>(heads * group * (longest + kLanes + kHeadDim + 1)));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < rows * parts; ++item) {
+      // The longest rows come last; they go first, so that no thread ends late on one.
+      const int64_t row = rows - 1 - item / parts, head = item % parts * heads;
+      const int64_t last = lengths[row];
+      const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
+      const Paged paged{tables + starts[row], block_size, 2 * num_keys * kHeadDim,
+                        num_keys * kHeadDim};
+      attend<T, kVectors>(queries + row * query_stride + head * group * kHeadDim,
+                          cache + head * kHeadDim, paged,
+                          out + (row * num_queries + head * group) * kHeadDim, heads, group,
+                          first, last, scale, scratch.data());
+    }
+  }
+}
+
+template <typename T>
+int decode_any(int64_t head_dim, const void* queries, int64_t query_stride, const void* cache,
+               const int32_t* tables, const int64_t* starts, const int32_t* lengths, void* out,
+               int64_t rows, int64_t num_queries, int64_t num_keys, int64_t block_size,
+               int64_t window, float scale) {
+  auto run = head_dim == 32    ? decode_attention<T, 2>
+             : head_dim == 64  ? decode_attention<T, 4>
+             : head_dim == 96  ? decode_attention<T, 6>
+             : head_dim == 128 ? decode_attention<T, 8>
+             : head_dim == 256 ? decode_attention<T, 16>
+                               : nullptr;
+  if (run == nullptr) return 1;
+  run(static_cast<const T*>(queries), query_stride, static_cast<const T*>(cache), tables,
+      starts, lengths, static_cast<T*>(out), rows, num_queries, num_keys, block_size, window,
+      scale);
+  return 0;
+}
+
+}  // namespace
+
+#define MILLRACE_DISPATCH(type, function, ...) \
+  switch (type) {                              \
+    case 0: {                                  \
+      using T = float;                         \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    case 1: {                                  \
+      using T = BFloat16;                      \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    case 2: {                                  \
+      using T = Float16;                       \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    default:                                   \
+      return 1;                                \
+  }
+
+#define IN(pointer) static_cast<const T*>(pointer)
+#define OUT(pointer) static_cast<T*>(pointer)
+
+extern "C" {
+
+int millrace_rms_norm(int type, const void* in, const void* weight, void* out, int64_t rows,
+                      int64_t width, float epsilon) {
+  MILLRACE_DISPATCH(type, rms_norm<T>, IN(in), IN(weight), OUT(out), rows, width, epsilon)
+}
+
+int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
+}
+
+int millrace_rotate_store(int type, void* heads, const float* cosines, const float* sines,
+                          const void* query_norm, const void* key_norm, float epsilon, void* cache,
+                          const int64_t* slots, int64_t rows, int64_t num_queries,
+                          int64_t num_keys, int64_t head_dim) {
+  MILLRACE_DISPATCH(type, rotate_store<T>, OUT(heads), cosines, sines, IN(query_norm),
+                    IN(key_norm), epsilon, OUT(cache), slots, rows, num_queries, num_keys,
+                    head_dim)
+}
+
+int millrace_decode_attention(int type, const void* queries, int64_t query_stride,
+                              const void* cache, const int32_t* tables, const int64_t* starts,
+                              const int32_t* lengths, void* out, int64_t rows,
+                              int64_t num_queries, int64_t num_keys, int64_t head_dim,
+                              int64_t block_size, int64_t window, float scale) {
+  switch (type) {
+    case 0:
+      return decode_any<float>(head_dim, queries, query_stride, cache, tables, starts,
+                               lengths, out, rows, num_queries, num_keys, block_size, window,
+                               scale);
+    case 1:
+      return decode_any<BFloat16>(head_dim, queries, query_stride, cache, tables, starts,
+                                  lengths, out, rows, num_queries, num_keys, block_size, window,
+                                  scale);
+    case 2:
+      return decode_any<Float16>(head_dim, queries, query_stride, cache, tables, starts,
+                                 lengths, out, rows, num_queries, num_keys, block_size, window,
+                                 scale);
+    default:
+      return 1;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,148 @@
+// Vectors of 16 float32 lanes, how the element types are loaded into them and stored from them.
+// They are the vector types of GCC and Clang, so that one source compiles to AVX-512, AVX2 and NEON.
+//
+// Nothing here assumes finite arithmetic: a NaN must reach the logits, where the engine looks for
+// it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kLanes = 16;
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+using Float16s = _Float16 __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <typename T>
+inline T unaligned(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline Floats load(const float* from) { return unaligned<Floats>(from); }
+
+inline Floats load(const BFloat16* from) {
+  const Words words = __builtin_convertvector(unaligned<Halves>(from), Words) << 16;
+  return (Floats)words;
+}
+
+inline Floats load(const Float16* from) {
+  return __builtin_convertvector(unaligned<Float16s>(from), Floats);
+}
+
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+// The bits of bfloat16 in the upper halves: to nearest, ties to even; a NaN stays one.
+inline Words rounded(Floats values) {
+  const Words words = (Words)values;
+  return values == values ? words + 0x7fffu + ((words >> 16) & 1u) : words | 0x400000u;
+}
+
+inline void store(BFloat16* to, Floats values) {
+  const Halves halves = __builtin_convertvector(rounded(values) >> 16, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+inline void store(Float16* to, Floats values) {
+  const Float16s halves = __builtin_convertvector(values, Float16s);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+// 2 * kLanes neighbours as two vectors, in whatever order of elements is cheapest for the type;
+// store_pair undoes it.
+template <typename T>
+inline void load_pair(const T* from, Floats& first, Floats& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
+template <>
+inline void load_pair(const BFloat16* from, Floats& even, Floats& odd) {
+  // Widening 16-bit lanes in order costs four shuffles; even and odd elements cost two shifts.
+  const Words words = unaligned<Words>(from);
+  even = (Floats)(words << 16);
+  odd = (Floats)(words & 0xffff0000u);
+}
+
+template <typename T>
+inline void store_pair(T* to, Floats first, Floats second) {
+  store(to, first);
+  store(to + kLanes, second);
+}
+
+template <>
+inline void store_pair(BFloat16* to, Floats even, Floats odd) {
+  const Words words = rounded(even) >> 16 | (rounded(odd) & 0xffff0000u);
+  std::memcpy(to, &words, sizeof words);
+}
+
+template <int kVectors, typename T>
+inline void load_head(const T* from, Floats (&to)[kVectors]) {
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; v += 2) load_pair(from + v * kLanes, to[v], to[v + 1]);
+}
+
+template <int kVectors, typename T>
+inline void store_head(T* to, const float* values, float factor) {
+  for (int v = 0; v < kVectors; v += 2) {
+    store_pair(to + v * kLanes, load(values + v * kLanes) * factor,
+               load(values + (v + 1) * kLanes) * factor);
+  }
+}
+
+// Adds the halves, then the quarters of a vector: the first four elements hold the sums.
+inline Floats folded(Floats v) {
+  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  return v;
+}
+
+inline float sum(Floats values) {
+  const Floats four = folded(values);
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+// The sums of four vectors, side by side: their additions are shared.
+inline void store_sums(float* to, const Floats (&values)[4]) {
+  const auto pairs = [](Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  };
+  const Floats ab = pairs(values[0], values[1]), cd = pairs(values[2], values[3]);
+  const Floats all = folded(
+      __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+      __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  std::memcpy(to, &all, 4 * sizeof(float));
+}
+
+// exp for arguments <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], relative error below 1e-6.
+inline Floats exponential(Floats x) {
+  const Floats scaled = x * 1.44269504088896341f;
+  const Floats shifted = scaled + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+  const Floats whole = shifted - 12582912.0f;
+  const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats p = rest * 1.3888889e-3f + 8.3333333e-3f;
+  p = p * rest + 4.1666667e-2f;
+  p = p * rest + 1.6666667e-1f;
+  p = p * rest + 0.5f;
+  p = p * rest + 1.0f;
+  p = p * rest + 1.0f;
+  const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  const Floats result = p * (Floats)power;
+  return x < -87.0f ? Floats{} : result;
+}
+
+}  // namespace
