@@ -125,6 +125,8 @@ class Planner:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is; its blocks are free at once."""
+        if sequence.state is SequenceState.FINISHED:
+            return
         self.outstanding_tokens -= sequence.outstanding_tokens
         if sequence.state is SequenceState.RUNNING:
             self._stop(sequence)
