@@ -9,6 +9,7 @@ import msgspec
 
 from schemas.errors import (
     BusUnavailableError,
+    GrammarError,
     MillraceError,
     ModelNotFoundError,
     ParameterError,
@@ -148,6 +149,7 @@ def _status_by_code() -> dict[str, int]:
     statuses = {"request_timeout": 504}
     kinds: list[type[MillraceError]] = [
         BusUnavailableError,
+        GrammarError,
         ModelNotFoundError,
         ParameterError,
         PayloadTooLargeError,

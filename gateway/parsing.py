@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.errors import InvalidJsonError
+from gateway.grammar_fields import grammar_of
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import (
@@ -45,7 +46,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "metadata": _NOTHING,
-    "response_format": (None, {"type": "text"}),
     "tools": _NOTHING,
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -187,6 +187,7 @@ def _sampling(request: GenerationFields, default_max_tokens: int | None) -> Samp
         "stop": (stop,) if isinstance(stop, str) else stop,
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
+        "grammar": grammar_of(request),
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 

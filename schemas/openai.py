@@ -18,8 +18,41 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """An answer in any form."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    """An answer that is a JSON object."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A schema with its name. It is followed to the letter whether ``strict`` or not."""
+
+    name: str
+    schema: msgspec.Raw
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """An answer in JSON that a schema describes."""
+
+    json_schema: JsonSchema
+
+
+# The value of a field that is kept as it was written, when it is missing or null.
+NOT_GIVEN = msgspec.Raw(b"null")
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every kind of generation takes: sampling, and fields that are known but not honoured."""
+    """What every kind of generation takes: sampling, and fields that are known but not honoured.
+
+    ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex`` and
+    ``guided_grammar`` (in Lark's notation or GBNF) are what the whole completion must match.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -31,6 +64,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
+    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     session_id: str | None = None
     service_tier: str | None = None
@@ -68,7 +104,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_completion_tokens: int | None = None
     top_logprobs: Any = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None

@@ -104,7 +104,7 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
         ("top_logprobs", 3),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", "json"),
         ("modalities", ["audio"]),
         ("metadata", {"a": "b"}),
         ("store", True),

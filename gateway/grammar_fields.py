@@ -1,0 +1,67 @@
+"""The fields of a request that ask for a grammar."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.errors import ParameterError
+from schemas.openai import (
+    NOT_GIVEN,
+    ChatFields,
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponseFormat,
+)
+from schemas.sampling import Grammar, GrammarKind
+
+
+def grammar_of(request: GenerationFields) -> Grammar | None:
+    """The one grammar that a request asks for, if it does. Raises ParameterError."""
+    asked: dict[str, Grammar] = {}
+    if isinstance(request, ChatFields):
+        form = request.response_format
+        if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
+            asked["response_format"] = _of_format(form)
+    if request.guided_json != NOT_GIVEN:
+        text = _schema_text("guided_json", request.guided_json)
+        asked["guided_json"] = _grammar("guided_json", GrammarKind.JSON_SCHEMA, text)
+    if request.guided_regex is not None:
+        asked["guided_regex"] = _grammar("guided_regex", GrammarKind.REGEX, request.guided_regex)
+    if request.guided_grammar is not None:
+        asked["guided_grammar"] = _grammar(
+            "guided_grammar", GrammarKind.EBNF, request.guided_grammar
+        )
+    if len(asked) > 1:
+        raise ParameterError(
+            next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
+        )
+    return next(iter(asked.values()), None)
+
+
+def _of_format(form: ResponseFormat) -> Grammar:
+    if isinstance(form, JsonSchemaFormat):
+        field = "response_format.json_schema.schema"
+        text = _schema_text(field, form.json_schema.schema)
+        return _grammar(field, GrammarKind.JSON_SCHEMA, text)
+    return Grammar(kind=GrammarKind.JSON_OBJECT)
+
+
+def _schema_text(field: str, raw: msgspec.Raw) -> str:
+    """The schema as it was written; a schema within a string is taken out of it."""
+    try:
+        value = msgspec.json.decode(raw)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, dict):
+            return bytes(raw).decode()
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ParameterError(field, f"{field} is not valid JSON: {error}") from error
+    raise ParameterError(field, f"{field} must be a JSON Schema, which is an object.")
+
+
+def _grammar(field: str, kind: GrammarKind, text: str) -> Grammar:
+    try:
+        return Grammar(kind=kind, text=text)
+    except ParameterError as error:
+        raise ParameterError(field, error.message) from error

@@ -1,0 +1,97 @@
+"""The fields that ask for a grammar, and how they are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.errors import InvalidJsonError
+from gateway.parsing import chat_ask, completion_ask, decode, socket_ask
+from schemas.errors import ParameterError
+from schemas.openai import ChatCompletionRequest, CompletionRequest
+from schemas.sampling import Grammar, GrammarKind
+from schemas.websocket import Generate
+
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+_TEXT = msgspec.json.Decoder(CompletionRequest)
+_SOCKET = msgspec.json.Decoder(Generate)
+_SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": 1.50}}}
+
+
+def chat(**fields: Any) -> Grammar | None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return chat_ask(decode(_CHAT, msgspec.json.encode(body))).sampling.grammar
+
+
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": fields}
+
+
+def test_a_format_of_json_is_a_grammar() -> None:
+    assert chat(response_format={"type": "json_object"}) == Grammar(kind=GrammarKind.JSON_OBJECT)
+    taken = chat(response_format=schema_format(name="x", schema=_SCHEMA, strict=True))
+    assert taken is not None
+    assert taken.kind is GrammarKind.JSON_SCHEMA
+    assert msgspec.json.decode(taken.text) == _SCHEMA
+    assert taken.text.index('"b"') < taken.text.index('"a"'), "properties keep their order"
+
+
+@pytest.mark.parametrize("nothing", [{}, {"response_format": None}, {"guided_json": None}])
+def test_no_grammar_is_asked_for(nothing: dict[str, Any]) -> None:
+    assert chat(**nothing) is None
+    assert chat(response_format={"type": "text"}) is None
+
+
+def test_guided_fields_are_grammars() -> None:
+    text = msgspec.json.encode(_SCHEMA).decode()
+    schema = Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+    assert chat(guided_json=_SCHEMA) == schema
+    assert chat(guided_json=text) == schema
+    assert chat(guided_regex="a+") == Grammar(kind=GrammarKind.REGEX, text="a+")
+    lark = 'start: "a" | "b"'
+    assert chat(guided_grammar=lark) == Grammar(kind=GrammarKind.EBNF, text=lark)
+
+
+def test_every_door_takes_them() -> None:
+    regex = Grammar(kind=GrammarKind.REGEX, text="é|漢+")
+    fields = {"model": "m", "prompt": "hi", "guided_regex": regex.text}
+    text = completion_ask(decode(_TEXT, msgspec.json.encode(fields)))
+    fields |= {"type": "generate", "id": "1"}
+    socket = socket_ask(decode(_SOCKET, msgspec.json.encode(fields)))
+    assert text.sampling.grammar == socket.sampling.grammar == regex
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": "json"}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format.json_schema.name", {"response_format": schema_format(schema=_SCHEMA)}),
+        ("response_format.json_schema.schema", {"response_format": schema_format(name="x")}),
+        (
+            "response_format.json_schema.schema",
+            {"response_format": schema_format(name="x", schema=[])},
+        ),
+        ("guided_json", {"guided_json": 3}),
+        ("guided_json", {"guided_json": ""}),
+        ("guided_regex", {"guided_regex": ""}),
+        ("guided_regex", {"guided_regex": "a" * 70_000}),
+        ("guided_grammar", {"guided_grammar": ["a"]}),
+        ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
+        ("guided_regex", {"guided_regex": "a", "response_format": {"type": "json_object"}}),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("schema", [b'{"a":"\xff"}', b'{"a":' * 3_000 + b"1" + b"}" * 3_000])
+def test_a_schema_that_is_no_json_is_refused(schema: bytes) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"guided_json":%b}' % schema
+    with pytest.raises((ParameterError, InvalidJsonError)):
+        chat_ask(decode(_CHAT, body))
