@@ -21,7 +21,7 @@ class Projection:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._bias = bias
         self._packed = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
-        self._packed &= torch.ops.mkldnn._is_mkldnn_bf16_device_supported()
+        self._packed &= torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self._weight = weight
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
