@@ -10,10 +10,29 @@ from schemas.frames import FinishReason
 from workers.engine.types import EngineRequest, KVCapacityError
 
 
+def check_kind(request: EngineRequest, *, has_head: bool) -> None:
+    """Raise ParameterError for tokens of a checkpoint that makes embeddings only, and for an
+    embedding with what only tokens can have."""
+    if request.pooling is None:
+        if not has_head:
+            raise ParameterError(
+                "model", "This model makes embeddings only: it has no language-model head."
+            )
+        return
+    for name, given in (
+        ("n", request.sampling.n > 1),
+        ("prompt_logprobs", request.sampling.prompt_logprobs is not None),
+        ("output_token_ids", bool(request.output_token_ids)),
+    ):
+        if given:
+            raise ParameterError(name, f"A request for an embedding takes no {name}.")
+
+
 def longest_total_tokens(
     request: EngineRequest, *, vocab_size: int, context_window_tokens: int, capacity_tokens: int
 ) -> int:
-    """The longest that each choice of the request may become, prompt included.
+    """The longest that each choice of the request may become, prompt included; for an embedding
+    the prompt alone.
 
     Choices need not be in the KV cache together, so a request fits if one of them does. Raises
     ParameterError, ContextLengthError or KVCapacityError.
@@ -26,7 +45,7 @@ def longest_total_tokens(
         _check_token_ids(request.output_token_ids, vocab_size)
         if request.sampling.n > 1:
             raise ParameterError("n", "Only a request for one completion can be resumed.")
-    max_tokens = request.sampling.max_tokens
+    max_tokens = 0 if request.pooling is not None else request.sampling.max_tokens
     if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > context_window_tokens:
         raise ContextLengthError(num_prompt_tokens, max_tokens, context_window_tokens)
     if max_tokens is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from schemas.pooling import Pooling
 from workers.engine.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
 
@@ -21,12 +22,21 @@ class QueryRange(NamedTuple):
     block_table: Rows[int]
 
 
+class PooledRows(NamedTuple):
+    """Rows ``start`` … ``end - 1`` of the batch go into the sequence's embedding."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
 class FlatBatch(NamedTuple):
     """One step's input.
 
     ``token_ids`` and ``positions``: int64 [num_tokens]. The first ``num_single`` of the ranges
     have one token each, by rising context length. ``sampled_rows`` (int64, on the device) are the
-    rows whose logits are wanted, those of ``sampled``, in that order.
+    rows whose logits are wanted, those of ``sampled``, in that order. Sequences that are
+    ``pooled`` are not sampled.
     """
 
     token_ids: torch.Tensor
@@ -35,6 +45,7 @@ class FlatBatch(NamedTuple):
     num_single: int
     sampled_rows: torch.Tensor
     sampled: list[Sequence]
+    pooled: list[PooledRows]
 
 
 def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
@@ -47,13 +58,16 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
     ranges: list[QueryRange] = []
     sampled: list[Sequence] = []
     sampled_rows: list[int] = []
+    pooled: list[PooledRows] = []
     for sequence, num_tokens in (*single, *chunks):
         begin = sequence.num_computed_tokens
         end = begin + num_tokens
         ranges.append(QueryRange(len(token_ids), num_tokens, begin, sequence.block_table))
         token_ids += sequence.token_ids[begin:end]
         positions += range(begin, end)
-        if end == sequence.num_tokens:
+        if sequence.request.pooling is not None:
+            pooled += _pooled_rows(sequence, num_tokens, len(token_ids))
+        elif end == sequence.num_tokens:
             sampled.append(sequence)
             sampled_rows.append(len(token_ids) - 1)
     return FlatBatch(
@@ -63,7 +77,17 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
         num_single=len(single),
         sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
         sampled=sampled,
+        pooled=pooled,
     )
+
+
+def _pooled_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[PooledRows]:
+    """Those of the sequence's ``num_tokens`` rows before ``end_row`` that its pooling takes."""
+    if sequence.request.pooling is Pooling.MEAN:
+        return [PooledRows(sequence, end_row - num_tokens, end_row)]
+    if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
+        return []
+    return [PooledRows(sequence, end_row - 1, end_row)]
 
 
 def _context_tokens(item: ScheduledSequence) -> int:

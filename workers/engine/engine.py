@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -11,30 +12,34 @@ from pathlib import Path
 
 import torch
 
+from registry.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_SEED
-from workers.engine.admission import check_config, finished_before, longest_total_tokens
+from workers.engine.admission import check_config, check_kind, finished_before, longest_total_tokens
 from workers.engine.block_tables import BlockTables
+from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.choices import make_choices
 from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.outputs import (
     as_millrace_error,
+    embedding_output,
     error_output,
     refusal,
     started_output,
     token_output,
 )
 from workers.engine.planner import Planner, ScheduledSequence
+from workers.engine.pooling import PooledChunk, add_chunk
 from workers.engine.runner import ModelRunner
-from workers.engine.sampler import SampleRow, sample
+from workers.engine.sampler import Sampler
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.types import (
     EngineOutput,
     EngineRequest,
     EngineStats,
-    NonFiniteLogitsError,
+    NonFiniteEmbeddingError,
 )
 
 _log = logging.getLogger(__name__)
@@ -63,8 +68,10 @@ class Engine:
         *,
         seed_source: Callable[[], int] = draw_seed,
         monotonic: Callable[[], float] = time.perf_counter,
+        tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
         self._runner = runner
+        self._sampler = Sampler(runner.config.vocab_size, runner.cache.data.device, tokenizer)
         self._costs = CostModel()
         self._tables = BlockTables.make(
             runner.cache.num_blocks,
@@ -97,7 +104,7 @@ class Engine:
     def load(cls, path: Path, config: EngineConfig) -> Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
         check_config(config)
-        return cls(ModelRunner.load(path, config), config)
+        return cls(ModelRunner.load(path, config), config, tokenizer=checkpoint_tokenizer(path))
 
     @property
     def context_window_tokens(self) -> int:
@@ -119,6 +126,7 @@ class Engine:
         """
         self.cancel(request.request_id)
         try:
+            check_kind(request, has_head=self._runner.config.has_head)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._runner.config.vocab_size,
@@ -144,6 +152,12 @@ class Engine:
             max_total_tokens=max_total_tokens,
             added_s=self._monotonic(),
         )
+        try:
+            for sequence in choices:
+                self._sampler.begin(sequence)
+        except MillraceError as error:
+            self._outputs.append(refusal(request, error))
+            return
         self._num_arrived += len(choices)
         self._choices[request.request_id] = choices
         self._planner.add(choices[0])
@@ -152,6 +166,7 @@ class Engine:
         """Forget a request, in whatever state; its blocks are free when this returns."""
         for sequence in self._choices.pop(request_id, ()):
             self._planner.remove(sequence)
+            self._sampler.end(sequence)
         if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
 
@@ -187,7 +202,7 @@ class Engine:
         for sequence, _ in plan:
             sequence.contents_finite = False
         try:
-            sequences, logits = self._runner.run(plan)
+            result = self._runner.run(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(plan) > 1:
                 middle = len(plan) // 2
@@ -199,7 +214,8 @@ class Engine:
             return
         self._planner.advance(plan)
         self._seal_chunks(plan, outputs)
-        self._sample(sequences, logits, outputs)
+        self._pool_states(result.pooled, outputs)
+        self._sample(result.sequences, result.logits, outputs)
         self._costs.observe(work, self._monotonic() - begin)
         self._prefill_tokens += work.prefill_tokens
         self._decode_tokens += work.decodes
@@ -229,6 +245,22 @@ class Engine:
             else:
                 self._fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
 
+    def _pool_states(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
+        """Take what was computed into embeddings, and end the sequences whose are complete."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            embedding = add_chunk(chunk)
+            if embedding is None:
+                continue
+            if all(map(math.isfinite, embedding)):
+                sequence.contents_finite = True
+                outputs.append(embedding_output(sequence, embedding))
+                self._end(sequence)
+            else:
+                self._fail(sequence, NonFiniteEmbeddingError(), outputs)
+
     def _sample(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
@@ -245,15 +277,14 @@ class Engine:
         with torch.inference_mode():
             if len(index) != len(computed) or len(sequences) != len(computed):
                 logits = logits.index_select(0, torch.tensor(index, device=logits.device))
-            rows = [SampleRow(s.request.sampling, s.key, s.num_output_tokens) for s in sequences]
-            sampled = sample(logits, rows)
-        for sequence, token, logprob in zip(
-            sequences, sampled.token_ids, sampled.logprobs, strict=True
+        sampled = self._sampler.sample(sequences, logits)
+        for sequence, outcome, logprob in zip(
+            sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):
-            if token is None:
-                self._fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
+            if isinstance(outcome, MillraceError):
+                self._fail(sequence, outcome, outputs)
             else:
-                self._append(sequence, token, logprob, outputs)
+                self._append(sequence, outcome, logprob, outputs)
 
     def _fork(self, parent: Sequence) -> None:
         """Let the choices that waited for the parent's prompt go their own ways."""
@@ -296,6 +327,7 @@ class Engine:
         if not choices:
             del self._choices[sequence.request_id]
         self._planner.remove(sequence)
+        self._sampler.end(sequence)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -29,6 +29,21 @@ def token_output(
     )
 
 
+def embedding_output(sequence: Sequence, embedding: tuple[float, ...]) -> EngineOutput:
+    """The embedding of the whole prompt, which ends the sequence."""
+    first = not sequence.started
+    return EngineOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        embedding=embedding,
+        finish_reason=FinishReason.STOP,
+        started=first,
+        queued_s=sequence.queued_s if first else 0.0,
+        num_cached_tokens=sequence.num_cached_tokens if first else 0,
+        num_preemptions=sequence.num_preemptions,
+    )
+
+
 def started_output(sequence: Sequence) -> EngineOutput:
     """The sequence is in the batch, but has no token yet."""
     return EngineOutput(

@@ -18,6 +18,7 @@ from workers.engine.cpu_operations import CpuMetadata, CpuOperations, suits
 from workers.engine.kv_cache import KVCache, choose_num_blocks
 from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.planner import ScheduledSequence
+from workers.engine.pooling import PooledChunk, pool_rows
 from workers.engine.sequence import Sequence
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
@@ -30,11 +31,13 @@ _log = logging.getLogger(__name__)
 AnyDecoder = Decoder[TorchMetadata] | Decoder[CpuMetadata]
 
 
-class StepLogits(NamedTuple):
-    """``logits[i]`` [vocab_size] choose the next token of ``sequences[i]``."""
+class StepResult(NamedTuple):
+    """``logits[i]`` [vocab_size] choose the next token of ``sequences[i]``; ``pooled`` is what the
+    step adds to embeddings."""
 
     sequences: list[Sequence]
     logits: torch.Tensor
+    pooled: list[PooledChunk]
 
 
 class ModelRunner:
@@ -96,14 +99,19 @@ class ModelRunner:
             decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
         return cls(config, decoder, cache)
 
-    def run(self, plan: Rows[ScheduledSequence]) -> StepLogits:
+    def run(self, plan: Rows[ScheduledSequence]) -> StepResult:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
 
         Running a plan again gives the same: it only writes the cache where it wrote before.
         """
         with torch.inference_mode():
             batch = build_batch(plan, self._device)
-            return StepLogits(batch.sampled, self._decoder.forward(batch))
+            hidden = self._decoder.forward(batch)
+            pooled = pool_rows(batch.pooled, self._decoder.normed(hidden)) if batch.pooled else []
+            if not batch.sampled:
+                return StepResult([], hidden.new_empty(0, self.config.vocab_size), pooled)
+            logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+            return StepResult(batch.sampled, logits, pooled)
 
 
 def _cpu_kernels(

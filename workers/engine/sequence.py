@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from schemas.pooling import Pooling
 from workers.engine.types import EngineRequest
 
 # (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
@@ -39,8 +40,9 @@ class Sequence:
     ``num_promised_blocks`` and ``reserved`` are those of ``BlockTables``, which allocates the
     blocks and frees them on preemption and at the end.
 
-    ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's;
-    both are None for a sequence without. It is not admitted before it is ``ready``, which another
+    ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
+    ``pooling_state`` the sum of the hidden states behind an embedding; each is None for a sequence
+    without. It is not admitted before it is ``ready``, which another
     thread may say.
     """
 
@@ -61,6 +63,7 @@ class Sequence:
         "num_promised_blocks",
         "num_prompt_tokens",
         "num_sealed_blocks",
+        "pooling_state",
         "queued_s",
         "rank",
         "ready",
@@ -103,8 +106,10 @@ class Sequence:
         self.num_promised_blocks = 0
         self.reserved = False
         self.tail_shared = False
-        # The log-probabilities of a prompt are only there where it is computed.
-        self.takes_prefix_hits = request.sampling.prompt_logprobs is None
+        # The log-probabilities and the mean of a prompt are only there where it is computed.
+        self.takes_prefix_hits = (
+            request.sampling.prompt_logprobs is None and request.pooling is not Pooling.MEAN
+        )
         self.contents_finite = True
         self.state = SequenceState.FORMING
         self.started = False
@@ -112,6 +117,7 @@ class Sequence:
         self.queued_s = 0.0
         self.sampling_state: Any = None
         self.matcher: Any = None
+        self.pooling_state: Any = None
         self.ready = True
         stops = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:

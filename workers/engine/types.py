@@ -8,6 +8,7 @@ import msgspec
 
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
+from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
 
 
@@ -19,7 +20,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
     ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
     choices; ``output_token_ids`` are taken for one choice only. Blocks of the KV cache are shared
-    between requests of the same ``cache_salt``.
+    between requests of the same ``cache_salt``. With ``pooling`` it asks for the prompt's embedding
+    instead of tokens.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,7 +43,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     in the KV cache, ``num_cached_tokens``. The last output of a choice has either
     ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``. A request is over
     when each of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it
-    was refused; a cancelled request has no last output.
+    was refused; a cancelled request has no last output. ``embedding`` ([hidden_size], in float32,
+    as pooled: scaling it to length 1 is the caller's) comes in the last output of a request with
+    ``pooling``, which makes no tokens.
     """
 
     request_id: str
@@ -53,6 +58,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     started: bool = False
     queued_s: float = 0.0
     num_preemptions: int = 0
+    embedding: tuple[float, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -114,3 +120,15 @@ class NonFiniteLogitsError(MillraceError):
             f"checkpoint's weights or its dtype may be at fault."
         )
         self.token_index = token_index
+
+
+class NonFiniteEmbeddingError(MillraceError):
+    """The model computed NaN or infinite hidden states for this sequence."""
+
+    code: ClassVar[str] = "non_finite_embedding"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's hidden states for this prompt are not finite; the checkpoint's weights or "
+            "its dtype may be at fault."
+        )

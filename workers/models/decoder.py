@@ -55,7 +55,7 @@ class Decoder(Generic[MetadataT]):
         self._heads_shape = (-1, num_heads, config.head_dim)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
-        """Logits of the sampled rows: [len(batch.sampled), vocab_size] in the weights' dtype."""
+        """What the layers make of the batch: [num_tokens, hidden_size] in the weights' dtype."""
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
         hidden = weights.embedding.index_select(0, batch.token_ids)
@@ -66,6 +66,13 @@ class Decoder(Generic[MetadataT]):
             hidden = layer.output.plus(hidden, attended)
             normed = operations.rms_norm(hidden, layer.mlp_norm)
             hidden = plus_mlp(hidden, normed, layer.mlp, operations.swiglu)
-        hidden = hidden.index_select(0, batch.sampled_rows)
-        assert weights.head is not None, "a checkpoint without a head was asked for logits"
-        return weights.head(operations.rms_norm(hidden, weights.final_norm))
+        return hidden
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of ``forward`` behind the final norm, as embeddings are made of them."""
+        return self._operations.rms_norm(hidden, self._weights.final_norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of rows of ``forward``, in the weights' dtype."""
+        assert self._weights.head is not None, "a checkpoint without a head was asked for logits"
+        return self._weights.head(self.normed(hidden))

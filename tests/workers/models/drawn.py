@@ -21,14 +21,19 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
     num_layers = draw(st.integers(1, 3))
     num_kv_heads = draw(st.integers(1, 3))
     group_size = draw(st.integers(1, 4))
+    num_heads = num_kv_heads * group_size
+    # Half of them in shapes that compiled kernels take, the others in any.
+    aligned = draw(st.booleans())
+    unit = 16 if aligned else 1
     config: dict[str, Any] = {
         "vocab_size": draw(st.integers(50, 150)),
-        "hidden_size": draw(st.integers(8, 24)) * 2,
-        "intermediate_size": draw(st.integers(10, 60)),
+        # transformers wants a multiple of the heads of a Llama, whatever its head_dim.
+        "hidden_size": max(1, draw(st.integers(16, 48)) // (num_heads * unit)) * num_heads * unit,
+        "intermediate_size": max(1, draw(st.integers(10, 60)) // unit) * unit,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": num_kv_heads * group_size,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": draw(st.sampled_from([4, 6, 8, 16, 20])),
+        "head_dim": draw(st.sampled_from([32, 64] if aligned else [4, 6, 8, 16, 20])),
         "tie_word_embeddings": draw(st.booleans()),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
         "max_position_embeddings": _MAX_POSITIONS,
@@ -41,7 +46,7 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family != "Llama":
         config |= draw(_windows(family, num_layers))
     if family in ("Mixtral", "Qwen3Moe"):
-        config |= draw(_experts(family, num_layers))
+        config |= draw(_experts(family, num_layers, unit))
     return config
 
 
@@ -64,7 +69,7 @@ def _windows(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
 
 
 @st.composite
-def _experts(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
+def _experts(draw: st.DrawFn, family: str, num_layers: int, unit: int) -> dict[str, Any]:
     num_experts = draw(st.integers(1, 6))
     experts: dict[str, Any] = {
         "num_local_experts": num_experts,
@@ -73,7 +78,7 @@ def _experts(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
     if family == "Mixtral":
         return experts
     return experts | {
-        "moe_intermediate_size": draw(st.integers(4, 40)),
+        "moe_intermediate_size": max(1, draw(st.integers(4, 40)) // unit) * unit,
         "norm_topk_prob": draw(st.booleans()),
         "decoder_sparse_step": draw(st.integers(1, 2)),
         "mlp_only_layers": draw(st.lists(st.integers(0, num_layers - 1), max_size=1)),
