@@ -40,6 +40,7 @@ from workers.engine.types import (
     EngineRequest,
     EngineStats,
     NonFiniteEmbeddingError,
+    NonFiniteLogitsError,
 )
 
 _log = logging.getLogger(__name__)

@@ -3,11 +3,13 @@
 A key is mixed from the seed once, a counter from key and token index, and each number from the
 counter and its lane, every time by a round of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014), in int64 arithmetic that wraps, so that a whole
-batch is drawn on its device.
+batch is drawn on its device. On a CPU numpy does it.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = (1 << 64) - 1
@@ -34,18 +36,47 @@ def stream_key(seed: int) -> int:
 def uniforms(keys: torch.Tensor, indices: torch.Tensor, num_lanes: int) -> torch.Tensor:
     """``num_lanes`` draws in (0, 1) for each pair of int64 ``keys`` and ``indices`` [num_rows]:
     float64 [num_rows, num_lanes]."""
-    counters = _mixed(keys + (indices + 1) * _signed(_GOLDEN))
-    lanes = torch.arange(1, num_lanes + 1, device=keys.device) * _signed(_GOLDEN)
-    bits = _shifted(_mixed(counters[:, None] + lanes), 64 - _UNIFORM_BITS)
+    if keys.device.type == "cpu":
+        return _uniforms_by_numpy(keys, indices, num_lanes)
+    return uniforms_by_torch(keys, indices, num_lanes)
+
+
+def uniforms_by_torch(keys: torch.Tensor, indices: torch.Tensor, num_lanes: int) -> torch.Tensor:
+    """``uniforms`` on any device."""
+    counters = _mixed_((indices + 1).mul_(_signed(_GOLDEN)).add_(keys))
+    lanes = torch.arange(1, num_lanes + 1, device=keys.device).mul_(_signed(_GOLDEN))
+    bits = _shifted(_mixed_(counters[:, None] + lanes), 64 - _UNIFORM_BITS)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-_UNIFORM_BITS)
 
 
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
-    return bits ^ _shifted(bits, 31)
+def _mixed_(bits: torch.Tensor) -> torch.Tensor:
+    bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(_MIX_1))
+    bits.bitwise_xor_(_shifted(bits, 27)).mul_(_signed(_MIX_2))
+    return bits.bitwise_xor_(_shifted(bits, 31))
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
     """A shift to the right that brings in zeros, which torch's own does not on int64."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _uniforms_by_numpy(keys: torch.Tensor, indices: torch.Tensor, num_lanes: int) -> torch.Tensor:
+    """The same in unsigned integers, which takes half the time, and a third for few draws."""
+    golden = np.uint64(_GOLDEN)
+    counters = (indices.numpy() + 1).view(np.uint64) * golden + keys.numpy().view(np.uint64)
+    lanes = np.arange(1, num_lanes + 1, dtype=np.uint64) * golden
+    bits = _mix_(_mix_(counters)[:, None] + lanes)
+    bits >>= np.uint64(64 - _UNIFORM_BITS)
+    draws = bits.astype(np.float64)
+    draws += 0.5
+    draws *= 2.0**-_UNIFORM_BITS
+    return torch.from_numpy(draws)
+
+
+def _mix_(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(_MIX_1)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(_MIX_2)
+    bits ^= bits >> np.uint64(31)
+    return bits

@@ -2,173 +2,293 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
 
+from registry.tokenizer import Tokenizer
+from schemas.errors import MillraceError, ParameterError
 from schemas.frames import TokenLogprob
 from schemas.sampling import SamplingParams
-from workers.engine.random_stream import uniforms
+from workers.engine.outputs import as_millrace_error
+from workers.engine.sampling.bad_words import bad_words_reader
+from workers.engine.sampling.drawing import Draws, draw, draws_of
+from workers.engine.sampling.edits import LogitEdits, RowEdits, has_edits
+from workers.engine.sampling.errors import NoTokenAllowedError
+from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, largest, num_groups
+from workers.engine.sampling.logprobs import LogprobTable, tabulate
+from workers.engine.sampling.token_masks import TokenMasks
+from workers.engine.sequence import Sequence
+from workers.engine.types import NonFiniteLogitsError
 
-# Rows of the vocabulary are reduced in two levels, by groups of this many tokens: a sum over
-# groups runs at memory speed, where a running sum or an argmax over the whole row does not.
-_GROUP_TOKENS = 64
-# Most of the probability is almost always in this many tokens; the others are sorted only if not.
-_NUCLEUS_GUESS_TOKENS = 64
+_log = logging.getLogger(__name__)
 
-
-class SampleRow(NamedTuple):
-    """How to draw one row: its parameters, the key of its random stream (``stream_key`` of its
-    seed), and the index of the token."""
-
-    sampling: SamplingParams
-    key: int
-    token_index: int
+# As many rows are taken at a time as have about this many logits: they stay in the CPU's cache
+# from one pass over them to the next.
+_CHUNK_LOGITS = 1 << 20
 
 
 class Sampled(NamedTuple):
-    """``token_ids[i]`` is None for a row whose logits are not finite; ``logprobs[i]`` is None
-    unless asked for."""
+    """``outcomes[i]`` is the token of row i, or why it has none; ``logprobs[i]`` is None unless
+    asked for."""
 
-    token_ids: list[int | None]
+    outcomes: list[int | MillraceError]
     logprobs: list[TokenLogprob | None]
 
 
-def sample(logits: torch.Tensor, rows: Rows[SampleRow]) -> Sampled:
-    """Draw one token for each row of ``logits`` [num_rows, vocab_size].
+class SamplingState(NamedTuple):
+    """What the sampler keeps for a sequence: its parameters, the key of its random stream, and
+    its edits of the logits, None without."""
 
-    Temperature, then top-k, top-p and min-p narrow the distribution; of tokens that are equally
-    likely at the edge, all are kept. A row's draw depends on its logits, its parameters and its
-    (key, token index) alone. Log-probabilities are those of the model itself, before any of this.
+    sampling: SamplingParams
+    key: int
+    edits: RowEdits | None
+
+
+class _Layout(NamedTuple):
+    """What the rows of a chunk of a batch ask for; the same as long as the same sequences are in
+    it. ``logprob_rows`` and their ``logprob_counts``, ``edited_rows`` and ``masked_rows`` are those
+    that ask for it. ``draws`` is None if all rows are greedy."""
+
+    states: list[SamplingState]
+    drawn_rows: list[int]
+    draws: Draws | None
+    logprob_rows: list[int]
+    logprob_counts: list[int]
+    edited_rows: list[int]
+    masked_rows: list[int]
+
+
+class Sampler:
+    """Chooses tokens by temperature, top-k, top-p, min-p and typical sampling, in that order, from
+    logits that were edited before: by repetition, then presence and frequency penalties, then
+    biases, then by what is forbidden.
+
+    A row's token depends on its logits, its sequence's parameters and tokens, and its place in
+    the sequence's random stream alone. ``tokenizer`` is called when bad words have to be
+    tokenised. What it keeps for a sequence hangs on ``sequence.sampling_state``, from ``begin`` to
+    ``end``.
     """
-    logits = logits.float()
-    groups = _grouped(logits, float("-inf"))
-    best_of_group = groups.amax(-1)
-    best = best_of_group.amax(-1)
-    chosen = _argmax(groups, best_of_group)
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if len(drawn) == len(rows):
-        chosen = _draw(logits, best, rows)
-    elif drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        picked = _draw(logits[index], best[index], [rows[i] for i in drawn])
-        chosen[index] = picked
-    finite = torch.isfinite(best).tolist()
-    token_ids: list[int | None] = [
-        token if good else None for token, good in zip(chosen.tolist(), finite, strict=True)
-    ]
-    return Sampled(token_ids, _logprobs(logits, rows, token_ids))
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._read_bad_words = bad_words_reader(tokenizer, vocab_size)
+        self._masks = TokenMasks(device)
+        self._num_groups = num_groups(vocab_size)
+        self._stride = self._num_groups * GROUP_TOKENS
+        self._chunk_rows = max(1, _CHUNK_LOGITS // self._stride)
+        self._scratch = torch.empty(0, self._stride, device=device)
+        self._layouts: list[_Layout] = []
+
+    def begin(self, sequence: Sequence) -> None:
+        """Prepare for a sequence, with the tokens that it has. Raises ParameterError for
+        parameters that this model cannot honour."""
+        sampling = sequence.request.sampling
+        for token in sampling.logit_bias:
+            if token >= self._vocab_size:
+                raise ParameterError(
+                    "logit_bias",
+                    f"Token id {token} is not in the vocabulary of {self._vocab_size} tokens.",
+                )
+        edits = None
+        if has_edits(sampling):
+            words = self._read_bad_words(sampling.bad_words) if sampling.bad_words else None
+            edits = RowEdits(sequence, words, self._vocab_size)
+        sequence.sampling_state = SamplingState(sampling, sequence.key, edits)
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget what was kept for a sequence; it may have been forgotten before."""
+        sequence.sampling_state = None
+
+    def sample(
+        self, sequences: Rows[Sequence], logits: torch.Tensor, masks: torch.Tensor | None = None
+    ) -> Sampled:
+        """Choose the next token of each sequence from its row of ``logits`` [num_sequences,
+        vocab_size], which stay as they are.
+
+        ``masks`` (int32 [num_sequences, num_words], a bit a token, the lowest first) are heeded
+        for sequences with a grammar. What goes wrong with a row, whatever it is, is its outcome
+        alone.
+        """
+        sampled = Sampled([], [])
+        with torch.inference_mode():
+            for index, start in enumerate(range(0, len(sequences), self._chunk_rows)):
+                rows = slice(start, start + self._chunk_rows)
+                own = None if masks is None else masks[rows]
+                self._sample_safely(sequences[rows], logits[rows], own, index, sampled)
+            # Layouts of chunks that are gone must not keep the state of what was in them.
+            del self._layouts[-(-len(sequences) // self._chunk_rows) :]
+        return sampled
+
+    def _sample_safely(
+        self,
+        sequences: Rows[Sequence],
+        logits: torch.Tensor,
+        masks: torch.Tensor | None,
+        index: int,
+        sampled: Sampled,
+    ) -> None:
+        """Sample a chunk; if that fails, halve it until those at fault stand alone."""
+        try:
+            outcomes, logprobs = self._sample_chunk(sequences, logits, masks, index)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            if len(sequences) > 1:
+                middle = len(sequences) // 2
+                for half in (slice(middle), slice(middle, None)):
+                    own = None if masks is None else masks[half]
+                    self._sample_safely(sequences[half], logits[half], own, index, sampled)
+                return
+            _log.exception("sampling failed on one sequence")
+            outcomes, logprobs = [as_millrace_error(error)], [None]
+        sampled.outcomes.extend(outcomes)
+        sampled.logprobs.extend(logprobs)
+
+    def _sample_chunk(
+        self,
+        sequences: Rows[Sequence],
+        raw: torch.Tensor,
+        masks: torch.Tensor | None,
+        index: int,
+    ) -> Sampled:
+        layout = self._layout(sequences, index)
+        logits = largest(self._copy(raw))
+        outcomes: dict[int, MillraceError] = {}
+        for row in _not_finite(logits.best):
+            outcomes[row] = NonFiniteLogitsError(sequences[row].num_output_tokens)
+            _neutralise(logits, row)
+        table = self._table(logits, layout)
+        if layout.edited_rows or (masks is not None and layout.masked_rows):
+            logits = self._edited(logits, sequences, layout, masks)
+            for row in _not_finite(logits.best):
+                outcomes[row] = NoTokenAllowedError(sequences[row].num_output_tokens)
+                _neutralise(logits, row)
+        tokens = self._choose(logits, sequences, layout)
+        logprobs = _report(raw, layout, table, tokens)
+        for row in outcomes:
+            logprobs[row] = None
+        return Sampled([outcomes.get(row, token) for row, token in enumerate(tokens)], logprobs)
+
+    def _choose(
+        self, logits: GroupedLogits, sequences: Rows[Sequence], layout: _Layout
+    ) -> list[int]:
+        if layout.draws is None:
+            chosen = logits.likeliest()
+        else:
+            indices = [sequences[row].num_output_tokens for row in layout.drawn_rows]
+            token_indices = torch.tensor(indices, device=self._device)
+            chosen = draw(logits, layout.draws, token_indices)
+            if len(indices) < len(sequences):
+                chosen = logits.likeliest().index_copy_(0, layout.draws.rows, chosen)
+        tokens: list[int] = chosen.tolist()
+        return tokens
+
+    def _copy(self, raw: torch.Tensor) -> torch.Tensor:
+        """``raw`` in float32 groups, in scratch that is valid until the next copy."""
+        if len(raw) > len(self._scratch):
+            self._scratch = torch.full((len(raw), self._stride), -inf, device=self._device)
+        rows = self._scratch[: len(raw)]
+        rows[:, : self._vocab_size] = raw
+        return rows.view(len(raw), self._num_groups, GROUP_TOKENS)
+
+    def _layout(self, sequences: Rows[Sequence], index: int) -> _Layout:
+        """What the rows of chunk ``index`` ask for, from the last step if they are the same."""
+        states: list[SamplingState] = [sequence.sampling_state for sequence in sequences]
+        if index < len(self._layouts) and _same(self._layouts[index].states, states):
+            return self._layouts[index]
+        drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
+        reported = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
+        layout = _Layout(
+            states=states,
+            drawn_rows=drawn,
+            draws=draws_of(
+                drawn,
+                [states[i].sampling for i in drawn],
+                [states[i].key for i in drawn],
+                self._vocab_size,
+                self._device,
+            )
+            if drawn
+            else None,
+            logprob_rows=reported,
+            logprob_counts=[states[i].sampling.logprobs or 0 for i in reported],
+            edited_rows=[i for i, s in enumerate(states) if s.edits is not None],
+            masked_rows=[i for i, s in enumerate(states) if s.sampling.grammar is not None],
+        )
+        self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
+        return layout
+
+    def _table(self, logits: GroupedLogits, layout: _Layout) -> LogprobTable | None:
+        if not layout.logprob_rows:
+            return None
+        rows = torch.tensor(layout.logprob_rows, device=self._device)
+        return tabulate(logits, rows, max(layout.logprob_counts), self._vocab_size)
+
+    def _edited(
+        self,
+        logits: GroupedLogits,
+        sequences: Rows[Sequence],
+        layout: _Layout,
+        masks: torch.Tensor | None,
+    ) -> GroupedLogits:
+        """The logits, edited in place, and what is now their largest."""
+        edits = LogitEdits(self._stride)
+        for row in layout.edited_rows:
+            edits_of_row = layout.states[row].edits
+            assert edits_of_row is not None
+            edits_of_row.add_to(edits, row, sequences[row])
+        rows = logits.members.view(-1, self._stride)
+        edits.apply_(rows)
+        touched = edits.rows
+        if masks is not None and layout.masked_rows:
+            self._masks.apply_(rows[:, : self._vocab_size], layout.masked_rows, masks)
+            touched = touched.union(layout.masked_rows)
+        if 2 * len(touched) > len(sequences):
+            return largest(logits.members)
+        for row in touched:
+            torch.amax(logits.members[row], -1, out=logits.tops[row])
+        return GroupedLogits(logits.members, logits.tops, logits.tops.amax(-1))
 
 
-def _grouped(values: torch.Tensor, padding: float) -> torch.Tensor:
-    """[num_rows, vocab_size] as [num_rows, num_groups, _GROUP_TOKENS]."""
-    missing = -values.shape[1] % _GROUP_TOKENS
-    if missing:
-        values = F.pad(values, (0, missing), value=padding)
-    return values.view(len(values), -1, _GROUP_TOKENS)
+def _same(some: Rows[SamplingState], others: Rows[SamplingState]) -> bool:
+    return len(some) == len(others) and all(map(_is, some, others))
 
 
-def _group(groups: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """One group of each row: [num_rows, _GROUP_TOKENS]."""
-    return groups[torch.arange(len(groups), device=groups.device), index]
+def _is(one: object, other: object) -> bool:
+    return one is other
 
 
-def _argmax(groups: torch.Tensor, best_of_group: torch.Tensor) -> torch.Tensor:
-    group = best_of_group.argmax(-1)
-    return group * _GROUP_TOKENS + _group(groups, group).argmax(-1)
+def _not_finite(values: torch.Tensor) -> list[int]:
+    listed: list[float] = values.tolist()
+    if isfinite(sum(listed)):
+        return []
+    return [row for row, value in enumerate(listed) if not isfinite(value)]
 
 
-def _draw(logits: torch.Tensor, best: torch.Tensor, rows: Rows[SampleRow]) -> torch.Tensor:
-    """A race for the group, then one within it: the largest weight / exponential variate wins,
-    each with a chance proportional to its weight.
-
-    Rounding noise changes the outcome only when two entries nearly tie. Inverting the distribution
-    function would take one random number, but there noise moves every boundary behind it, and a
-    batch of another size did change a token of the demo model.
-    """
-    device = logits.device
-    temperatures = torch.tensor([row.sampling.temperature for row in rows], device=device)
-    # Never divides a finite difference into an overflow: the largest exponent is 0.
-    weights = ((logits - best[:, None]) / temperatures[:, None]).exp_()
-    weights = _narrowed(weights, [row.sampling for row in rows])
-    groups = _grouped(weights, 0.0)
-    keys = torch.tensor([row.key for row in rows], device=device)
-    indices = torch.tensor([row.token_index for row in rows], device=device)
-    times = -uniforms(keys, indices, _GROUP_TOKENS + groups.shape[1]).log_()
-    group = (groups.sum(-1, dtype=torch.float64) / times[:, _GROUP_TOKENS:]).argmax(-1)
-    member = (_group(groups, group) / times[:, :_GROUP_TOKENS]).argmax(-1)
-    return group * _GROUP_TOKENS + member
+def _neutralise(logits: GroupedLogits, row: int) -> None:
+    """Make a row that has no token harmless to what is computed for all rows: its token is 0."""
+    logits.members[row] = -inf
+    logits.tops[row] = -inf
+    logits.members[row, 0, 0] = logits.tops[row, 0] = logits.best[row] = 0.0
 
 
-def _narrowed(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Zero the weights outside top-k, then top-p, then min-p. The largest weight is 1."""
-    device = weights.device
-    vocab_size = weights.shape[1]
-    limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]
-    if limited:
-        index = torch.tensor(limited, device=device)
-        counts = torch.tensor([params[i].top_k for i in limited], device=device)
-        kept = weights[index]
-        largest = kept.topk(int(counts.max()), dim=-1).values
-        floor = largest.gather(1, counts[:, None] - 1)
-        weights[index] = kept.masked_fill_(kept < floor, 0.0)
-    nucleus = [i for i, p in enumerate(params) if p.top_p < 1]
-    if nucleus:
-        index = torch.tensor(nucleus, device=device)
-        shares = torch.tensor([params[i].top_p for i in nucleus], device=device)
-        kept = weights[index]
-        weights[index] = kept.masked_fill_(kept < _nucleus_floor(kept, shares), 0.0)
-    if any(p.min_p > 0 for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=device)
-        weights = weights.masked_fill(weights < floor[:, None], 0.0)
-    return weights
-
-
-def _nucleus_floor(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The smallest weight in each row's nucleus: the fewest tokens with ``shares`` of the mass.
-
-    The mass is summed in float64 and the same way whoever else is in the batch.
-    """
-    wanted = shares.double() * weights.sum(-1, dtype=torch.float64)
-    guess = weights.topk(min(_NUCLEUS_GUESS_TOKENS, weights.shape[1]), dim=-1).values
-    cumulative = guess.cumsum(-1, dtype=torch.float64)
-    floor = _first_reaching(guess, cumulative, wanted)
-    short = (cumulative[:, -1] < wanted).nonzero()[:, 0]
-    if len(short):
-        ordered = weights[short].sort(dim=-1, descending=True).values
-        cumulative = ordered.cumsum(-1, dtype=torch.float64)
-        floor[short] = _first_reaching(ordered, cumulative, wanted[short])
-    return floor
-
-
-def _first_reaching(
-    ordered: torch.Tensor, cumulative: torch.Tensor, wanted: torch.Tensor
-) -> torch.Tensor:
-    """[num_rows, 1]: the weight whose addition makes the cumulative mass ``wanted``."""
-    index = (cumulative < wanted[:, None]).sum(-1, keepdim=True)
-    return ordered.gather(1, index.clamp_(max=ordered.shape[1] - 1))
-
-
-def _logprobs(
-    logits: torch.Tensor, rows: Rows[SampleRow], token_ids: list[int | None]
+def _report(
+    raw: torch.Tensor, layout: _Layout, table: LogprobTable | None, tokens: list[int]
 ) -> list[TokenLogprob | None]:
-    result: list[TokenLogprob | None] = [None] * len(rows)
-    wanted: list[tuple[int, int, int]] = []
-    for i, (row, token) in enumerate(zip(rows, token_ids, strict=True)):
-        if row.sampling.logprobs is not None and token is not None:
-            wanted.append((i, token, row.sampling.logprobs))
-    if not wanted:
-        return result
-    index = torch.tensor([i for i, _, _ in wanted], device=logits.device)
-    tokens = torch.tensor([token for _, token, _ in wanted], device=logits.device)
-    table = logits[index].log_softmax(-1)
-    own = table.gather(1, tokens[:, None])[:, 0].tolist()
-    num_top = min(max(count for _, _, count in wanted), logits.shape[1])
-    top = table.topk(num_top, dim=-1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    for j, (i, token, count) in enumerate(wanted):
-        alternatives = tuple(zip(ids[j][:count], values[j][:count], strict=True))
-        result[i] = TokenLogprob(token, own[j], alternatives)
-    return result
+    logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+    if table is not None:
+        chosen = [tokens[row] for row in layout.logprob_rows]
+        own = raw[layout.logprob_rows, chosen]
+        entries = table.entries(own, chosen, layout.logprob_counts)
+        for row, entry in zip(layout.logprob_rows, entries, strict=True):
+            logprobs[row] = entry
+    return logprobs

@@ -9,19 +9,8 @@ import pytest
 import torch
 
 from schemas.sampling import SamplingParams
+from tests.workers.engine.sampling_rows import VOCAB_SIZE, random_logits, row, sample
 from workers.engine.random_stream import stream_key, uniforms
-from workers.engine.sampler import SampleRow, sample
-
-VOCAB_SIZE = 150  # no multiple of the sampler's groups
-
-
-def row(index: int = 0, seed: int = 1, **params: Any) -> SampleRow:
-    return SampleRow(SamplingParams(**params), stream_key(seed), index)
-
-
-def random_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, vocab_size, generator=generator) * 2
 
 
 def expected_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -162,7 +151,7 @@ def test_rows_that_are_not_finite_give_no_token(value: float, temperature: float
     logits = random_logits(3)
     logits[1, 17] = value
     rows = [row(temperature=temperature, logprobs=1, top_p=0.9)] * 3
-    tokens, logprobs = sample(logits, rows)
+    tokens, logprobs, _ = sample(logits, rows)
     assert tokens[1] is None
     assert logprobs[1] is None
     assert isinstance(tokens[0], int)

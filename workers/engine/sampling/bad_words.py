@@ -1,0 +1,66 @@
+"""Texts that a completion must not contain, as sequences of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from functools import lru_cache
+
+from registry.tokenizer import Tokenizer
+from schemas.errors import ParameterError
+
+_CACHED_LISTS = 128
+
+
+class BadWords:
+    """Token sequences of which the last token is forbidden once the others were just generated.
+
+    ``always``: the last tokens of sequences of one. Immutable, so that requests share it.
+    """
+
+    __slots__ = ("_by_last", "always")
+
+    def __init__(self, sequences: Rows[tuple[int, ...]]) -> None:
+        self.always = tuple(sorted({tokens[0] for tokens in sequences if len(tokens) == 1}))
+        self._by_last: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for tokens in sequences:
+            if len(tokens) > 1:
+                self._by_last.setdefault(tokens[-2], []).append((tokens[:-1], tokens[-1]))
+
+    def completing(self, token_ids: Rows[int], num_output_tokens: int) -> list[int]:
+        """The tokens that would complete a sequence of several, all of it in the completion, which
+        is the last ``num_output_tokens`` of ``token_ids``."""
+        if not num_output_tokens:
+            return []
+        return [
+            token
+            for prefix, token in self._by_last.get(token_ids[-1], ())
+            if len(prefix) <= num_output_tokens and tuple(token_ids[-len(prefix) :]) == prefix
+        ]
+
+
+def bad_words_reader(
+    tokenizer: Callable[[], Tokenizer | None], vocab_size: int
+) -> Callable[[tuple[str, ...]], BadWords]:
+    """From texts to token sequences: as a word begins a text, and as it stands after a space.
+
+    What it returns raises ParameterError if the model has no tokenizer, or a text no tokens.
+    Recent lists are remembered.
+    """
+
+    def read(texts: tuple[str, ...]) -> BadWords:
+        encoder = tokenizer()
+        if encoder is None:
+            raise ParameterError(
+                "bad_words", "bad_words cannot be taken: this checkpoint has no tokenizer.json."
+            )
+        sequences: dict[tuple[int, ...], None] = {}
+        for text in texts:
+            for spelling in (text.lstrip(), " " + text.lstrip()):
+                tokens = tuple(encoder.encode(spelling, add_special_tokens=False))
+                if not tokens or max(tokens) >= vocab_size:
+                    raise ParameterError("bad_words", "a bad word has no tokens in this model")
+                sequences[tokens] = None
+        return BadWords(list(sequences))
+
+    return lru_cache(_CACHED_LISTS)(read)

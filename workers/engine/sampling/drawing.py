@@ -1,0 +1,102 @@
+"""One draw for each row.
+
+A race for the group, then one within it: the largest weight / exponential variate wins, each with
+a chance proportional to its weight. Rounding noise changes the outcome only when two entries
+nearly tie. Inverting the distribution function would take one random number, but there noise moves
+every boundary behind it, and a batch of another size did change a token of the demo model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import torch
+
+from schemas.sampling import SamplingParams
+from workers.engine.random_stream import uniforms
+from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, first_largest
+from workers.engine.sampling.narrowing import Bounds, Limits, limits_of, narrow
+
+# No group weighs more than this many times its likeliest token, rounding included.
+_MOST_OF_PEAK = GROUP_TOKENS * (1 + 1e-4)
+
+
+class Draws(NamedTuple):
+    """The rows of a batch that are drawn, not taken greedily: their indices, temperatures and
+    keys of random streams, each [num_drawn], and what narrows them."""
+
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+    limits: Limits | None
+
+
+def draws_of(
+    rows: Rows[int],
+    params: Rows[SamplingParams],
+    keys: Rows[int],
+    vocab_size: int,
+    device: torch.device,
+) -> Draws:
+    """``params`` and ``keys`` are those of the ``rows``."""
+    return Draws(
+        rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        temperatures=torch.tensor([p.temperature for p in params], device=device),
+        keys=torch.tensor(keys, dtype=torch.int64, device=device),
+        limits=limits_of(params, vocab_size, device),
+    )
+
+
+def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> torch.Tensor:
+    """A token for each row of ``draws``: int64 [num_drawn]. ``token_indices`` (int64) say which
+    number of each row's stream it is. ``logits`` must have a token left in each of these rows.
+
+    The exact weight of a group is computed only if the group may win: its likeliest token bounds
+    it, and the group with the largest bound is what the others have to beat.
+    """
+    rows, scales = draws.rows, draws.temperatures
+    best = logits.best.index_select(0, rows)
+    # Never divides a finite difference into an overflow: the largest exponent is 0.
+    peaks = logits.tops.index_select(0, rows).sub_(best[:, None]).div_(scales[:, None])
+    bounds = None
+    if draws.limits is not None:
+        bounds = narrow(logits, rows, scales, peaks, draws.limits)
+    times = uniforms(draws.keys, token_indices, GROUP_TOKENS + logits.num_groups).log_().neg_()
+    member_times, group_times = times[:, :GROUP_TOKENS], times[:, GROUP_TOKENS:]
+
+    def weights(row: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+        scaled = logits.select(rows[row], group)
+        scaled -= best[row, None]
+        scaled /= scales[row, None]
+        return _weights(scaled, row, bounds)
+
+    every = torch.arange(len(rows), device=rows.device)
+    most = _largest_weights(peaks, bounds).double().div_(group_times)
+    front = first_largest(most)
+    leading = weights(every, front).sum(-1) / group_times[every, front]
+    may_win = (most * _MOST_OF_PEAK >= leading[:, None]) & (most > 0)
+    row, group = may_win.nonzero(as_tuple=True)
+    scores = torch.zeros_like(most)
+    scores[row, group] = weights(row, group).sum(-1) / group_times[row, group]
+    winner = first_largest(scores)
+    member = first_largest(weights(every, winner) / member_times)
+    return winner * GROUP_TOKENS + member
+
+
+def _weights(scaled: torch.Tensor, row: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
+    """Weights of tokens with ``scaled`` logits [num, GROUP_TOKENS], of the drawn rows ``row``."""
+    weights = scaled.exp()
+    if bounds is not None:
+        weights.masked_fill_(scaled < bounds.low[row, None], 0.0)
+        if bounds.high is not None:
+            weights.masked_fill_(scaled > bounds.high[row, None], 0.0)
+    return weights
+
+
+def _largest_weights(peaks: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
+    """What no token of a group weighs more than: [num_drawn, num_groups]."""
+    if bounds is None:
+        return peaks.exp()
+    capped = peaks if bounds.high is None else torch.minimum(peaks, bounds.high[:, None])
+    return capped.exp().masked_fill_(peaks < bounds.low[:, None], 0.0)

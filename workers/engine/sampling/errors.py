@@ -1,0 +1,21 @@
+"""Why a row has no token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from schemas.errors import MillraceError
+
+
+class NoTokenAllowedError(MillraceError):
+    """Everything is forbidden that could come next."""
+
+    code: ClassVar[str] = "no_token_allowed"
+    http_status: ClassVar[int] = 400
+
+    def __init__(self, token_index: int) -> None:
+        super().__init__(
+            f"Nothing may come as token {token_index} of the completion: bad_words, min_tokens, "
+            f"logit_bias and the grammar together forbid every token. Ask for less of them."
+        )
+        self.token_index = token_index

@@ -1,0 +1,56 @@
+"""Log-probabilities as the model itself has them, whatever is then done to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import torch
+
+from schemas.frames import TokenLogprob
+from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits
+
+
+class LogprobTable(NamedTuple):
+    """For some rows: the log of the normaliser, [num_rows], and the likeliest tokens in falling
+    order, as lists of ids and log-probabilities."""
+
+    log_normalisers: torch.Tensor
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def entries(
+        self, token_logits: torch.Tensor, token_ids: Rows[int], counts: Rows[int]
+    ) -> list[TokenLogprob]:
+        """What is reported of one token a row, of which ``token_logits`` [num_rows] are the
+        logits, with ``counts`` alternatives."""
+        own = (token_logits.double() - self.log_normalisers).tolist()
+        return [
+            TokenLogprob(
+                token,
+                own[i],
+                tuple(zip(self.top_ids[i][:count], self.top_logprobs[i][:count], strict=True)),
+            )
+            for i, (token, count) in enumerate(zip(token_ids, counts, strict=True))
+        ]
+
+
+def tabulate(
+    logits: GroupedLogits, rows: torch.Tensor, num_top: int, vocab_size: int
+) -> LogprobTable:
+    """The table of ``rows`` (int64) with the ``num_top`` likeliest tokens of each."""
+    best = logits.best.index_select(0, rows).double()
+    ones = torch.ones(len(rows), device=rows.device)
+    normalisers = best + logits.mass(rows, ones).log_()
+    count = min(num_top, vocab_size)
+    if count == 0:
+        return LogprobTable(normalisers, [[]] * len(rows), [[]] * len(rows))
+    # The likeliest tokens are in the groups with the largest tops.
+    num_kept = min(count, logits.num_groups)
+    groups = logits.tops.index_select(0, rows).topk(num_kept, dim=-1).indices
+    members = logits.select(rows.repeat_interleave(num_kept), groups.view(-1))
+    top = members.view(len(rows), -1).topk(count, dim=-1)
+    group = groups.gather(1, top.indices // GROUP_TOKENS)
+    ids = group * GROUP_TOKENS + top.indices % GROUP_TOKENS
+    values = top.values.double() - normalisers[:, None]
+    return LogprobTable(normalisers, ids.tolist(), values.tolist())

@@ -1,0 +1,220 @@
+"""Top-k, top-p, min-p and typical sampling, as bounds on a row's logits.
+
+All bounds are on ``(logit - largest logit) / temperature``, here called scaled logits: they are at
+most 0, and ``exp`` of one is a token's weight, relative to the likeliest. Of tokens that are
+equally likely at a bound, all are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from math import inf, log
+from typing import NamedTuple
+
+import torch
+
+from schemas.sampling import SamplingParams
+from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits
+from workers.engine.sampling.ordering import ascending, ascending_order
+
+_LOWEST = torch.finfo(torch.float32).min
+# Rows with about as many groups of candidates are padded and sorted together: the widths are this
+# many groups and its multiples by the growth.
+_LEAST_WIDTH = 4
+_WIDTH_GROWTH = 4
+# A bound that comes from a sum is given this much slack, far above what rounding does to it.
+_SLACK = 1e-3
+
+
+class Limits(NamedTuple):
+    """What narrows the rows that are drawn.
+
+    ``log_min_p``: [num_drawn], -inf where it is off. The others are of ``rows`` (indices of the
+    drawn rows) only, those that need more than that: ``top_k`` (the vocabulary's size where it is
+    off), ``top_p`` and ``typical_p`` (float64, 1 where off), all [len(rows)]. ``summed`` are those
+    of them whose whole mass is wanted: top-p without top-k.
+    """
+
+    log_min_p: torch.Tensor
+    rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    typical_p: torch.Tensor
+    summed: torch.Tensor
+    any_top_k: bool
+    any_typical: bool
+
+
+def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.device) -> Limits | None:
+    """What narrows rows with ``params``; None if nothing does."""
+    rows: list[int] = []
+    summed: list[int] = []
+    any_top_k = any_typical = any_min_p = False
+    for i, p in enumerate(params):
+        any_min_p |= p.min_p > 0
+        limited = 0 < p.top_k < vocab_size
+        if limited or p.top_p < 1 or p.typical_p < 1:
+            if p.top_p < 1 and not limited:
+                summed.append(len(rows))
+            rows.append(i)
+            any_top_k |= limited
+            any_typical |= p.typical_p < 1
+    if not rows and not any_min_p:
+        return None
+    own = [params[i] for i in rows]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in own]
+    return Limits(
+        log_min_p=torch.tensor([log(p.min_p) if p.min_p else -inf for p in params], device=device),
+        rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+        top_p=torch.tensor([p.top_p for p in own], dtype=torch.float64, device=device),
+        typical_p=torch.tensor([p.typical_p for p in own], dtype=torch.float64, device=device),
+        summed=torch.tensor(summed, dtype=torch.int64, device=device),
+        any_top_k=any_top_k,
+        any_typical=any_typical,
+    )
+
+
+class Bounds(NamedTuple):
+    """The scaled logits that a row keeps: ``low`` to ``high``, each [num_rows]; ``high`` is None
+    when no row has one."""
+
+    low: torch.Tensor
+    high: torch.Tensor | None
+
+
+def narrow(
+    logits: GroupedLogits,
+    drawn: torch.Tensor,
+    temperatures: torch.Tensor,
+    peaks: torch.Tensor,
+    limits: Limits,
+) -> Bounds:
+    """Bounds of the rows ``drawn`` of ``logits``; ``peaks`` [num_drawn, num_groups] are the
+    largest scaled logits of their groups."""
+    low = limits.log_min_p
+    high = torch.full_like(low, inf) if limits.any_typical else None
+    if not len(limits.rows):
+        return Bounds(low, high)
+    low = low.clone()
+    rows, scales = drawn[limits.rows], temperatures[limits.rows]
+    peaks = peaks.index_select(0, limits.rows)
+    floors, masses = _floors(logits, rows, scales, peaks, limits)
+    for index, groups, present in _by_width(peaks >= floors[:, None]):
+        num_rows, width = groups.shape
+        values = logits.select(rows[index].repeat_interleave(width), groups.view(-1))
+        values = values.view(num_rows, width, GROUP_TOKENS)
+        values -= logits.best[rows[index], None, None]
+        values /= scales[index, None, None]
+        values.masked_fill_(~present[:, :, None], -inf)
+        gaps = ascending(values.view(num_rows, -1).neg_())
+        counts = torch.searchsorted(gaps, -floors[index, None], right=True)
+        gaps = gaps[:, : max(1, int(counts.max()))]
+        least, most = _bounds_of_sorted(gaps, counts, masses[index], limits, index)
+        low[limits.rows[index]] = least
+        if high is not None and most is not None:
+            high[limits.rows[index]] = most
+    return Bounds(low, high)
+
+
+def _floors(
+    logits: GroupedLogits,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+    peaks: torch.Tensor,
+    limits: Limits,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For the rows of ``limits``: scaled logits below which certainly no token stays, and the mass
+    (float64) that top-p is a share of, NaN where it is that of what top-k leaves."""
+    floors = torch.full_like(scales, _LOWEST)
+    if limits.any_top_k:
+        # The k largest are in the k groups with the largest peaks.
+        kth = (limits.top_k - 1).clamp_(max=logits.num_groups - 1)
+        floors = -ascending(-peaks).gather(1, kth[:, None])[:, 0]
+        floors = floors.masked_fill_(limits.top_k > logits.num_groups, _LOWEST).clamp_(min=_LOWEST)
+    masses = torch.full_like(limits.top_p, torch.nan)
+    summed = limits.summed
+    if len(summed):
+        # What weighs less than this makes up less than 1 - top_p even if it were all tokens.
+        masses[summed] = logits.mass(rows[summed], scales[summed])
+        spare = (1 - limits.top_p[summed]) * masses[summed]
+        num_tokens = logits.num_groups * GROUP_TOKENS
+        floors[summed] = ((spare / num_tokens).log_() - _SLACK).float().clamp_(min=_LOWEST)
+    return floors, masses
+
+
+def _by_width(chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The columns that are ``chosen`` [num_rows, num_columns], rows with about as many together.
+
+    Yields the rows, their columns [num, width] padded with 0, and which of these are no padding.
+    """
+    device = chosen.device
+    counts = chosen.sum(-1)
+    row, column = chosen.nonzero(as_tuple=True)
+    rank = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
+    longest = int(counts.max())
+    least, width = -1, _LEAST_WIDTH
+    while least < longest:
+        width = min(width, max(longest, 1))
+        own = (counts > least) & (counts <= width)
+        index = own.nonzero()[:, 0]
+        if len(index):
+            inside = own[row]
+            place = (own.cumsum(0) - 1)[row[inside]]
+            columns = torch.zeros(len(index), width, dtype=torch.int64, device=device)
+            columns[place, rank[inside]] = column[inside]
+            present = torch.arange(width, device=device) < counts[index, None]
+            yield index, columns, present
+        least, width = width, width * _WIDTH_GROWTH
+
+
+def _bounds_of_sorted(
+    gaps: torch.Tensor,
+    counts: torch.Tensor,
+    masses: torch.Tensor,
+    limits: Limits,
+    index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Top-k, top-p, min-p, typical, one after the other, each on what the one before it left.
+
+    ``gaps`` are negated scaled logits in rising order, of which ``counts`` [num_rows, 1] may stay.
+    """
+    last = (counts - 1).clamp_(min=0)
+    weights = gaps.neg().exp_()
+    low = limits.log_min_p[limits.rows[index]]
+    if limits.any_top_k:
+        edge = gaps.gather(1, torch.minimum(limits.top_k[index, None] - 1, last))
+        weights.masked_fill_(gaps > edge, 0.0)
+        low = torch.maximum(low, -edge[:, 0])
+    top_p = limits.top_p[index]
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    masses = torch.where(masses.isnan(), cumulative[:, -1], masses)
+    reached = torch.searchsorted(cumulative, (top_p * masses)[:, None])
+    edge = gaps.gather(1, torch.minimum(reached, last))[:, 0]
+    low = torch.maximum(low, (-edge).masked_fill_(top_p == 1, -inf))
+    if not limits.any_typical:
+        return low, None
+    high = torch.full_like(low, inf)
+    typical_p = limits.typical_p[index]
+    for row in (typical_p < 1).nonzero()[:, 0]:
+        kept = gaps[row, : int(torch.searchsorted(gaps[row], -low[row], right=True))]
+        low[row], high[row] = _typical(kept, typical_p[row])
+    return low, high
+
+
+def _typical(gaps: torch.Tensor, typical_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023): the tokens
+    whose surprise is nearest to the entropy, as many as have ``typical_p`` of the mass.
+
+    ``gaps`` [num_tokens] are those of one row's tokens. Returns the scaled logits that stay.
+    """
+    weights = gaps.double().neg_().exp_()
+    shares = weights / weights.sum()
+    entropy = -torch.xlogy(shares, shares).sum()
+    distances = (shares.log() + entropy).abs_()
+    order = ascending_order(distances)
+    reached = torch.searchsorted(shares[order].cumsum(0), typical_p)
+    farthest = distances[order[reached.clamp_(max=len(order) - 1)]]
+    inside = gaps[distances <= farthest]
+    return -inside[-1], -inside[0]

@@ -1,0 +1,20 @@
+"""Sorting rows: numpy sorts a row of floats with vector instructions, torch on a CPU does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def ascending(values: torch.Tensor) -> torch.Tensor:
+    """Each row in rising order; NaNs are not expected."""
+    if values.device.type != "cpu":
+        return values.sort(dim=-1).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+
+
+def ascending_order(values: torch.Tensor) -> torch.Tensor:
+    """The indices (int64) that put each row in rising order; equals come in any order."""
+    if values.device.type != "cpu":
+        return values.argsort(dim=-1)
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1))
