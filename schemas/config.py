@@ -85,7 +85,9 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's bounds. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``;
     ``num_threads`` 0 chooses by the machine and what else runs on it. ``prefix_cache`` lets
-    prompts begin with what earlier ones left in the KV cache. A waiting request gains a level of
+    prompts begin with what earlier ones left in the KV cache. ``host_cache_bytes`` of memory beside
+    it take the blocks of preempted requests and those that nobody used for ``idle_offload_s``,
+    until they are wanted again (0: none do). A waiting request gains a level of
     priority every ``ageing_s`` (0: never). ``itl_bound_ms`` bounds the chunks of prompts so that
     a step is predicted to take no longer while others decode (0: no bound)."""
 
@@ -99,6 +101,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: str = "auto"
     num_threads: int = 0
     prefix_cache: bool = True
+    host_cache_bytes: int = 1 << 30
+    idle_offload_s: float = 30.0
     ageing_s: float = 10.0
     itl_bound_ms: float = 0.0
 

@@ -86,10 +86,10 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value < 1:
             raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
-    for name in ("ageing_s", "itl_bound_ms"):
+    for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
         amount = getattr(config, name)
         if not 0 <= amount < math.inf:
-            raise ConfigError(f"engine.{name} must be 0 (off) or more, got {amount}.")
+            raise ConfigError(f"engine.{name} must be 0 or more, got {amount}.")
     if config.num_blocks < 0:
         raise ConfigError(
             f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "

@@ -105,11 +105,12 @@ class BlockPool:
         self._kept[block] = False
         self._free.append(block)
 
-    def idle_since(self, until_s: float) -> list[int]:
-        """Blocks that went idle at ``until_s`` or before, the longest idle first."""
+    def idle_since(self, until_s: float, limit: int) -> list[int]:
+        """Up to ``limit`` blocks that went idle at ``until_s`` or before, the longest idle
+        first."""
         blocks: list[int] = []
         for block, since_s in self._idle.items():
-            if since_s > until_s:
+            if since_s > until_s or len(blocks) == limit:
                 break
             blocks.append(block)
         return blocks

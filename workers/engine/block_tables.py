@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from workers.engine.block_pool import BlockPool
+from workers.engine.host_cache import HostCache
 from workers.engine.prefix_cache import PrefixCache, extend_keys, root_key
 from workers.engine.sequence import Sequence
 
@@ -20,93 +23,134 @@ class BlockMemory(Protocol):
 
 
 class PrefixHit(NamedTuple):
-    """Cached blocks that a sequence begins with, and how many of them are idle. ``awaited`` is
-    true when the block behind them is being computed for somebody else right now."""
+    """What a sequence may begin with: blocks of the cache, or None where only the host has a copy;
+    how many are blocks, and how many of those are idle. ``awaited`` is true when the block behind
+    them is being computed for somebody else right now."""
 
-    blocks: list[int]
+    blocks: list[int | None]
+    num_here: int
     num_idle: int
     awaited: bool
-
-
-NO_HIT = PrefixHit([], 0, awaited=False)
 
 
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences.
 
     A block of a sequence's table is *sealed* once it is full, computed and known to be finite;
-    sealed blocks are never written again, and with the prefix cache others find them by their
-    tokens. Only the last block of a table is ever written; while it is shared (between choices of
-    one request), the first writer copies it.
+    sealed blocks are never written again, and if tables are ``shared``, others find them by their
+    tokens; otherwise only the sequence itself does, after a preemption. Only the last block of a
+    table is ever written; while it is shared (between choices of one request), the first writer
+    copies it.
 
     ``num_promised_blocks`` are spoken for by sequences that were admitted with them in mind; of
     them, ``num_reserved_blocks`` by sequences that nobody else's growth may take them from.
     """
 
-    def __init__(self, pool: BlockPool, memory: BlockMemory, *, cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        cache: PrefixCache,
+        *,
+        shared: bool = True,
+        host: HostCache | None = None,
+        idle_offload_s: float = math.inf,
+    ) -> None:
         self.pool = pool
+        self.host = host
         self._memory = memory
         self._cache = cache
+        self._shared = shared
+        self._idle_offload_s = idle_offload_s
         self._size = pool.block_size_tokens
         self._computing: dict[bytes, Sequence] = {}
         self.num_promised_blocks = 0
         self.num_reserved_blocks = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.num_swaps = 0
 
     @classmethod
     def make(
-        cls, num_blocks: int, block_size_tokens: int, memory: BlockMemory, *, prefix_cache: bool
+        cls,
+        num_blocks: int,
+        block_size_tokens: int,
+        memory: BlockMemory,
+        *,
+        shared: bool = True,
+        host: HostCache | None = None,
+        idle_offload_s: float = math.inf,
     ) -> BlockTables:
         """Tables over a pool of their own."""
-        if not prefix_cache:
-            return cls(BlockPool(num_blocks, block_size_tokens), memory, cache=None)
         cache = PrefixCache()
-        return cls(BlockPool(num_blocks, block_size_tokens, cache.forget), memory, cache=cache)
+        pool = BlockPool(num_blocks, block_size_tokens, cache.forget)
+        return cls(pool, memory, cache, shared=shared, host=host, idle_offload_s=idle_offload_s)
 
     @property
     def num_evicted_blocks(self) -> int:
-        return 0 if self._cache is None else self._cache.num_evicted_blocks
+        return self._cache.num_evicted_blocks
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest cached prefix that leaves at least one token to compute; changes nothing."""
-        cache = self._cache
-        if cache is None or not sequence.takes_prefix_hits:
-            return NO_HIT
-        num_blocks = (sequence.num_tokens - 1) // self._size
-        self._extend_keys(sequence, num_blocks)
-        blocks: list[int] = []
-        num_idle = 0
-        for key in sequence.block_keys[:num_blocks]:
-            block = cache.get(key)
-            if block is None:
+        blocks: list[int | None] = []
+        num_here = num_idle = 0
+        for key in self._keys_to_find(sequence):
+            block = self._cache.get(key)
+            if block is not None:
+                num_here += 1
+                num_idle += self.pool.is_idle(block)
+            elif self.host is None or key not in self.host:
                 # One of lower rank may be stuck for as long as this one is in the queue.
                 owner = self._computing.get(key)
                 awaited = owner is not None and owner.rank < sequence.rank
-                return PrefixHit(blocks, num_idle, awaited)
+                return PrefixHit(blocks, num_here, num_idle, awaited)
             blocks.append(block)
-            num_idle += self.pool.is_idle(block)
-        return PrefixHit(blocks, num_idle, awaited=False)
+        return PrefixHit(blocks, num_here, num_idle, awaited=False)
+
+    def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks that it may begin with; its own ones if nothing is shared."""
+        if not sequence.takes_prefix_hits or not (self._shared or sequence.num_preemptions):
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self._size
+        self._extend_keys(sequence, num_blocks)
+        return sequence.block_keys[:num_blocks]
 
     def take(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Begin a table with a hit that ``match`` has just found."""
         assert not sequence.block_table
+        keys = self._keys_to_find(sequence)
+        num_hit = len(hit.blocks)
         for block in hit.blocks:
-            self.pool.share(block)
-        sequence.block_table = list(hit.blocks)
-        sequence.num_sealed_blocks = len(hit.blocks)
-        sequence.num_computed_tokens = len(hit.blocks) * self._size
-        if self._cache is None:
-            return
-        num_blocks = (sequence.num_tokens - 1) // self._size
-        self._extend_keys(sequence, num_blocks)
-        for key in sequence.block_keys[len(hit.blocks) : num_blocks]:
-            self._computing.setdefault(key, sequence)
-        if sequence.takes_prefix_hits:
+            if block is not None:
+                self.pool.share(block)
+        sequence.block_table = self._reload(keys[:num_hit], hit)
+        sequence.num_sealed_blocks = num_hit
+        sequence.num_computed_tokens = num_hit * self._size
+        self._unpin(sequence)
+        if not sequence.started:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        if keys:
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
-            if not sequence.started:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
+        if self._shared:
+            for key in keys[num_hit:]:
+                self._computing.setdefault(key, sequence)
+
+    def _reload(self, keys: list[bytes], hit: PrefixHit) -> list[int]:
+        """The blocks of a hit, with what only the host has copied into new ones."""
+        num_missing = len(hit.blocks) - hit.num_here
+        if num_missing == 0:
+            return [block for block in hit.blocks if block is not None]
+        assert self.host is not None
+        new = self.pool.allocate(num_missing)
+        assert new is not None, "a hit was taken for which there are no blocks"
+        missing = [key for key, block in zip(keys, hit.blocks, strict=True) if block is None]
+        self.host.load(missing, new)
+        for key, block in zip(missing, new, strict=True):
+            self._cache.insert(key, block)
+            self.pool.keep(block)
+        fresh = iter(new)
+        return [next(fresh) if block is None else block for block in hit.blocks]
 
     def promise(self, sequence: Sequence, num_blocks: int, *, reserved: bool) -> None:
         """Speak for the blocks that are missing until the table has ``num_blocks``."""
@@ -152,8 +196,11 @@ class BlockTables:
         if end == first:
             return
         sequence.num_sealed_blocks = end
-        if self._cache is None:
-            return
+        if self._shared:
+            self._publish(sequence, first, end)
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Have sealed blocks found by their keys."""
         self._extend_keys(sequence, end)
         for key, block in zip(
             sequence.block_keys[first:end], sequence.block_table[first:end], strict=True
@@ -174,8 +221,52 @@ class BlockTables:
         if parent.num_computed_tokens % self._size:
             parent.tail_shared = child.tail_shared = True
 
+    def preempt(
+        self, sequence: Sequence, now_s: float, recompute_s: Callable[[int], float]
+    ) -> None:
+        """Take the table back from a sequence that will come again.
+
+        Its sealed blocks stay to be found until their memory is needed; and if to copy them out
+        and in again takes less time than ``recompute_s`` of their tokens, host memory keeps them.
+        """
+        num_sealed = sequence.num_sealed_blocks
+        if not self._shared:
+            self._publish(sequence, 0, num_sealed)
+        if self.host is not None and num_sealed > 0:
+            swap_s = 2 * self.host.copies_s(num_sealed)
+            if swap_s < recompute_s(num_sealed * self._size):
+                keys = sequence.block_keys[:num_sealed]
+                num_stored = self.host.store(keys, sequence.block_table[:num_sealed])
+                sequence.pinned_keys = keys[:num_stored]
+                self.host.pin(sequence.pinned_keys)
+                self.num_swaps += num_stored > 0
+        self.release(sequence, now_s)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence that waits for nothing any more: let host memory go that it had pinned."""
+        self._unpin(sequence)
+
+    def _unpin(self, sequence: Sequence) -> None:
+        if sequence.pinned_keys:
+            assert self.host is not None
+            self.host.unpin(sequence.pinned_keys)
+            sequence.pinned_keys = []
+
+    def offload_idle(self, now_s: float) -> None:
+        """Move blocks that have been idle for long to host memory, a few at a time."""
+        if self.host is None or self.host.num_slots == 0:
+            return
+        blocks = self.pool.idle_since(now_s - self._idle_offload_s, self.host.blocks_at_a_time)
+        if not blocks:
+            return
+        num_stored = self.host.store([self._cache.key_of(block) for block in blocks], blocks)
+        for block in blocks[:num_stored]:
+            self._cache.remove(block)
+            self.pool.drop_idle(block)
+
     def release(self, sequence: Sequence, now_s: float) -> None:
-        """Take the table back; what was sealed stays to be found as long as its memory is free."""
+        """Take the table back. Sealed blocks that others may find stay until their memory is
+        needed."""
         if not sequence.contents_finite:
             self._memory.scrub(sequence.block_table[sequence.num_sealed_blocks :])
             sequence.contents_finite = True
@@ -205,19 +296,25 @@ class BlockTables:
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         if len(sequence.block_keys) < num_blocks:
+            if self._shared:
+                root = root_key(sequence.request.cache_salt)
+            else:
+                root = root_key(f"{sequence.arrival} alone")
             extend_keys(
                 sequence.block_keys,
-                root_key(sequence.request.cache_salt),
+                root,
                 sequence.token_ids,
                 num_blocks=num_blocks,
                 block_size_tokens=self._size,
             )
 
-    def check_integrity(self, running: list[Sequence]) -> None:
-        """Raise AssertionError unless pool, cache and the tables of ``running`` agree."""
+    def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Raise AssertionError unless pool, caches and what the sequences hold agree."""
         self.pool.check_integrity()
-        if self._cache is not None:
-            self._cache.check_integrity(self.pool.kept_blocks())
+        self._cache.check_integrity(self.pool.kept_blocks())
+        if self.host is not None:
+            self.host.check_integrity(key for s in waiting for key in s.pinned_keys)
+        assert not any(sequence.pinned_keys for sequence in running)
         held: dict[int, int] = {}
         for sequence in running:
             table = sequence.block_table

@@ -22,6 +22,8 @@ from workers.engine.block_tables import BlockTables
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.choices import make_choices
 from workers.engine.cost_model import CostModel, StepWork
+from workers.engine.host_cache import HostCache
+from workers.engine.host_memory import PlainHostMemory
 from workers.engine.outputs import (
     as_millrace_error,
     embedding_output,
@@ -74,11 +76,15 @@ class Engine:
         self._runner = runner
         self._sampler = Sampler(runner.config.vocab_size, runner.cache.data.device, tokenizer)
         self._costs = CostModel()
+        host_memory = PlainHostMemory(runner.cache, config.host_cache_bytes)
+        self._host = HostCache(host_memory, monotonic=monotonic)
         self._tables = BlockTables.make(
             runner.cache.num_blocks,
             config.block_size_tokens,
             runner.cache,
-            prefix_cache=config.prefix_cache,
+            shared=config.prefix_cache,
+            host=self._host,
+            idle_offload_s=config.idle_offload_s,
         )
         self._pool = self._tables.pool
         self._planner = Planner(
@@ -347,6 +353,11 @@ class Engine:
             prefix_query_tokens=self._tables.num_query_tokens,
             prefix_hit_tokens=self._tables.num_hit_tokens,
             num_evicted_blocks=self._tables.num_evicted_blocks,
+            num_host_blocks=self._host.num_slots,
+            num_used_host_blocks=len(self._host),
+            num_offloaded_blocks=self._host.num_stored_blocks,
+            num_reloaded_blocks=self._host.num_loaded_blocks,
+            num_swaps=self._tables.num_swaps,
         )
 
     def check_integrity(self) -> None:

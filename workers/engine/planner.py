@@ -129,9 +129,11 @@ class Planner:
             return
         self.outstanding_tokens -= sequence.outstanding_tokens
         if sequence.state is SequenceState.RUNNING:
-            self._stop(sequence)
+            self._leave_batch(sequence)
+            self.tables.release(sequence, self._now_s)
         elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
+            self.tables.forget(sequence)
         sequence.state = SequenceState.FINISHED
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
@@ -146,6 +148,7 @@ class Planner:
         """The next step's work, decodes first, with all blocks allocated; [] if there is none."""
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
+        self.tables.offload_idle(self._now_s)
         draft = _Draft(self.max_batch_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -247,7 +250,7 @@ class Planner:
         """Whether a newcomer can be admitted if so many more slots and blocks come free."""
         if len(self.running) - num_slots >= self.max_num_sequences:
             return False
-        needed = self._wanted_blocks(sequence) - len(hit.blocks) + hit.num_idle
+        needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
             needed += self._watermark_blocks
         free = self._pool.num_free_blocks - self.tables.num_promised_blocks
@@ -258,7 +261,7 @@ class Planner:
         if that does not help."""
         victims: list[Sequence] = []
         num_blocks = 0
-        kept = frozenset(hit.blocks)
+        kept = frozenset(block for block in hit.blocks if block is not None)
         for other in reversed(self.running):
             if other.rank < sequence.rank:
                 break
@@ -274,20 +277,23 @@ class Planner:
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         draft.drop(sequence)
         self.outstanding_tokens += sequence.num_computed_tokens
-        self._stop(sequence)
+        self._leave_batch(sequence)
+        self.tables.preempt(sequence, self._now_s, self._recompute_s)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _recompute_s(self, num_tokens: int) -> float:
+        return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
+
+    def _leave_batch(self, sequence: Sequence) -> None:
         index = bisect_left(self.running, sequence.rank, key=_rank)
         assert self.running[index] is sequence
         del self.running[index]
-        self.tables.release(sequence, self._now_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool, block tables and states agree."""
-        self.tables.check_integrity(self.running)
+        self.tables.check_integrity(self.running, list(self._waiting))
         self._waiting.check_integrity()
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING

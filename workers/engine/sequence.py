@@ -36,9 +36,9 @@ class Sequence:
     engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
-    from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``tail_shared``,
-    ``num_promised_blocks`` and ``reserved`` are those of ``BlockTables``, which allocates the
-    blocks and frees them on preemption and at the end.
+    from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``pinned_keys``,
+    ``tail_shared``, ``num_promised_blocks`` and ``reserved`` are those of ``BlockTables``, which
+    allocates the blocks and frees them on preemption and at the end.
 
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding; each is None for a sequence
@@ -63,6 +63,7 @@ class Sequence:
         "num_promised_blocks",
         "num_prompt_tokens",
         "num_sealed_blocks",
+        "pinned_keys",
         "pooling_state",
         "queued_s",
         "rank",
@@ -103,6 +104,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_sealed_blocks = 0
+        self.pinned_keys: list[bytes] = []
         self.num_promised_blocks = 0
         self.reserved = False
         self.tail_shared = False

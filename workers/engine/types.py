@@ -75,7 +75,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
-    were there; ``num_evicted_blocks`` were cached until their memory was needed.
+    were there; ``num_evicted_blocks`` were cached until their memory was needed. Of
+    ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
+    ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
+    the preemptions kept their work so.
     """
 
     num_running: int = 0
@@ -93,6 +96,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_evicted_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_offloaded_blocks: int = 0
+    num_reloaded_blocks: int = 0
+    num_swaps: int = 0
 
 
 class KVCapacityError(MillraceError):

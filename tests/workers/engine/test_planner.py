@@ -20,7 +20,7 @@ def make_planner(
     memory: FakeMemory | None = None,
 ) -> Planner:
     return Planner(
-        BlockTables.make(num_blocks, 4, memory or FakeMemory(), prefix_cache=prefix_cache),
+        BlockTables.make(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache),
         max_batch_tokens=max_batch_tokens,
         max_num_sequences=max_num_sequences,
     )
