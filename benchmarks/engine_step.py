@@ -8,15 +8,14 @@ Without a model, random weights in the shape of the demo model are used.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from benchmarks.checkpoints import LlamaShape, write_llama
 from registry.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.sampling import SamplingParams
@@ -124,44 +123,18 @@ def _copy_bandwidth() -> float:
 
 
 def _random_checkpoint(path: Path, arguments: argparse.Namespace) -> Path:
-    hidden, vocab_size = arguments.hidden, arguments.vocab
-    inner = hidden * 11 // 4
-    kv = hidden // 2
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": arguments.layers,
-        "num_attention_heads": arguments.heads,
-        "num_key_value_heads": arguments.heads // 2,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (vocab_size, hidden),
-        "norm": (hidden,),
-    }
-    for i in range(arguments.layers):
-        shapes |= {
-            f"layers.{i}.self_attn.q_proj": (hidden, hidden),
-            f"layers.{i}.self_attn.k_proj": (kv, hidden),
-            f"layers.{i}.self_attn.v_proj": (kv, hidden),
-            f"layers.{i}.self_attn.o_proj": (hidden, hidden),
-            f"layers.{i}.mlp.gate_proj": (inner, hidden),
-            f"layers.{i}.mlp.up_proj": (inner, hidden),
-            f"layers.{i}.mlp.down_proj": (hidden, inner),
-            f"layers.{i}.input_layernorm": (hidden,),
-            f"layers.{i}.post_attention_layernorm": (hidden,),
-        }
-    tensors = {
-        f"model.{name}.weight": (torch.randn(shape) * 0.05).bfloat16()
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, path / "model.safetensors")
-    return path
+    hidden, num_heads = arguments.hidden, arguments.heads
+    shape = LlamaShape(
+        hidden_size=hidden,
+        num_layers=arguments.layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 2,
+        intermediate_size=hidden * 11 // 4,
+        vocab_size=arguments.vocab,
+        context_window_tokens=2048,
+        tied=True,
+    )
+    return write_llama(path, shape)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,172 @@
+"""What this machine could do at best: the rates that bound an engine on its CPU.
+
+    python -m benchmarks.ceilings [--model PATH] [--threads N]
+
+Reads from memory, multiplies matrices, and runs nothing but the linear maps of a decode step, by
+the path that the engine takes. Without a model, the 100M Llama of the comparisons is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    from workers.models.decoder import DecoderWeights
+
+BATCHES = (1, 8, 32)
+# Well over the last level's cache.
+_READ_BYTES = 1 << 30
+_ROW_VALUES = 16_384
+_GEMM_SIZE = 4096
+_REPEATS = 7
+_DECODE_REPEATS = 15
+
+
+class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of ``num_threads`` threads. ``weight_bytes`` are read in each decode step, which at
+    batch 1 cannot make more than ``batch_1_tokens_per_s``, unless caches hold part of them.
+    ``gemm_only_ms``: the linear maps of a decode step alone, by batch."""
+
+    num_threads: int
+    read_bytes_per_s: float
+    gemm_flops: float
+    weight_bytes: int
+    batch_1_tokens_per_s: float
+    gemm_only_ms: dict[int, float]
+
+
+def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
+    """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
+    import torch
+
+    from registry.checkpoint import read_model_config
+    from workers.models.loader import load_weights
+
+    device = torch.device("cpu")
+    config = read_model_config(path)
+    weights = load_weights(path, config, dtype=torch.bfloat16, device=device)
+    columns = config.num_attention_heads * config.head_dim
+    read_bytes_per_s = _read_bandwidth()
+    weight_bytes = _bytes_per_step(path)
+    with torch.inference_mode():
+        gemm_only_ms = {batch: _gemm_only_ms(weights, columns, batch) for batch in batches}
+    return Ceilings(
+        num_threads=torch.get_num_threads(),
+        read_bytes_per_s=read_bytes_per_s,
+        gemm_flops=_gemm_rate(),
+        weight_bytes=weight_bytes,
+        batch_1_tokens_per_s=read_bytes_per_s / weight_bytes,
+        gemm_only_ms=gemm_only_ms,
+    )
+
+
+def lines(ceilings: Ceilings) -> list[str]:
+    """For people."""
+    gemms = ", ".join(f"{batch}: {ms:.2f} ms" for batch, ms in ceilings.gemm_only_ms.items())
+    megabytes, bound = ceilings.weight_bytes / 1e6, ceilings.batch_1_tokens_per_s
+    read, flops = ceilings.read_bytes_per_s / 1e9, ceilings.gemm_flops / 1e12
+    return [
+        f"machine: {ceilings.num_threads} threads",
+        f"  memory is read at {read:.1f} GB/s; bfloat16 is multiplied at {flops:.2f} TFLOP/s",
+        f"  {megabytes:.0f} MB of weights, read once a step, bound batch 1 to {bound:.0f} tokens/s",
+        f"  the linear maps of a decode step alone, by batch: {gemms}",
+    ]
+
+
+def _bytes_per_step(path: Path) -> int:
+    """All weights but the embedding, of which a step reads a row for each token."""
+    from registry.checkpoint import read_model_config
+    from workers.models.loader import num_parameters
+
+    config = read_model_config(path)
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return 2 * (num_parameters(config) - embedding)
+
+
+def _read_bandwidth() -> float:
+    """A matrix times a vector, which comes closest: a sum reads a third slower."""
+    import torch
+
+    matrix = torch.ones(_READ_BYTES // (4 * _ROW_VALUES), _ROW_VALUES)
+    vector = torch.ones(_ROW_VALUES)
+    return _READ_BYTES / _least_s(lambda: matrix @ vector, _REPEATS)
+
+
+def _gemm_rate() -> float:
+    import torch
+
+    left = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
+    right = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
+    return 2 * _GEMM_SIZE**3 / _least_s(lambda: left @ right, _REPEATS)
+
+
+def _gemm_only_ms(weights: DecoderWeights, num_query_columns: int, batch: int) -> float:
+    """The median of a decode step's linear maps of ``batch`` rows, in their order."""
+    import torch
+
+    from workers.models.mlp import GatedMLP
+
+    head = weights.head
+    assert head is not None
+    hidden = torch.randn(batch, weights.embedding.shape[1]).to(weights.dtype)
+    attended = torch.randn(batch, num_query_columns).to(weights.dtype)
+
+    def step() -> None:
+        for layer in weights.layers:
+            assert isinstance(layer.mlp, GatedMLP)
+            layer.qkv(hidden)
+            layer.output.plus(hidden.clone(), attended)
+            gate_up = layer.mlp.gate_up(hidden)
+            layer.mlp.down.plus(hidden.clone(), gate_up.chunk(2, -1)[0])
+        head(hidden)
+
+    step()
+    times_s = [_timed_s(step) for _ in range(_DECODE_REPEATS)]
+    return statistics.median(times_s) * 1e3
+
+
+def _least_s(work: Callable[[], object], repeats: int) -> float:
+    work()
+    return min(_timed_s(work) for _ in range(repeats))
+
+
+def _timed_s(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ceilings",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder")
+    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    arguments = parser.parse_args()
+    configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
+    from benchmarks.checkpoints import write_llama
+
+    with tempfile.TemporaryDirectory() as folder:
+        ceilings = measure(arguments.model or write_llama(Path(folder)))
+    if arguments.json:
+        print(msgspec.json.encode(ceilings).decode())
+    else:
+        print("\n".join(lines(ceilings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What was measured: the times of each request's tokens, and the figures that they give."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+
+class RequestTimes(msgspec.Struct, frozen=True):
+    """One request, in seconds on one clock: when it was sent, and when each part of its answer
+    came. A part is one token, or as many as the system sent at once; ``num_tokens`` are all."""
+
+    sent_s: float
+    parts_s: tuple[float, ...]
+    num_tokens: int
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens per second; time to first token; time between the parts of an answer."""
+
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of the values do not exceed; 0 of nothing."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
+
+
+def figures_of(requests: Sequence[RequestTimes]) -> Figures:
+    """The figures of one run, timed from the first request sent to the last token."""
+    begin_s = min(request.sent_s for request in requests)
+    end_s = max(request.parts_s[-1] for request in requests)
+    ttft_ms = [(request.parts_s[0] - request.sent_s) * 1e3 for request in requests]
+    itl_ms = [gap_s * 1e3 for request in requests for gap_s in gaps_s(request)]
+    return Figures(
+        tokens_per_s=sum(request.num_tokens for request in requests) / (end_s - begin_s),
+        ttft_p50_ms=percentile(ttft_ms, 0.5),
+        ttft_p99_ms=percentile(ttft_ms, 0.99),
+        itl_p50_ms=percentile(itl_ms, 0.5),
+        itl_p99_ms=percentile(itl_ms, 0.99),
+    )
+
+
+def gaps_s(request: RequestTimes) -> list[float]:
+    """Seconds between the parts of one answer."""
+    return [later_s - earlier_s for earlier_s, later_s in pairwise(request.parts_s)]
+
+
+def medians(runs: Sequence[Figures]) -> Figures:
+    """The median of each figure over several runs."""
+    return Figures(
+        **{
+            name: statistics.median(getattr(run, name) for run in runs)
+            for name in Figures.__struct_fields__
+        }
+    )

@@ -1,0 +1,1 @@
+"""Millrace beside other engines: ``python -m benchmarks.peers``."""

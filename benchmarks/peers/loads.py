@@ -1,0 +1,89 @@
+"""What every system is given, and how its runs become figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from benchmarks.figures import Figures, RequestTimes, figures_of, medians
+from benchmarks.prompts import Prompt, shared_prefix_prompts
+
+_RUN_STRIDE = 1_000
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A closed loop of ``streams`` clients that send ``num_requests`` in all. Each prompt is
+    ``num_shared_tokens`` that all of a run have in common, then its own."""
+
+    name: str
+    num_shared_tokens: int
+    num_own_tokens: int
+    num_output_tokens: int
+    streams: int
+    num_requests: int
+
+    def prompts(self, run: int, vocab_size: int) -> list[Prompt]:
+        """Those of one run. No two runs have any in common, so nobody finds an earlier one's in
+        a cache."""
+        return shared_prefix_prompts(
+            self.num_requests,
+            self.num_shared_tokens,
+            self.num_own_tokens,
+            vocab_size,
+            seed=_RUN_STRIDE * self.streams + self.num_shared_tokens + run,
+        )
+
+
+def _distinct(streams: int, num_requests: int) -> Load:
+    return Load(
+        name=f"128 in, 64 out, {streams} streams",
+        num_shared_tokens=0,
+        num_own_tokens=128,
+        num_output_tokens=64,
+        streams=streams,
+        num_requests=num_requests,
+    )
+
+
+LOADS = (
+    _distinct(1, 4),
+    _distinct(8, 24),
+    _distinct(32, 96),
+    Load(
+        name="512 shared + 32 in, 32 out, 16 streams",
+        num_shared_tokens=512,
+        num_own_tokens=32,
+        num_output_tokens=32,
+        streams=16,
+        num_requests=64,
+    ),
+)
+
+
+class MissingTokensError(Exception):
+    """A system did not make the tokens that it was asked for."""
+
+
+def measure(
+    send: Callable[[Load, Sequence[Prompt]], Sequence[RequestTimes]],
+    load: Load,
+    runs: int,
+    vocab_size: int,
+) -> Figures:
+    """The medians over ``runs`` runs of a load, after one round of its clients to warm up.
+
+    ``send`` sends prompts and returns when all are answered. Raises MissingTokensError.
+    """
+    send(load, load.prompts(0, vocab_size)[: load.streams])
+    measured = []
+    for run in range(1, runs + 1):
+        requests = send(load, load.prompts(run, vocab_size))
+        for request in requests:
+            if request.num_tokens != load.num_output_tokens:
+                raise MissingTokensError(
+                    f"{load.name}: {request.num_tokens} tokens came, {load.num_output_tokens} "
+                    "were asked for"
+                )
+        measured.append(figures_of(requests))
+    return medians(measured)

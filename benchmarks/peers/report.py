@@ -1,0 +1,74 @@
+"""The figures of all systems side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.figures import Figures
+from benchmarks.peers.loads import Load
+
+MILLRACE = "millrace"
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """``figures`` by load, then by system; a system that failed is in ``failures`` with why."""
+
+    ceilings: Ceilings
+    figures: dict[str, dict[str, Figures]] = {}
+    failures: dict[str, str] = {}
+
+    def add(self, load: str, system: str, figures: Figures) -> None:
+        self.figures.setdefault(load, {})[system] = figures
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """Tokens per second of Millrace through the bus over those of each other system."""
+        return {load: _ratios(systems) for load, systems in self.figures.items()}
+
+    def to_json(self) -> bytes:
+        """Everything, with the ratios."""
+        content = msgspec.to_builtins(self, str_keys=True) | {"ratios": self.ratios()}
+        return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _ratios(systems: Mapping[str, Figures]) -> dict[str, float]:
+    if MILLRACE not in systems:
+        return {}
+    own = systems[MILLRACE].tokens_per_s
+    return {
+        name: own / figures.tokens_per_s for name, figures in systems.items() if name != MILLRACE
+    }
+
+
+def table(load: Load, report: Report) -> list[str]:
+    """One load: a line for each system, with what the machine allows under it."""
+    systems = report.figures.get(load.name, {})
+    ratios = _ratios(systems)
+    width = max((len(name) for name in systems), default=0)
+    lines = [
+        f"{load.name}",
+        f"  {'':{width}}  tokens/s  TTFT p50     p99   ITL p50     p99 ms   millrace over it",
+    ]
+    for name, figures in systems.items():
+        ratio = f"{ratios[name]:.2f}x" if name in ratios else ""
+        lines.append(
+            f"  {name:{width}}  {figures.tokens_per_s:8.1f}  {figures.ttft_p50_ms:8.1f}"
+            f"{figures.ttft_p99_ms:8.1f}  {figures.itl_p50_ms:8.2f}{figures.itl_p99_ms:8.2f}"
+            f"{ratio:>16}".rstrip()
+        )
+    return [*lines, *_bounds(load, report.ceilings)]
+
+
+def _bounds(load: Load, ceilings: Ceilings) -> list[str]:
+    gemm_ms = ceilings.gemm_only_ms.get(load.streams)
+    if gemm_ms is None:
+        return []
+    bound = load.streams * 1e3 / gemm_ms
+    lines = [f"  decoding at the speed of its linear maps alone: {bound:.0f} tokens/s"]
+    if load.streams == 1:
+        lines.append(
+            f"  reading all weights once a token: {ceilings.batch_1_tokens_per_s:.0f} tokens/s"
+        )
+    return lines

@@ -1,0 +1,145 @@
+"""Systems that are reached over HTTP: the one client of all of them, and how those are started
+that a run starts itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.figures import Figures, RequestTimes
+from benchmarks.peers.loads import Load, measure
+from benchmarks.prompts import Prompt
+from benchmarks.sse_load import COMPLETIONS, run_load
+from tests.support.system import System
+
+_VLLM_STARTS_WITHIN_S = 420.0
+_STOPS_WITHIN_S = 20.0
+_POLL_S = 0.5
+_PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+_LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"))
+
+
+def measure_server(url: str, load: Load, runs: int, vocab_size: int) -> Figures:
+    """A load against an OpenAI-compatible server, with its first model. Prompts are token ids,
+    answers are streamed; a part of an answer is an event with text."""
+    model = _first_model(url)
+
+    def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:
+        bodies = [
+            {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": load.num_output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            for prompt in prompts
+        ]
+        return asyncio.run(run_load(url, bodies, load.streams, COMPLETIONS)).requests
+
+    return measure(send, load, runs, vocab_size)
+
+
+@contextmanager
+def millrace(checkpoint: Path, folder: Path) -> Iterator[str]:
+    """The URL of ``millrace up``, with everything that it runs, which ends with the context."""
+    arguments = ("--port", str(_free_port()), "--model", str(checkpoint))
+    system = System(folder / "data", arguments).start()
+    try:
+        yield system.http
+    finally:
+        system.stop()
+
+
+@contextmanager
+def vllm(python: Path, checkpoint: Path, folder: Path, *, eager: bool, cores: str) -> Iterator[str]:
+    """The URL of vLLM's server, run by ``python``, which ends with the context.
+
+    ``cores`` is what VLLM_CPU_OMP_THREADS_BIND says: "auto" leaves a core to the server. Raises
+    RuntimeError with the end of its log if it does not come up.
+    """
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", "4096", "--max-num-seqs", "64"),
+        *(("--enforce-eager",) if eager else ()),
+    ]
+    log = folder / "vllm.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=folder,  # this folder's packages must not hide the server's own
+            env=os.environ | _vllm_variables(python, folder, cores),
+        )
+    try:
+        _wait_until_healthy(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOPS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _vllm_variables(python: Path, folder: Path, cores: str) -> dict[str, str]:
+    # Not resolved: a virtual environment's Python is a link out of it.
+    bin_folder = python.absolute().parent
+    libraries = [
+        str(candidate)
+        for name in _PRELOADED
+        for candidate in (at / name for at in (bin_folder.parent / "lib", *_LIBRARY_FOLDERS))
+        if candidate.is_file()
+    ]
+    return {
+        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",  # ninja is there
+        "LD_PRELOAD": ":".join(libraries),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + _VLLM_STARTS_WITHIN_S
+    while not _is_healthy(url):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            end = log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"vLLM's server did not come up:\n{end}")
+        time.sleep(_POLL_S)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _first_model(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10.0) as answer:
+        models = json.load(answer)["data"]
+    return str(models[0]["id"])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
