@@ -14,7 +14,7 @@ import torch
 
 from registry.tokenizer import Tokenizer
 from schemas.config import EngineConfig
-from schemas.errors import MillraceError
+from schemas.errors import GrammarError, MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_SEED
 from workers.engine.admission import check_config, check_kind, finished_before, longest_total_tokens
@@ -22,12 +22,14 @@ from workers.engine.block_tables import BlockTables
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.choices import make_choices
 from workers.engine.cost_model import CostModel, StepWork
+from workers.engine.grammar import Grammars
 from workers.engine.host_cache import HostCache
 from workers.engine.host_memory import PlainHostMemory
 from workers.engine.outputs import (
     as_millrace_error,
     embedding_output,
     error_output,
+    finished_output,
     refusal,
     started_output,
     token_output,
@@ -36,6 +38,7 @@ from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.pooling import PooledChunk, add_chunk
 from workers.engine.runner import ModelRunner
 from workers.engine.sampler import Sampler
+from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.types import (
     EngineOutput,
@@ -101,6 +104,7 @@ class Engine:
         self._choices: dict[str, list[Sequence]] = {}
         self._outputs: list[EngineOutput] = []
         self._readied = threading.Event()
+        self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
         self._num_arrived = 0
         self._num_steps = 0
         self._prefill_tokens = 0
@@ -111,7 +115,10 @@ class Engine:
     def load(cls, path: Path, config: EngineConfig) -> Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
         check_config(config)
-        return cls(ModelRunner.load(path, config), config, tokenizer=checkpoint_tokenizer(path))
+        runner = ModelRunner.load(path, config)
+        engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path))
+        engine._grammars.prepare()
+        return engine
 
     @property
     def context_window_tokens(self) -> int:
@@ -145,11 +152,7 @@ class Engine:
             return
         finish_reason = finished_before(request, max_total_tokens)
         if finish_reason is not None:
-            self._outputs.append(
-                EngineOutput(
-                    request_id=request.request_id, finish_reason=finish_reason, started=True
-                )
-            )
+            self._outputs.append(finished_output(request, finish_reason))
             return
         seed = request.sampling.seed
         choices = make_choices(
@@ -167,6 +170,8 @@ class Engine:
             return
         self._num_arrived += len(choices)
         self._choices[request.request_id] = choices
+        if request.sampling.grammar is not None:
+            self._grammars.submit(choices)
         self._planner.add(choices[0])
 
     def cancel(self, request_id: str) -> None:
@@ -185,6 +190,7 @@ class Engine:
         """
         outputs, self._outputs = self._outputs, []
         self._readied.clear()
+        self._end_settled(outputs)
         plan = self._planner.plan()
         if plan:
             started = self._monotonic()
@@ -198,6 +204,15 @@ class Engine:
             self._readied.wait(_UNREADY_WAIT_S)
         return outputs
 
+    def _end_settled(self, outputs: list[EngineOutput]) -> None:
+        """End what has turned out to be over while it waited for its grammar."""
+        for sequence, error in self._grammars.take_settled():
+            if error is not None:
+                self._fail(sequence, error, outputs)
+            else:
+                outputs.append(finished_output(sequence.request, FinishReason.STOP))
+                self._end(sequence)
+
     def wake(self) -> None:
         """Have a step that waits for sequences to become ready look at once; for any thread."""
         self._readied.set()
@@ -208,6 +223,7 @@ class Engine:
         work = StepWork.of(plan)
         for sequence, _ in plan:
             sequence.contents_finite = False
+        self._grammars.begin_masks(plan)
         try:
             result = self._runner.run(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
@@ -222,6 +238,7 @@ class Engine:
         self._planner.advance(plan)
         self._seal_chunks(plan, outputs)
         self._pool_states(result.pooled, outputs)
+        self._add_scores(result.scored, outputs)
         self._sample(result.sequences, result.logits, outputs)
         self._costs.observe(work, self._monotonic() - begin)
         self._prefill_tokens += work.prefill_tokens
@@ -268,6 +285,12 @@ class Engine:
             else:
                 self._fail(sequence, NonFiniteEmbeddingError(), outputs)
 
+    def _add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
+        """Take what was computed of prompts' log-probabilities."""
+        for chunk in chunks:
+            if chunk.sequence.state is SequenceState.RUNNING and not add_scores(chunk):
+                self._fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
+
     def _sample(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
@@ -284,7 +307,7 @@ class Engine:
         with torch.inference_mode():
             if len(index) != len(computed) or len(sequences) != len(computed):
                 logits = logits.index_select(0, torch.tensor(index, device=logits.device))
-        sampled = self._sampler.sample(sequences, logits)
+        sampled = self._sampler.sample(sequences, logits, self._grammars.masks(sequences))
         for sequence, outcome, logprob in zip(
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):
@@ -308,12 +331,17 @@ class Engine:
         logprob: TokenLogprob | None,
         outputs: list[EngineOutput],
     ) -> None:
-        sequence.token_ids.append(token)
         sequence.contents_finite = True
+        try:
+            complete = self._grammars.accept(sequence, token)
+        except GrammarError as error:
+            self._fail(sequence, error, outputs)
+            return
+        sequence.token_ids.append(token)
         if sequence.num_computed_tokens % self._pool.block_size_tokens == 0:
             self._tables.seal(sequence)
         finish_reason = None
-        if token in sequence.stop_token_ids:
+        if complete or token in sequence.stop_token_ids:
             finish_reason = FinishReason.STOP
         elif sequence.num_tokens >= sequence.max_total_tokens:
             finish_reason = FinishReason.LENGTH

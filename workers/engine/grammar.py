@@ -13,11 +13,14 @@ import torch
 from registry.tokenizer import Tokenizer
 from schemas.errors import GrammarError, MillraceError
 from schemas.sampling import Grammar
-from workers.engine.grammar_compiler import Compile, GrammarCompiler, Settled
+from workers.engine.grammar_compiler import GrammarCompiler, Settled
 from workers.engine.grammar_library import GrammarLibrary, Matcher
 from workers.engine.grammar_masks import MaskFiller
 from workers.engine.grammar_probe import GrammarProbe
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, SequenceState
+
+# A library of so many tokens is built in some 0.1 s; one of 150,000 takes 0.7 s.
+_MAX_LAZY_VOCAB = 24_000
 
 _log = logging.getLogger(__name__)
 
@@ -25,9 +28,8 @@ _log = logging.getLogger(__name__)
 class Grammars:
     """Everything that an engine does about grammars; nothing of it for sequences without one.
 
-    ``tokenizer`` gives the checkpoint's tokenizer, None if it has none; it is called at most once,
-    on another thread. ``on_settled`` is called on another thread when sequences have become ready
-    or are over. ``compile_grammar`` stands in for the library in tests.
+    ``tokenizer`` is called at most once, on another thread. ``on_settled`` is called on another
+    thread when sequences have become ready or are over.
     """
 
     def __init__(
@@ -35,11 +37,10 @@ class Grammars:
         vocab_size: int,
         tokenizer: Callable[[], Tokenizer | None],
         on_settled: Callable[[], None],
-        compile_grammar: Compile | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._compiler = GrammarCompiler(compile_grammar or self._compile, on_settled)
+        self._compiler = GrammarCompiler(self._compile, on_settled)
         self._library_lock = threading.Lock()
         self._library: GrammarLibrary | None = None
         self._refusal = ""
@@ -47,17 +48,19 @@ class Grammars:
         self._begun = False
 
     def prepare(self) -> None:
-        """Build what all grammars need now, in the background, rather than for the first of them:
-        it takes most of a second for a large vocabulary, and holds up Python meanwhile."""
-        self._compiler.run(self._build_quietly)
+        """Build what all grammars share in the background, if the vocabulary is so large that
+        building it for the first grammar would be felt: Python stands still for most of it."""
+        if self._vocab_size > _MAX_LAZY_VOCAB:
+            self._compiler.run(self._build_quietly)
 
     def submit(self, choices: Rows[Sequence]) -> None:
         """Have the choices of a request made ready."""
         self._compiler.submit(choices)
 
     def take_settled(self) -> list[Settled]:
-        """Requests that are over before they ran."""
-        return self._compiler.take_settled()
+        """Requests that are over before they ran; not those that were cancelled meanwhile."""
+        settled = self._compiler.take_settled()
+        return [s for s in settled if s.sequence.state is not SequenceState.FINISHED]
 
     def begin_masks(self, plan: Iterable[tuple[Sequence, int]]) -> None:
         """Start on the masks of what a step will sample, before the model runs. ``plan``: how many
@@ -84,8 +87,13 @@ class Grammars:
         return self._masks.take(sequences)
 
     def accept(self, sequence: Sequence, token: int) -> bool:
-        """Go on by a sampled token; whether the grammar is at its end. Raises GrammarError."""
-        matcher: Matcher = sequence.matcher
+        """Go on by a sampled token; whether the grammar, if there is one, has come to its end.
+
+        Raises GrammarError when it cannot be followed any further.
+        """
+        matcher: Matcher | None = sequence.matcher
+        if matcher is None:
+            return False
         matcher.accept((token,))
         return matcher.complete
 

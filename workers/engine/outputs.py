@@ -16,10 +16,12 @@ def token_output(
 ) -> EngineOutput:
     """A sampled token; the first one also says that the sequence has started."""
     first = not sequence.started
+    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return EngineOutput(
         request_id=sequence.request_id,
         choice=sequence.choice,
         token_ids=(token,),
+        prompt_logprobs=() if prompt_logprobs is None else tuple(prompt_logprobs),
         logprobs=() if logprob is None else (logprob,),
         finish_reason=finish_reason,
         started=first,
@@ -67,6 +69,11 @@ def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=sequence.num_preemptions,
     )
+
+
+def finished_output(request: EngineRequest, finish_reason: FinishReason) -> EngineOutput:
+    """The tokens delivered before were all that a resumed request asks for."""
+    return EngineOutput(request_id=request.request_id, finish_reason=finish_reason, started=True)
 
 
 def refusal(request: EngineRequest, error: MillraceError) -> EngineOutput:

@@ -106,7 +106,8 @@ class RowEdits:
         if len(self._forbidden):
             edits.forbid(row, self._forbidden)
         num_output_tokens = sequence.num_output_tokens
-        if num_output_tokens < self._min_tokens and len(self._stops):
+        grammar_ends = sequence.matcher is not None and sequence.matcher.must_end
+        if num_output_tokens < self._min_tokens and len(self._stops) and not grammar_ends:
             edits.forbid(row, self._stops)
         if self._bad_words is not None:
             tokens = self._bad_words.completing(sequence.token_ids, num_output_tokens)
