@@ -24,14 +24,30 @@ SMALL: dict[str, Any] = {
 }
 
 
-def save_model(path: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+def save_model(
+    path: Path,
+    family: str,
+    *,
+    max_shard_size: str = "1GB",
+    nan_token: int | None = None,
+    **changes: Any,
+) -> Any:
     """A random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; returns transformers'
-    model of it."""
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
-    # The plain loop over experts: the grouped kernel asks for sizes that small models lack.
-    config._experts_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    return _save(model, path, max_shard_size)
+    model of it. The embedding of ``nan_token`` is not finite."""
+    model = _make(f"{family}ForCausalLM", family, changes)
+    if nan_token is not None:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[nan_token] = torch.nan
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return model
+
+
+def save_base_model(path: Path, family: str, **changes: Any) -> Any:
+    """The same without a language-model head, as embedding models are; its tensors' names lack
+    the prefix "model."."""
+    model = _make(f"{family}Model", family, changes)
+    model.save_pretrained(path)
+    return model
 
 
 def save_llama(path: Path, **changes: Any) -> Any:
@@ -39,7 +55,11 @@ def save_llama(path: Path, **changes: Any) -> Any:
     return save_model(path, "Llama", **changes)
 
 
-def _save(model: Any, path: Path, max_shard_size: str) -> Any:
+def _make(class_name: str, family: str, changes: dict[str, Any]) -> Any:
+    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    # The plain loop over experts: the grouped kernel asks for sizes that small models lack.
+    config._experts_implementation = "eager"
+    model = getattr(transformers, class_name)(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,9 +68,7 @@ def _save(model: Any, path: Path, max_shard_size: str) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 if parameter.dim() == 1 else 2.0 / parameter.shape[-1] ** 0.5
             parameter.copy_(noise * scale + (1.0 if parameter.dim() == 1 else 0.0))
-    model.eval()
-    model.save_pretrained(path, max_shard_size=max_shard_size)
-    return model
+    return model.eval()
 
 
 def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
