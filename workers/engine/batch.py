@@ -30,13 +30,23 @@ class PooledRows(NamedTuple):
     end: int
 
 
+class ScoredRows(NamedTuple):
+    """Rows ``start`` … ``end - 1`` of the batch predict the tokens of the sequence's prompt from
+    its token ``first_target`` on."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    first_target: int
+
+
 class FlatBatch(NamedTuple):
     """One step's input.
 
     ``token_ids`` and ``positions``: int64 [num_tokens]. The first ``num_single`` of the ranges
     have one token each, by rising context length. ``sampled_rows`` (int64, on the device) are the
     rows whose logits are wanted, those of ``sampled``, in that order. Sequences that are
-    ``pooled`` are not sampled.
+    ``pooled`` are not sampled. ``scored`` are those whose prompt's log-probabilities are wanted.
     """
 
     token_ids: torch.Tensor
@@ -46,6 +56,7 @@ class FlatBatch(NamedTuple):
     sampled_rows: torch.Tensor
     sampled: list[Sequence]
     pooled: list[PooledRows]
+    scored: list[ScoredRows]
 
 
 def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
@@ -59,12 +70,15 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
     sampled: list[Sequence] = []
     sampled_rows: list[int] = []
     pooled: list[PooledRows] = []
+    scored: list[ScoredRows] = []
     for sequence, num_tokens in (*single, *chunks):
         begin = sequence.num_computed_tokens
         end = begin + num_tokens
         ranges.append(QueryRange(len(token_ids), num_tokens, begin, sequence.block_table))
         token_ids += sequence.token_ids[begin:end]
         positions += range(begin, end)
+        if sequence.prompt_logprobs is not None:
+            scored += _scored_rows(sequence, num_tokens, len(token_ids))
         if sequence.request.pooling is not None:
             pooled += _pooled_rows(sequence, num_tokens, len(token_ids))
         elif end == sequence.num_tokens:
@@ -78,6 +92,7 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
         sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
         sampled=sampled,
         pooled=pooled,
+        scored=scored,
     )
 
 
@@ -88,6 +103,19 @@ def _pooled_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[Pool
     if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
         return []
     return [PooledRows(sequence, end_row - 1, end_row)]
+
+
+def _scored_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[ScoredRows]:
+    """Those of the sequence's ``num_tokens`` rows before ``end_row`` that predict a token of its
+    prompt which has no log-probability yet."""
+    assert sequence.prompt_logprobs is not None
+    begin = sequence.num_computed_tokens
+    first = max(begin + 1, len(sequence.prompt_logprobs))
+    end = min(begin + 1 + num_tokens, sequence.num_prompt_tokens)
+    if first >= end:
+        return []
+    start = end_row - num_tokens + first - begin - 1
+    return [ScoredRows(sequence, start, start + end - first, first)]
 
 
 def _context_tokens(item: ScheduledSequence) -> int:

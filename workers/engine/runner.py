@@ -19,6 +19,7 @@ from workers.engine.kv_cache import KVCache, choose_num_blocks
 from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.planner import ScheduledSequence
 from workers.engine.pooling import PooledChunk, pool_rows
+from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from workers.engine.sequence import Sequence
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
@@ -33,11 +34,12 @@ AnyDecoder = Decoder[TorchMetadata] | Decoder[CpuMetadata]
 
 class StepResult(NamedTuple):
     """``logits[i]`` [vocab_size] choose the next token of ``sequences[i]``; ``pooled`` is what the
-    step adds to embeddings."""
+    step adds to embeddings, ``scored`` what it adds to the log-probabilities of prompts."""
 
     sequences: list[Sequence]
     logits: torch.Tensor
     pooled: list[PooledChunk]
+    scored: list[ScoredChunk]
 
 
 class ModelRunner:
@@ -108,10 +110,11 @@ class ModelRunner:
             batch = build_batch(plan, self._device)
             hidden = self._decoder.forward(batch)
             pooled = pool_rows(batch.pooled, self._decoder.normed(hidden)) if batch.pooled else []
+            scored = score_rows(batch.scored, hidden, self._decoder.logits)
             if not batch.sampled:
-                return StepResult([], hidden.new_empty(0, self.config.vocab_size), pooled)
+                return StepResult([], hidden.new_empty(0, self.config.vocab_size), pooled, scored)
             logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
-            return StepResult(batch.sampled, logits, pooled)
+            return StepResult(batch.sampled, logits, pooled, scored)
 
 
 def _cpu_kernels(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from schemas.frames import TokenLogprob
 from schemas.pooling import Pooling
 from workers.engine.types import EngineRequest
 
@@ -41,9 +42,9 @@ class Sequence:
     allocates the blocks and frees them on preemption and at the end.
 
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
-    ``pooling_state`` the sum of the hidden states behind an embedding; each is None for a sequence
-    without. It is not admitted before it is ``ready``, which another
-    thread may say.
+    ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
+    of the prompt's first tokens until they are handed over; each is None for a sequence without.
+    It is not admitted before it is ``ready``, which another thread may say.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Sequence:
         "num_sealed_blocks",
         "pinned_keys",
         "pooling_state",
+        "prompt_logprobs",
         "queued_s",
         "rank",
         "ready",
@@ -120,6 +122,9 @@ class Sequence:
         self.sampling_state: Any = None
         self.matcher: Any = None
         self.pooling_state: Any = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if request.sampling.prompt_logprobs is not None and choice == 0:
+            self.prompt_logprobs = [None]
         self.ready = True
         stops = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:

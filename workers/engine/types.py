@@ -37,9 +37,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step made for one choice of a request.
 
-    ``token_ids`` are new ones only, the stop token included. ``started`` is true in the first
-    output of a choice, which comes when it is admitted into the batch; it also says for how long
-    it waited in the engine before that, ``queued_s``, and how many tokens of the prompt were found
+    ``token_ids`` are new ones only, the stop token included. ``prompt_logprobs``, if asked for,
+    come once, with the first token of choice 0: one entry a token of the prompt, None for its
+    first. ``started`` is true in the first output of a choice, which comes when it is admitted
+    into the batch; it also says for how long it waited in the engine before that, ``queued_s``,
+    and how many tokens of the prompt were found
     in the KV cache, ``num_cached_tokens``. The last output of a choice has either
     ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``. A request is over
     when each of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it
@@ -52,6 +54,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     choice: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     error: tuple[str, str] | None = None
     num_cached_tokens: int = 0
