@@ -107,9 +107,12 @@ class BlockTables:
             blocks.append(block)
         return PrefixHit(blocks, num_here, num_idle, awaited=False)
 
+    def _looks_for_hits(self, sequence: Sequence) -> bool:
+        return sequence.takes_prefix_hits and (self._shared or sequence.num_preemptions > 0)
+
     def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
         """Keys of the blocks that it may begin with; its own ones if nothing is shared."""
-        if not sequence.takes_prefix_hits or not (self._shared or sequence.num_preemptions):
+        if not self._looks_for_hits(sequence):
             return []
         num_blocks = (sequence.num_tokens - 1) // self._size
         self._extend_keys(sequence, num_blocks)
@@ -129,7 +132,7 @@ class BlockTables:
         self._unpin(sequence)
         if not sequence.started:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-        if keys:
+        if self._looks_for_hits(sequence):
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
         if self._shared:

@@ -155,10 +155,14 @@ class Planner:
         for sequence in self.running:
             behind = len(sequence.token_ids) - sequence.num_computed_tokens
             (decoding if behind == 1 else prefilling).append(sequence)
+        size = self._pool.block_size_tokens
         for sequence in decoding:
             if draft.budget == 0:
                 break
-            self._schedule(sequence, 1, draft)
+            if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
+                self._schedule(sequence, 1, draft)
+            elif sequence.state is SequenceState.RUNNING:
+                draft.put(sequence, 1)  # its last block has room
         if draft.counts and (prefilling or self._waiting):
             self._bound_chunks(draft, prefilling)
         for sequence in prefilling:
@@ -168,7 +172,7 @@ class Planner:
             self._schedule(sequence, min(behind, draft.budget), draft)
         if self._waiting and not draft.short_of_blocks:
             self._admit(draft)
-        return [ScheduledSequence(*item) for item in draft.counts.items()]
+        return list(map(ScheduledSequence._make, draft.counts.items()))
 
     def _schedule(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> None:
         """Plan a running sequence if there is room, if need be by preempting lower ranks."""
