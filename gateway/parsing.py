@@ -39,10 +39,6 @@ _NOTHING: tuple[Any, ...] = (None, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": _NOTHING,
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "metadata": _NOTHING,
@@ -71,7 +67,8 @@ _NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None,),
 }
 
-_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+# Entries of an object have no name of their own there.
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 
 
@@ -187,6 +184,13 @@ def _sampling(request: GenerationFields, default_max_tokens: int | None) -> Samp
         "stop": (stop,) if isinstance(stop, str) else stop,
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": request.logit_bias,
+        "typical_p": request.typical_p,
+        "min_tokens": request.min_tokens,
+        "bad_words": request.bad_words,
         "grammar": grammar_of(request),
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

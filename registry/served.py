@@ -40,19 +40,23 @@ class ServedModel:
         path = resolve(entry)
         return cls(entry, path, read_model_config(path), Tokenizer.load(path))
 
-    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+    def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
         """The job with ``prompt_token_ids`` in place of prompt or messages, ``max_tokens`` set (to
         what the context window leaves, if it was not) and a seed.
 
         Raises ParameterError naming the field for a tier that may not use the model, an empty
-        prompt, a refused conversation or token ids that the model does not have;
-        ContextLengthError if it does not fit.
+        prompt, a refused conversation, token ids that the model does not have, or something that
+        frames do not carry if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
         token_ids = self._prompt_token_ids(job)
         sampling = job.sampling
         for token_id in sampling.stop_token_ids:
             self._check_token_id("stop_token_ids", token_id)
+        for token_id in sampling.logit_bias:
+            self._check_token_id("logit_bias", token_id)
+        if in_frames:
+            _check_frames_carry(sampling)
         return msgspec.structs.replace(
             job,
             prompt=None,
@@ -102,6 +106,16 @@ class ServedModel:
         if left < (wanted or 1):
             raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
         return left if wanted is None else wanted
+
+
+def _check_frames_carry(sampling: SamplingParams) -> None:
+    if sampling.n != 1:
+        raise ParameterError("n", "n must be 1: one request makes one completion.")
+    if sampling.prompt_logprobs is not None:
+        raise ParameterError(
+            "prompt_logprobs",
+            "prompt_logprobs are not sent over the bus; leave them out, or use millrace generate.",
+        )
 
 
 def _context_window_tokens(entry: ModelEntry, config: ModelConfig) -> int:

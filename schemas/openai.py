@@ -70,11 +70,14 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     user: str | None = None
     session_id: str | None = None
     service_tier: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    typical_p: float | None = None
+    min_tokens: int | None = None
+    bad_words: tuple[str, ...] | None = None
     n: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
     logprobs: Any = None
     metadata: Any = None
 

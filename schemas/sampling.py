@@ -65,8 +65,10 @@ class SamplingParams(
     ``repetition_penalty`` (1 is off) divides the positive logits of the tokens of prompt and
     completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty``
     (0 is off) are subtracted from the logits of the tokens of the completion, once and once for
-    each time that they came; ``logit_bias`` is added to the logits of single token ids. The texts
-    of ``bad_words`` never complete. No end-of-sequence or stop token comes before ``min_tokens``.
+    each time that they came; ``logit_bias`` is then added to the logits of single token ids. The
+    tokens that the model's tokenizer makes of each of ``bad_words``, at the beginning of a text or
+    after a space, never come one after the other. No end-of-sequence or stop token comes among
+    the first ``min_tokens``.
 
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives to report per token of
     completion and prompt (0: the token itself only; None: nothing). ``n`` completions are drawn,
@@ -149,7 +151,7 @@ class SamplingParams(
             )
         for token, bias in self.logit_bias.items():
             if token < 0:
-                raise ParameterError("logit_bias", "a token id must not be negative")
+                raise ParameterError("logit_bias", "a token id of logit_bias must not be negative")
             _within("logit_bias", bias, -100.0, 100.0)
 
     def _check_bad_words(self) -> None:
@@ -157,11 +159,11 @@ class SamplingParams(
             raise ParameterError("bad_words", f"at most {MAX_BAD_WORDS} bad words are taken")
         for text in self.bad_words:
             if not text.strip():
-                raise ParameterError("bad_words", "a bad word must not be blank")
+                raise ParameterError("bad_words", "none of bad_words may be blank")
             if len(text) > MAX_BAD_WORD_CHARACTERS:
                 raise ParameterError(
                     "bad_words",
-                    f"a bad word must have at most {MAX_BAD_WORD_CHARACTERS} characters",
+                    f"each of bad_words must have at most {MAX_BAD_WORD_CHARACTERS} characters",
                 )
 
 

@@ -49,6 +49,24 @@ def test_sampling_is_taken_over() -> None:
     assert (ask.user, ask.session_id, ask.tier) == ("u", "s", Tier.BATCH)
 
 
+def test_what_edits_the_logits_is_taken_over() -> None:
+    ask = chat(
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100, "17": 2.5},
+        typical_p=0.9,
+        min_tokens=4,
+        bad_words=["mill", "race"],
+    )
+    sampling = ask.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1)
+    assert (sampling.repetition_penalty, sampling.typical_p) == (1.2, 0.9)
+    assert sampling.logit_bias == {5: -100, 17: 2.5}
+    assert (sampling.min_tokens, sampling.bad_words) == (4, ("mill", "race"))
+    assert text(logit_bias={"5": 1}).sampling.logit_bias == {5: 1}
+
+
 def test_messages_may_hold_parts_of_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ask = chat(
@@ -83,7 +101,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     "fields",
     [
         {"n": 1},
-        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
         {"logit_bias": {}, "logprobs": False, "tools": [], "metadata": {}},
         {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]},
         {"store": False, "audio": None, "parallel_tool_calls": True, "top_k": -1},
@@ -97,9 +115,20 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
     ("field", "value"),
     [
         ("n", 2),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", [5]),
+        ("typical_p", 0),
+        ("min_tokens", -1),
+        ("bad_words", [""]),
+        ("bad_words", "word"),
+        ("prompt_logprobs", 1),
         ("logprobs", True),
         ("top_logprobs", 3),
         ("tools", [{"type": "function"}]),

@@ -72,12 +72,25 @@ def test_what_is_set_stays(served: ServedModel) -> None:
             {"prompt": "mill", "sampling": SamplingParams(stop_token_ids=(10_000,))},
             "stop_token_ids",
         ),
+        ({"prompt": "mill", "sampling": SamplingParams(logit_bias={10_000: 1.0})}, "logit_bias"),
+        ({"prompt": "mill", "sampling": SamplingParams(n=2)}, "n"),
+        ({"prompt": "mill", "sampling": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
+        (
+            {"prompt_token_ids": (3,) * 100, "sampling": SamplingParams(min_tokens=29)},
+            "min_tokens",
+        ),
     ],
 )
 def test_the_bad_field_is_named(served: ServedModel, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ParameterError) as caught:
         served.prepare(job(**fields), random.Random(1))
     assert caught.value.param == param
+
+
+def test_what_frames_do_not_carry_is_for_those_who_need_none(served: ServedModel) -> None:
+    asked = job(SamplingParams(n=2, prompt_logprobs=1), prompt="mill")
+    sampling = served.prepare(asked, random.Random(1), in_frames=False).sampling
+    assert (sampling.n, sampling.prompt_logprobs) == (2, 1)
 
 
 @pytest.mark.parametrize(
