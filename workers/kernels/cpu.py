@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
-WIDTH_MULTIPLE = 16
+WIDTH_MULTIPLE = 32
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int

@@ -1,7 +1,7 @@
 // What a decoder step does besides its matrix products, for CPUs: RMSNorm, the product of SwiGLU,
 // RoPE together with the write to the KV cache, and the attention of single-token rows, straight
 // over the paged KV cache. Element types: 0 float32, 1 bfloat16, 2 float16; arithmetic is in
-// float32 and rounds once. Widths are multiples of 16, head_dim of 32.
+// float32 and rounds once. Widths and head_dim are multiples of 32.
 
 #include <algorithm>
 #include <cmath>
@@ -16,50 +16,54 @@
 namespace {
 
 template <typename T>
-void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
-#pragma omp parallel for schedule(static) if (rows * width > 16384)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* x = in + row * width;
-    T* y = out + row * width;
-    Floats squares{};
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Floats values = load(x + i);
-      squares += values * values;
-    }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
-    for (int64_t i = 0; i < width; i += kLanes) {
-      store(y + i, load(x + i) * scale * load(weight + i));
-    }
+inline float inverse_rms(const T* values, int64_t width, float epsilon) {
+  Floats squares[2] = {};
+  for (int64_t i = 0; i < width; i += 2 * kLanes) {
+    Floats first, second;
+    load_pair(values + i, first, second);
+    squares[0] += first * first;
+    squares[1] += second * second;
   }
+  const float mean = sum(squares[0] + squares[1]) / static_cast<float>(width);
+  return 1.0f / std::sqrt(mean + epsilon);
+}
+
+template <typename T>
+inline void rms_norm_row(const T* in, const T* weight, T* out, int64_t width, float epsilon) {
+  const float scale = inverse_rms(in, width, epsilon);
+  for (int64_t i = 0; i < width; i += 2 * kLanes) {
+    Floats first, second, first_weight, second_weight;
+    load_pair(in + i, first, second);
+    load_pair(weight + i, first_weight, second_weight);
+    store_pair(out + i, first * scale * first_weight, second * scale * second_weight);
+  }
+}
+
+template <typename T>
+void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * width > 32768)
+  for (int64_t row = 0; row < rows; ++row) {
+    rms_norm_row(in + row * width, weight, out + row * width, width, epsilon);
+  }
+}
+
+inline Floats gated(Floats gate, Floats up) {
+  // exp of -|gate| only, so that nothing overflows.
+  const Floats e = exponential(gate < 0.0f ? gate : -gate);
+  return gate * ((gate < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e)) * up;
 }
 
 template <typename T>
 void swiglu(const T* gate_up, T* out, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (rows * width > 8192)
+#pragma omp parallel for schedule(static) if (rows * width > 16384)
   for (int64_t row = 0; row < rows; ++row) {
-    const T* gate = gate_up + row * 2 * width;
-    const T* up = gate + width;
-    T* y = out + row * width;
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Floats g = load(gate + i);
-      // exp of -|g| only, so that nothing overflows.
-      const Floats e = exponential(g < 0.0f ? g : -g);
-      const Floats sigmoid = (g < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e);
-      store(y + i, g * sigmoid * load(up + i));
+    const T* gates = gate_up + row * 2 * width;
+    for (int64_t i = 0; i < width; i += 2 * kLanes) {
+      Floats gate[2], up[2];
+      load_pair(gates + i, gate[0], gate[1]);
+      load_pair(gates + width + i, up[0], up[1]);
+      store_pair(out + row * width + i, gated(gate[0], up[0]), gated(gate[1], up[1]));
     }
-  }
-}
-
-template <typename T>
-inline void norm_head(T* head, const T* weight, int64_t head_dim, float epsilon) {
-  Floats squares{};
-  for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const Floats values = load(head + i);
-    squares += values * values;
-  }
-  const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head_dim) + epsilon);
-  for (int64_t i = 0; i < head_dim; i += kLanes) {
-    store(head + i, load(head + i) * scale * load(weight + i));
   }
 }
 
@@ -77,7 +81,7 @@ void rotate_store(T* heads, const float* cosines, const float* sines, const T* q
     for (int64_t h = 0; h < num_queries + num_keys; ++h) {
       T* head = line + h * head_dim;
       if (query_norm != nullptr) {
-        norm_head(head, h < num_queries ? query_norm : key_norm, head_dim, epsilon);
+        rms_norm_row(head, h < num_queries ? query_norm : key_norm, head, head_dim, epsilon);
       }
       for (int64_t i = 0; i < half; i += kLanes) {
         const Floats low = load(head + i), high = load(head + half + i);
@@ -91,10 +95,23 @@ void rotate_store(T* heads, const float* cosines, const float* sines, const T* q
   }
 }
 
-// scores[g][i] of kGroup query heads against the keys of tokens i = 0 ... count - 1.
+// Asks for the head at `from`. Blocks lie anywhere, which no hardware prefetcher foresees; asked for
+// a block at a time the lines would wait for one another, so this goes head by head.
+template <int kVectors, typename T>
+inline void prefetch_head(const T* from) {
+  constexpr int kLineBytes = 64;
+  const char* bytes = reinterpret_cast<const char*>(from);
+#pragma GCC unroll 16
+  for (int at = 0; at < kVectors * kLanes * int{sizeof(T)}; at += kLineBytes) {
+    __builtin_prefetch(bytes + at, 0, 2);
+  }
+}
+
+// scores[g][i] of kGroup query heads against the keys of tokens i = 0 ... count - 1. Keys that are
+// `ahead` elements further are read soon.
 template <typename T, int kGroup, int kVectors>
 void score(const T* queries, const T* keys, int64_t stride, int64_t count, float scale,
-           float* scores, int64_t score_stride) {
+           float* scores, int64_t score_stride, int64_t ahead) {
   Floats query[kGroup][kVectors];
   for (int g = 0; g < kGroup; ++g) {
     load_head<kVectors>(queries + g * kVectors * kLanes, query[g]);
@@ -106,6 +123,7 @@ void score(const T* queries, const T* keys, int64_t stride, int64_t count, float
 #pragma GCC unroll 4
     for (int token = 0; token < 4; ++token) {
       Floats key[kVectors];
+      prefetch_head<kVectors>(keys + token * stride + ahead);
       load_head<kVectors>(keys + token * stride, key);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
@@ -130,11 +148,12 @@ void score(const T* queries, const T* keys, int64_t stride, int64_t count, float
 // totals[g] += weights[g][i] * value i, over tokens i = 0 ... count - 1.
 template <typename T, int kGroup, int kVectors>
 void accumulate(const T* values, int64_t stride, int64_t count, const float* weights,
-                int64_t weight_stride, float* totals) {
+                 int64_t weight_stride, float* totals, int64_t ahead) {
   Floats total[kGroup][kVectors];
   std::memcpy(total, totals, sizeof total);
   for (int64_t i = 0; i < count; ++i, values += stride) {
     Floats value[kVectors];
+    prefetch_head<kVectors>(values + ahead);
     load_head<kVectors>(values, value);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
@@ -169,18 +188,6 @@ struct Paged {
   int64_t block_size, token_stride, value_offset;
 };
 
-// Blocks lie anywhere, which no hardware prefetcher foresees: ask for a share of the next one.
-template <typename T>
-inline void prefetch(const T* block, int64_t share, int64_t num_shares, const Paged& paged) {
-  constexpr int64_t kLineBytes = 64;
-  const int64_t bytes = paged.block_size * paged.token_stride * static_cast<int64_t>(sizeof(T));
-  const char* from = reinterpret_cast<const char*>(block);
-  for (int64_t at = bytes * share / num_shares; at < bytes * (share + 1) / num_shares;
-       at += kLineBytes) {
-    __builtin_prefetch(from + at, 0, 2);
-  }
-}
-
 // Attention of one row over tokens first ... last - 1, for num_keys key heads from `cache` on and
 // their query heads. A block is read whole, all heads of it, before the next one.
 template <typename T, int kVectors>
@@ -198,38 +205,41 @@ void attend(const T* queries, const T* cache, const Paged& paged, T* out, int64_
       const int64_t end = std::min(last, (block + 1) * paged.block_size);
       const int64_t slot = paged.table[block] * paged.block_size + position % paged.block_size;
       const T* tokens = cache + slot * paged.token_stride;
-      const T* next = nullptr;
-      if (end < last) next = cache + paged.table[block + 1] * paged.block_size * paged.token_stride;
+      // From a token of this block to that of the next one; of the last block to itself.
+      const int64_t next = end < last ? paged.table[block + 1] : paged.table[block];
+      const int64_t ahead =
+          (next - paged.table[block]) * paged.block_size * paged.token_stride;
       for (int64_t head = 0; head < num_keys; ++head) {
-        if (next != nullptr) prefetch(next, head, num_keys, paged);
         for (int64_t g = 0; g < group; g += kTile) {
           use(tokens + head * kHeadDim, head * group + g, std::min(kTile, group - g),
-              position - first, end - position);
+              position - first, end - position, ahead);
         }
       }
       position = end;
     }
   };
-  each_run([&](const T* keys, int64_t query, int64_t taken, int64_t at, int64_t length) {
+  each_run([&](const T* keys, int64_t query, int64_t taken, int64_t at, int64_t length,
+                 int64_t ahead) {
     auto run = taken == 4   ? score<T, kTile, kVectors>
                : taken == 3 ? score<T, std::min<int>(3, kTile), kVectors>
                : taken == 2 ? score<T, 2, kVectors>
                             : score<T, 1, kVectors>;
     run(queries + query * kHeadDim, keys, paged.token_stride, length, scale,
-        scores + query * padded + at, padded);
+        scores + query * padded + at, padded, ahead);
   });
   std::fill(totals, totals + num_keys * group * kHeadDim, 0.0f);
   float* sums = totals + num_keys * group * kHeadDim;
   for (int64_t query = 0; query < num_keys * group; ++query) {
     sums[query] = softmax_weights(scores + query * padded, count, padded);
   }
-  each_run([&](const T* values, int64_t query, int64_t taken, int64_t at, int64_t length) {
+  each_run([&](const T* values, int64_t query, int64_t taken, int64_t at, int64_t length,
+                 int64_t ahead) {
     auto run = taken == 4   ? accumulate<T, kTile, kVectors>
                : taken == 3 ? accumulate<T, std::min<int>(3, kTile), kVectors>
                : taken == 2 ? accumulate<T, 2, kVectors>
                             : accumulate<T, 1, kVectors>;
     run(values + paged.value_offset, paged.token_stride, length, scores + query * padded + at,
-        padded, totals + query * kHeadDim);
+        padded, totals + query * kHeadDim, ahead);
   });
   for (int64_t query = 0; query < num_keys * group; ++query) {
     const float inverse = 1.0f / sums[query];
