@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,21 @@ def save_model(
     *,
     max_shard_size: str = "1GB",
     nan_token: int | None = None,
+    stored_dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Any:
     """A random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; returns transformers'
-    model of it. The embedding of ``nan_token`` is not finite."""
+    model of it, in float32. The embedding of ``nan_token`` is not finite."""
     model = _make(f"{family}ForCausalLM", family, changes)
     if nan_token is not None:
         with torch.no_grad():
             model.get_input_embeddings().weight[nan_token] = torch.nan
-    model.save_pretrained(path, max_shard_size=max_shard_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(stored_dtype))
+    # Another model is cast: casting this one's frequencies there and back would not restore them.
+    stored = model if stored_dtype is model.dtype else copy.deepcopy(model).to(stored_dtype)
+    stored.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
 

@@ -16,7 +16,7 @@ from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
 
-_EMBEDDING = "embed_tokens.weight"
+_PREFIX = "model."
 _HEAD = "lm_head.weight"
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -78,10 +78,10 @@ def load_weights(
     """
     index = open_tensors(path)
     # Checkpoints of embedding models leave the prefix out.
-    prefix = "" if _EMBEDDING in index else "model."
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
     reader = _Reader(index, dtype, device)
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    embedding = reader.tensor(prefix + _EMBEDDING, (vocabulary, hidden))
+    embedding = reader.tensor(prefix + "embed_tokens.weight", (vocabulary, hidden))
     layers = tuple(
         _load_layer(reader, config, number, f"{prefix}layers.{number}.")
         for number in range(config.num_hidden_layers)

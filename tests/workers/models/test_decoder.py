@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from schemas.config import EngineConfig
 from tests.workers.checkpoints import (
@@ -119,5 +120,31 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     runner = ModelRunner.load(tmp_path, config)
     assert runner.cache.data.dtype is torch.bfloat16
     for ours, token_ids in zip(logits_of(runner, CHUNKS), PROMPTS, strict=True):
-        theirs = reference_logits(model, token_ids)[-1]
-        assert float((ours.float() - theirs).abs().mean() / theirs.abs().mean()) <= 0.05
+        assert mean_error(ours, reference_logits(model, token_ids)[-1]) <= 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+        ("Qwen3", {"tie_word_embeddings": True}),
+        ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 2}),
+    ],
+)
+def test_half_precision_is_no_coarser_than_that_of_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = save_model(tmp_path, family, stored_dtype=dtype, **changes)
+    halved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    config = EngineConfig(num_blocks=32, dtype=str(dtype).removeprefix("torch."), device="cpu")
+    runner = ModelRunner.load(tmp_path, config)
+    assert runner.cache.data.dtype is dtype
+    for ours, token_ids in zip(logits_of(runner, CHUNKS), PROMPTS, strict=True):
+        exact = reference_logits(model, token_ids)[-1]
+        theirs = reference_logits(halved, token_ids)[-1]
+        assert mean_error(ours, exact) <= 1.5 * mean_error(theirs, exact)
+
+
+def mean_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((logits.float() - exact).abs().mean() / exact.abs().mean())

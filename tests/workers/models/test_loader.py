@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from registry.checkpoint import read_model_config
 from schemas.errors import CheckpointError, ConfigError
-from tests.workers.checkpoints import save_llama
+from tests.workers.checkpoints import save_base_model, save_llama, save_model
 from workers.models.loader import choose_dtype, load_weights, num_parameters
 
 CPU = torch.device("cpu")
@@ -77,7 +78,35 @@ def test_auto_widens_small_checkpoints_on_the_cpu_only(checkpoint: Path) -> None
         choose_dtype(small, "int4", CPU)
 
 
-def test_parameters_are_counted(checkpoint: Path) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Mixtral", {"num_local_experts": 3}),
+        ("Qwen3Moe", {"num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
+    ],
+)
+def test_parameters_are_counted(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    save_model(tmp_path, family, **changes)
+    tensors = load_file(tmp_path / "model.safetensors")
     matrices = sum(t.numel() for t in tensors.values() if t.dim() == 2)
-    assert num_parameters(read_model_config(checkpoint)) == matrices
+    assert num_parameters(read_model_config(tmp_path)) == matrices
+
+
+def test_parameters_of_a_checkpoint_without_a_head_are_counted(tmp_path: Path) -> None:
+    save_base_model(tmp_path, "Qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    matrices = sum(t.numel() for t in tensors.values() if t.dim() == 2)
+    assert num_parameters(read_model_config(tmp_path)) == matrices
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened_without_loss(tmp_path: Path, stored: torch.dtype) -> None:
+    save_model(tmp_path, "Llama", stored_dtype=stored)
+    config = read_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, dtype=torch.float32, device=CPU)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["model.embed_tokens.weight"].dtype is stored
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].float())
+    assert config.dtype == str(stored).removeprefix("torch.")
