@@ -31,8 +31,8 @@ class Sequence:
     others are still to be run through the model, and running the last of them samples the next.
     So a sequence with one token to compute decodes; with more it prefills. Invariants:
     ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
-    ``num_computed_tokens`` fits the block table. ``contents_finite``: what is computed was found
-    finite; False while a step is under way. ``key`` is that of the sequence's random stream.
+    ``num_computed_tokens`` fits the block table. ``contents_finite`` is False for one that
+    failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random stream.
     ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on the
     engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
 

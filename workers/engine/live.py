@@ -1,0 +1,62 @@
+"""The requests that are in the engine, and how they leave it."""
+
+from __future__ import annotations
+
+from schemas.errors import MillraceError
+from workers.engine.outputs import error_output
+from workers.engine.planner import Planner
+from workers.engine.sampler import Sampler
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.types import EngineOutput
+
+
+class LiveRequests:
+    """The choices of each request that are not over. Whoever leaves is taken out of planner and
+    sampler too, so that nothing of it is left."""
+
+    def __init__(self, planner: Planner, sampler: Sampler) -> None:
+        self._planner = planner
+        self._sampler = sampler
+        self._choices: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, choices: list[Sequence]) -> None:
+        """Take the choices of a request; the first of them is planned for."""
+        self._choices[choices[0].request_id] = list(choices)
+        self._planner.add(choices[0])
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, in whatever state; nothing happens if it is not here."""
+        for sequence in self._choices.pop(request_id, ()):
+            self._leave(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        choices = self._choices[sequence.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._choices[sequence.request_id]
+        self._leave(sequence)
+
+    def fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
+        """End a sequence, and those that wait for its prompt, with an error."""
+        sequence.contents_finite = False  # nobody has looked at what it computed last
+        for ended in (sequence, *sequence.forks):
+            outputs.append(error_output(ended, error))
+            self.end(ended)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._planner.remove(sequence)
+        self._sampler.end(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless choices and planner agree about who lives."""
+        self._planner.check_integrity()
+        live = [sequence for choices in self._choices.values() for sequence in choices]
+        forming = {fork for sequence in live for fork in sequence.forks}
+        assert self._planner.num_live == len(live) - len(forming)
+        assert forming.issubset(live)
+        for sequence in live:
+            assert (sequence.state is SequenceState.FORMING) == (sequence in forming)
+            assert sequence.state is not SequenceState.FINISHED
