@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
 
 from llguidance import (
     LLMatcher,
@@ -13,9 +14,11 @@ from llguidance import (
     grammar_from,
 )
 
-from registry.tokenizer import Tokenizer
 from schemas.errors import GrammarError
 from schemas.sampling import Grammar, GrammarKind
+
+if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
+    from registry.tokenizer import Tokenizer
 
 MAX_MESSAGE_CHARACTERS = 240
 # Compiling goes as deep as the text nests; a text of the longest that is taken fits well.
