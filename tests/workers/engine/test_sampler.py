@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from schemas.sampling import SamplingParams
-from tests.workers.engine.sampling_rows import VOCAB_SIZE, random_logits, row, sample
-from workers.engine.random_stream import stream_key, uniforms
-
-
-def expected_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The plain definition, one row, everything sorted."""
-    probs = (logits.double() / params.temperature).softmax(-1)
-    if params.top_k:
-        probs[probs < probs.sort(descending=True).values[params.top_k - 1]] = 0
-        probs /= probs.sum()
-    ordered, ids = probs.sort(descending=True)
-    outside = ordered.cumsum(0) - ordered >= params.top_p
-    probs[ids[outside]] = 0
-    probs[probs < params.min_p * probs.max()] = 0
-    return probs / probs.sum()
-
-
-def chi_square_limit(degrees: int) -> float:
-    """Wilson and Hilferty's approximation of the 99.9 % quantile."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + 3.09 * math.sqrt(spread)) ** 3
+from tests.workers.engine.sampling_reference import (
+    chi_square,
+    chi_square_limit,
+    distribution,
+    edited,
+)
+from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
+from workers.engine.random_stream import stream_key, uniforms, uniforms_by_torch
+from workers.engine.sampler import Sampler
 
 
 @pytest.mark.parametrize(
@@ -42,24 +31,48 @@ def chi_square_limit(degrees: int) -> float:
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.5, "min_p": 0.1},
         {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.0, "typical_p": 0.6},
+        {"temperature": 1.3, "typical_p": 0.9, "top_k": 50, "top_p": 0.95},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.3},
+        {"logit_bias": {3: 2.0, 140: -1.5, 7: -100.0}},
+        {"min_tokens": 9},
+        {
+            "temperature": 0.9,
+            "top_p": 0.9,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": -0.5,
+            "logit_bias": {5: 3.0},
+            "min_tokens": 7,
+        },
+        {
+            "temperature": 1.4,
+            "typical_p": 0.8,
+            "min_p": 0.01,
+            "presence_penalty": -0.7,
+            "repetition_penalty": 0.9,
+        },
     ],
 )
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
-    num_draws = 20_000
+    num_draws, batch = 8_000, 1_000
+    prompt, output, stops = (1, 2, 3, 3, 149), (5, 60, 60, 60, 100), (11, 12)
     logits = random_logits(1)
-    expected = expected_distribution(logits[0], SamplingParams(**params))
-    counts = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
-    for start in range(0, num_draws, 2_000):
-        rows = [row(index=start + i, **params) for i in range(2_000)]
-        tokens = sample(logits.expand(2_000, -1), rows).token_ids
-        counts += torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
+    sampling = SamplingParams(**params)
+    changed = edited(logits[0].numpy(), sampling, prompt, output, stops)
+    expected = distribution(changed, sampling)
+    counts = np.zeros(VOCAB_SIZE)
+    rows = [row(0, 1, prompt, output, stops, **params) for _ in range(batch)]
+    sampler = Sampler(VOCAB_SIZE, logits.device)
+    for start in range(0, num_draws, batch):
+        for i, sequence in enumerate(rows):
+            sequence.key = stream_key(start + i)
+            sampler.begin(sequence)
+        tokens = sampler.sample(rows, logits.expand(batch, -1)).outcomes
+        counts += np.bincount(np.array(tokens, dtype=np.int64), minlength=VOCAB_SIZE)
     assert counts[expected == 0].sum() == 0
-    common = expected * num_draws >= 5
-    rest = float(expected[~common].sum()) * num_draws
-    statistic = float(((counts - expected * num_draws) ** 2 / (expected * num_draws))[common].sum())
-    if rest >= 5:
-        statistic += (float(counts[~common].sum()) - rest) ** 2 / rest
-    assert statistic <= chi_square_limit(int(common.sum()))
+    statistic, limit = chi_square(counts, expected)
+    assert statistic <= limit
 
 
 def test_seeds_are_as_good_as_indices() -> None:
@@ -76,7 +89,9 @@ def test_seeds_are_as_good_as_indices() -> None:
 def test_the_stream_is_what_it_always_was() -> None:
     keys = torch.tensor([stream_key(0), stream_key(2**63 - 1)])
     known = [[splitmix_uniform(seed, 5, lane) for lane in range(4)] for seed in (0, 2**63 - 1)]
-    assert uniforms(keys, torch.tensor([5, 5]), 4).tolist() == known
+    indices = torch.tensor([5, 5])
+    assert uniforms(keys, indices, 4).tolist() == known
+    assert uniforms_by_torch(keys, indices, 4).tolist() == known
 
 
 def splitmix_uniform(seed: int, index: int, lane: int) -> float:
@@ -93,25 +108,68 @@ def mix(bits: int) -> int:
     return bits ^ (bits >> 31)
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
-    logits = random_logits(24)
-    rows = [
+def mixed_rows(count: int) -> list[Row]:
+    """All options in all mixes, over the rows."""
+    generator = random.Random(4)
+    return [
         row(
             index=i * 3,
             seed=i,
+            prompt=[generator.randrange(VOCAB_SIZE) for _ in range(1 + i)],
+            output=[generator.randrange(VOCAB_SIZE) for _ in range(i % 7)],
+            eos=(i, 2 * i),
             temperature=(0.0, 0.7, 1.0)[i % 3],
             top_k=(0, 5)[i % 2],
             top_p=(1.0, 0.9, 0.99, 0.5)[i % 4],
-            min_p=(0.0, 0.05)[i % 2],
+            min_p=(0.0, 0.05)[i // 2 % 2],
+            typical_p=(1.0, 1.0, 0.8)[i // 3 % 3],
+            repetition_penalty=(1.0, 1.2)[i // 4 % 2],
+            presence_penalty=(0.0, 0.0, 0.5, -0.5)[i // 2 % 4],
+            frequency_penalty=(0.0, 0.3)[i // 5 % 2],
+            logit_bias={} if i % 5 else {i: 4.0, 149: -3.0},
+            min_tokens=(0, 10**6)[i // 6 % 2],
+            logprobs=(None, None, 3)[i % 3],
         )
-        for i in range(24)
+        for i in range(count)
     ]
-    together = sample(logits, rows).token_ids
-    alone = [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(24)]
-    assert together == alone
-    order = list(range(23, -1, -1))
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    logits = random_logits(32)
+    rows = mixed_rows(32)
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [rows[i]]) for i in range(32)]
+    assert together.token_ids == [one.token_ids[0] for one in alone]
+    assert together.logprobs == [one.logprobs[0] for one in alone]
+    order = list(range(31, -1, -1))
     shuffled = sample(logits[order], [rows[i] for i in order]).token_ids
-    assert [shuffled[i] for i in order] == together
+    assert [shuffled[i] for i in order] == together.token_ids
+    assert all(token is not None for token in together.token_ids)
+
+
+def test_a_batch_is_cut_where_the_cache_ends_and_nobody_notices() -> None:
+    vocab_size = 40_000
+    logits = random_logits(70, vocab_size=vocab_size)
+    rows = [row(seed=i, temperature=i % 2, top_p=(1.0, 0.9)[i // 2 % 2]) for i in range(70)]
+    sampler = Sampler(vocab_size, logits.device)
+    for sequence in rows:
+        sampler.begin(sequence)
+    together = sampler.sample(rows, logits).outcomes
+    assert together == [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(70)]
+    # The same sampler goes on with fewer and other rows.
+    assert sampler.sample(rows[5:40], logits[5:40]).outcomes == together[5:40]
+    assert sampler.sample(rows[::-1], logits.flip(0)).outcomes == together[::-1]
+
+
+def test_logits_in_half_precision_stay_as_they_are() -> None:
+    logits = random_logits(6).bfloat16()
+    before = logits.clone()
+    rows = [row(seed=i, temperature=i % 2, logit_bias={3: 100.0}) for i in range(6)]
+    assert sample(logits, rows).token_ids == [3] * 6
+    assert torch.equal(logits, before)
+    single = logits.float()
+    sample(single, rows)
+    assert torch.equal(single, before.float())
 
 
 def test_rounding_noise_hardly_ever_changes_a_draw() -> None:

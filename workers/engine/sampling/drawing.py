@@ -42,7 +42,9 @@ def draws_of(
     """``params`` and ``keys`` are those of the ``rows``."""
     return Draws(
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
-        temperatures=torch.tensor([p.temperature for p in params], device=device),
+        temperatures=torch.tensor(
+            [p.temperature for p in params], dtype=torch.float32, device=device
+        ),
         keys=torch.tensor(keys, dtype=torch.int64, device=device),
         limits=limits_of(params, vocab_size, device),
     )

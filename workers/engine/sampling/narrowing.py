@@ -65,7 +65,9 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
     own = [params[i] for i in rows]
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in own]
     return Limits(
-        log_min_p=torch.tensor([log(p.min_p) if p.min_p else -inf for p in params], device=device),
+        log_min_p=torch.tensor(
+            [log(p.min_p) if p.min_p else -inf for p in params], dtype=torch.float32, device=device
+        ),
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
         top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
         top_p=torch.tensor([p.top_p for p in own], dtype=torch.float64, device=device),
@@ -196,25 +198,25 @@ def _bounds_of_sorted(
     if not limits.any_typical:
         return low, None
     high = torch.full_like(low, inf)
-    typical_p = limits.typical_p[index]
-    for row in (typical_p < 1).nonzero()[:, 0]:
-        kept = gaps[row, : int(torch.searchsorted(gaps[row], -low[row], right=True))]
-        low[row], high[row] = _typical(kept, typical_p[row])
+    rows = (limits.typical_p[index] < 1).nonzero()[:, 0]
+    low[rows], high[rows] = _typical(gaps[rows], low[rows], limits.typical_p[index[rows]])
     return low, high
 
 
-def _typical(gaps: torch.Tensor, typical_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023): the tokens
-    whose surprise is nearest to the entropy, as many as have ``typical_p`` of the mass.
-
-    ``gaps`` [num_tokens] are those of one row's tokens. Returns the scaled logits that stay.
-    """
-    weights = gaps.double().neg_().exp_()
-    shares = weights / weights.sum()
-    entropy = -torch.xlogy(shares, shares).sum()
-    distances = (shares.log() + entropy).abs_()
+def _typical(
+    gaps: torch.Tensor, low: torch.Tensor, typical_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023): of the
+    tokens that are not below ``low``, those whose surprise is nearest to the entropy, as many as
+    have ``typical_p`` of the mass. They are neighbours in ``gaps``."""
+    weights = gaps.double().neg_().exp_().masked_fill_(gaps > -low[:, None], 0.0)
+    shares = weights / weights.sum(-1, keepdim=True)
+    entropy = -torch.xlogy(shares, shares).sum(-1, keepdim=True)
+    distances = (shares.log() + entropy).abs_().masked_fill_(shares == 0, inf)
     order = ascending_order(distances)
-    reached = torch.searchsorted(shares[order].cumsum(0), typical_p)
-    farthest = distances[order[reached.clamp_(max=len(order) - 1)]]
-    inside = gaps[distances <= farthest]
-    return -inside[-1], -inside[0]
+    reached = torch.searchsorted(shares.gather(1, order).cumsum(-1), typical_p[:, None])
+    last = (shares > 0).sum(-1, keepdim=True) - 1
+    farthest = distances.gather(1, order.gather(1, torch.minimum(reached, last).clamp_(min=0)))
+    outside = distances > farthest
+    nearest = gaps.masked_fill(outside, inf).amin(-1)
+    return -gaps.masked_fill(outside, -inf).amax(-1), -nearest

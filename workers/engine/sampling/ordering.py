@@ -14,7 +14,8 @@ def ascending(values: torch.Tensor) -> torch.Tensor:
 
 
 def ascending_order(values: torch.Tensor) -> torch.Tensor:
-    """The indices (int64) that put each row in rising order; equals come in any order."""
+    """The indices (int64) that put each row in rising order. Rows that fall first and then rise
+    are merely merged on a CPU."""
     if values.device.type != "cpu":
         return values.argsort(dim=-1)
-    return torch.from_numpy(np.argsort(values.numpy(), axis=-1))
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1, kind="stable"))
