@@ -84,7 +84,9 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 
 class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's bounds. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``;
-    ``num_threads`` 0 chooses by the machine and what else runs on it. ``prefix_cache`` lets
+    ``num_threads`` 0 chooses by the machine and what else runs on it. ``kernels``: "auto" computes
+    with the compiled ones where they can be had, "native" insists, "torch" does without.
+    ``prefix_cache`` lets
     prompts begin with what earlier ones left in the KV cache. ``host_cache_bytes`` of memory beside
     it take the blocks of preempted requests and those that nobody used for ``idle_offload_s``,
     until they are wanted again (0: none do). A waiting request gains a level of
@@ -109,7 +111,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``max_num_waiting`` is how many jobs beyond the running ones a worker takes, so that a free
-    slot never waits for the bus."""
+    slot never waits for the bus. ``prefixes_per_tenant`` keeps what is cached of one tenant's
+    prompts from speeding up another's, who could learn from that what they begin with."""
 
     name: str = "worker-1"
     model: str = "demo"
@@ -120,6 +123,7 @@ class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replay_memory_s: float = 120.0
     sample_interval_s: float = 1.0
     drain_timeout_s: float = 8.0
+    prefixes_per_tenant: bool = False
     engine: EngineConfig = EngineConfig()
 
 

@@ -138,7 +138,7 @@ class Generation:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
+    def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
         return EngineRequest(
             request_id=self.engine_id,
             prompt_token_ids=self.prompt_token_ids,
@@ -146,6 +146,7 @@ class Generation:
             eos_token_ids=tuple(eos_token_ids),
             output_token_ids=tuple(self.token_ids),
             priority=self.priority,
+            cache_salt=cache_salt,
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:

@@ -64,6 +64,7 @@ class Requests:
         self._notices = notices
         self._on_room = on_room
         self._capacity = config.engine.max_num_sequences + config.max_num_waiting
+        self._prefixes_per_tenant = config.prefixes_per_tenant
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
         self._endings = Endings(bus, flusher, clock, self._record, self._on_acked)
@@ -240,7 +241,8 @@ class Requests:
         self._on_room()
 
     def _admit(self, generation: Generation) -> None:
-        self._engine.add(generation.engine_request(self._model.eos_token_ids))
+        salt = generation.job.tenant if self._prefixes_per_tenant else ""
+        self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 
     # --- ends ---
 

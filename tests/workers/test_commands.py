@@ -319,6 +319,16 @@ async def test_stopping_gives_back_what_does_not_end_in_time(demo: ServedModel) 
         assert b.statuses[-1].retired
 
 
+@pytest.mark.parametrize(("apart", "salts"), [(False, {"", ""}), (True, {"one", "two"})])
+async def test_tenants_share_cached_prefixes_unless_kept_apart(
+    demo: ServedModel, apart: bool, salts: set[str]
+) -> None:
+    async with bench(demo, prefixes_per_tenant=apart) as b:
+        for number, tenant in enumerate(("one", "two")):
+            await b.dispatch(b.job(f"r{number}", tenant=tenant))
+        assert {request.cache_salt for request in b.engine.added.values()} == salts
+
+
 def _to_nobody() -> Replay:
     return Replay(request_id="r1", from_index=0, reply="")
 
