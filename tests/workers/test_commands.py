@@ -319,7 +319,7 @@ async def test_stopping_gives_back_what_does_not_end_in_time(demo: ServedModel) 
         assert b.statuses[-1].retired
 
 
-@pytest.mark.parametrize(("apart", "salts"), [(False, {"", ""}), (True, {"one", "two"})])
+@pytest.mark.parametrize(("apart", "salts"), [(False, {""}), (True, {"one", "two"})])
 async def test_tenants_share_cached_prefixes_unless_kept_apart(
     demo: ServedModel, apart: bool, salts: set[str]
 ) -> None:
