@@ -55,13 +55,11 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
     order = flat.argsort(stable=True)
     sorted_rows = rows.index_select(0, order // mixture.num_chosen)
     counts = flat.bincount(minlength=len(mixture.experts)).tolist()
-    results = torch.empty_like(sorted_rows)
-    start = 0
-    for expert, count in zip(mixture.experts, counts, strict=True):
-        if count:
-            own = sorted_rows[start : start + count]
-            computed = expert.down(swiglu(expert.gate_up(own)))
-            results.index_copy_(0, order[start : start + count], computed)
-            start += count
+    computed = [
+        expert.down(swiglu(expert.gate_up(own)))
+        for expert, own in zip(mixture.experts, sorted_rows.split(counts), strict=True)
+        if len(own)
+    ]
+    results = torch.empty_like(sorted_rows).index_copy_(0, order, torch.cat(computed))
     by_choice = results.view(len(rows), mixture.num_chosen, -1)
     return by_choice.mul_(weights.to(rows.dtype).unsqueeze(-1)).sum(1)

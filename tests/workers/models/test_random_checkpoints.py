@@ -95,9 +95,12 @@ def check_completions(model: Any, path: Path, prompts: list[list[int]], budget: 
     """The first prompt alone, again on a warm cache, then with all others in small chunks."""
     alone = Engine.load(path, EngineConfig(num_blocks=NUM_BLOCKS, device="cpu"))
     completions = []
-    for name in ("cold", "warm"):
+    block_size = EngineConfig().block_size_tokens
+    for name, cached in (("cold", 0), ("warm", (len(prompts[0]) - 1) // block_size * block_size)):
         alone.add(request(name, prompts[0], max_tokens=NUM_TOKENS_OUT))
-        completions.append(tokens_by_request(drain(alone))[name])
+        outputs = drain(alone)
+        assert max(output.num_cached_tokens for output in outputs) == cached
+        completions.append(tokens_by_request(outputs)[name])
     together = Engine.load(
         path, EngineConfig(num_blocks=NUM_BLOCKS, device="cpu", max_batch_tokens=budget)
     )
