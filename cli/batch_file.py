@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from cli.offline import Generated
+from cli.generated import Choice, Generated, OfflineRequest
 from registry.served import ServedModel
-from schemas.errors import ConfigError, MillraceError
-from schemas.frames import FinishReason, TokenLogprob
+from schemas.errors import ConfigError, MillraceError, ParameterError
+from schemas.frames import TokenLogprob
 from schemas.jobs import ChatMessage, Job
 from schemas.sampling import SamplingParams
 
 _MAX_SHOWN = 20
+_MAX_PRIORITY = 1_000
 
 
 class BadLinesError(MillraceError):
@@ -25,120 +26,157 @@ class BadLinesError(MillraceError):
     http_status = 400
 
 
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that cannot be run, and why; ``id`` is its own if it has one, else its number."""
+
+    id: str | int
+    number: int
+    code: str
+    message: str
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What a line says besides the fields of SamplingParams."""
+
     id: str | int | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[ChatMessage, ...] | None = None
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] | str = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    cancel_after_tokens: int | None = None
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A prepared job, whose request id is its line number, and the id that the caller gave."""
-
-    id: str | int
-    job: Job
-
-
-class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    id: str | int
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    logprobs: list[dict[str, Any]] | None = None
-    error: dict[str, str] | None = None
-
-
-_decoder = msgspec.json.Decoder(_Line)
+_ROW_FIELDS = frozenset(_Row.__struct_fields__)
+_line_decoder = msgspec.json.Decoder(dict[str, Any])
 _encoder = msgspec.json.Encoder()
 
 
-def read_requests(file: Path, served: ServedModel) -> list[Request]:
+def read_requests(
+    file: Path, served: ServedModel, *, keep_bad: bool = False
+) -> list[OfflineRequest | BadLine]:
     """Every request of ``file``, checked and tokenised; blank lines are skipped.
 
-    A request without an id gets its line number. Raises ConfigError if the file cannot be read,
-    BadLinesError with the number of each line that is no request for this model.
+    A request without an id gets its line number. Raises ConfigError if the file cannot be read.
+    A line that is no request for this model is in the list as such with ``keep_bad``; without it
+    BadLinesError is raised, with the number of each.
     """
     try:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    requests: list[Request] = []
+    read: list[OfflineRequest | BadLine] = []
     seen: dict[str | int, int] = {}
-    bad: list[str] = []
     seed_source = random.Random()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            request = _request(number, line, served, seed_source)
-        except (MillraceError, ValueError) as error:
-            bad.append(f"{file}, line {number}: {error}")
-            continue
-        if request.id in seen:
-            first = seen[request.id]
-            bad.append(f"{file}, line {number}: id {request.id!r} is also that of line {first}")
-            continue
-        seen[request.id] = number
-        requests.append(request)
-    if bad:
+        request = _read_line(number, line, served, seed_source)
+        if isinstance(request, OfflineRequest):
+            first = seen.setdefault(request.id, number)
+            if first != number:
+                why = f"id {request.id!r} is also that of line {first}"
+                request = BadLine(id=number, number=number, code=BadLinesError.code, message=why)
+        read.append(request)
+    bad = [request for request in read if isinstance(request, BadLine)]
+    if bad and not keep_bad:
+        shown = [f"{file}, line {line.number}: {line.message}" for line in bad[:_MAX_SHOWN]]
         more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
-        raise BadLinesError("\n".join([*bad[:_MAX_SHOWN], *more]))
-    return requests
+        raise BadLinesError("\n".join([*shown, *more]))
+    return read
 
 
-def answer_line(request: Request, generated: Generated) -> str:
-    """An answer as one line of JSON. ``logprobs`` and ``error`` are there if there are any."""
+def answer_line(generated: Generated) -> str:
+    """An answer as one line of JSON: the completion, or ``choices`` if several were asked for."""
+    request, choices = generated.request, generated.choices
     assert request.job.prompt_token_ids is not None
-    error = generated.error
-    answer = _Answer(
-        id=request.id,
-        token_ids=generated.token_ids,
-        text="".join(generated.text),
-        finish_reason=generated.finish_reason,
-        prompt_tokens=len(request.job.prompt_token_ids),
-        completion_tokens=len(generated.token_ids),
-        logprobs=None
-        if request.job.sampling.logprobs is None
-        else [_logprob(entry) for entry in generated.logprobs],
-        error=None if error is None else {"code": error[0], "message": error[1]},
-    )
+    answer: dict[str, Any] = {"id": request.id}
+    if len(choices) == 1:
+        answer |= _completion(choices[0], generated)
+    else:
+        answer["completion_tokens"] = generated.num_tokens
+        answer["choices"] = [
+            {"index": index, **_completion(choice, generated)}
+            for index, choice in enumerate(choices)
+        ]
+    answer["prompt_tokens"] = len(request.job.prompt_token_ids)
+    if generated.prompt_logprobs:
+        answer["prompt_logprobs"] = [
+            None if entry is None else _logprob(entry) for entry in generated.prompt_logprobs
+        ]
+    if generated.num_cached_tokens:
+        answer["cached_tokens"] = generated.num_cached_tokens
     return _encoder.encode(answer).decode() + "\n"
 
 
-def _request(number: int, raw: bytes, served: ServedModel, seed_source: random.Random) -> Request:
-    line = _decoder.decode(raw)
+def bad_line_answer(line: BadLine) -> str:
+    """What is answered to a line that cannot be run."""
+    error = {"code": line.code, "message": line.message}
+    return _encoder.encode({"id": line.id, "error": error}).decode() + "\n"
+
+
+def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
+    """``cancelled``, ``logprobs`` and ``error`` are there if there are any."""
+    shown: dict[str, Any] = {
+        "token_ids": choice.token_ids,
+        "text": "".join(choice.text),
+        "finish_reason": choice.finish_reason,
+        "completion_tokens": len(choice.token_ids),
+    }
+    if generated.request.job.sampling.logprobs is not None:
+        shown["logprobs"] = [_logprob(entry) for entry in choice.logprobs]
+    if choice.error is not None:
+        code, message = choice.error
+        shown["error"] = {"code": code, "message": message}
+    elif not choice.ended:
+        shown["cancelled"] = True
+    return shown
+
+
+def _read_line(
+    number: int, raw: bytes, served: ServedModel, seed_source: random.Random
+) -> OfflineRequest | BadLine:
+    own_id: str | int = number
+    try:
+        fields = _line_decoder.decode(raw)
+        row = msgspec.convert({k: v for k, v in fields.items() if k in _ROW_FIELDS}, _Row)
+        own_id = number if row.id is None else row.id
+        return _request(number, own_id, row, fields, served, seed_source)
+    except (MillraceError, ValueError) as error:
+        code = error.code if isinstance(error, MillraceError) else BadLinesError.code
+        return BadLine(id=own_id, number=number, code=code, message=str(error))
+
+
+def _request(
+    number: int,
+    own_id: str | int,
+    row: _Row,
+    fields: dict[str, Any],
+    served: ServedModel,
+    seed_source: random.Random,
+) -> OfflineRequest:
+    if abs(row.priority) > _MAX_PRIORITY:
+        raise ParameterError("priority", f"priority must be within ±{_MAX_PRIORITY}")
+    if row.cancel_after_tokens is not None and row.cancel_after_tokens < 0:
+        raise ParameterError("cancel_after_tokens", "cancel_after_tokens must not be negative")
+    sampling = {name: value for name, value in fields.items() if name not in _ROW_FIELDS}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = (sampling["stop"],)
     job = Job(
         request_id=str(number),
         model=served.entry.name,
-        prompt=line.prompt,
-        messages=line.messages,
-        prompt_token_ids=line.prompt_token_ids,
-        sampling=SamplingParams(
-            max_tokens=line.max_tokens,
-            temperature=line.temperature,
-            top_p=line.top_p,
-            top_k=line.top_k,
-            min_p=line.min_p,
-            seed=line.seed,
-            stop=(line.stop,) if isinstance(line.stop, str) else line.stop,
-            stop_token_ids=line.stop_token_ids,
-            ignore_eos=line.ignore_eos,
-            logprobs=line.logprobs,
-        ),
+        prompt=row.prompt,
+        messages=row.messages,
+        prompt_token_ids=row.prompt_token_ids,
+        sampling=msgspec.convert(sampling, SamplingParams, str_keys=True),
     )
-    return Request(number if line.id is None else line.id, served.prepare(job, seed_source))
+    return OfflineRequest(
+        id=own_id,
+        job=served.prepare(job, seed_source, in_frames=False),
+        priority=row.priority,
+        cache_salt=row.cache_salt,
+        cancel_after_tokens=row.cancel_after_tokens,
+    )
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:

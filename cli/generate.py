@@ -11,7 +11,8 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from cli.batch_file import Request
+    from cli.batch_file import BadLine
+    from cli.generated import OfflineRequest
     from cli.offline import OfflineBatch
     from registry.served import ServedModel
 
@@ -24,9 +25,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "generate",
         help="run a file of requests straight on the engine",
         description="Each line of the input is a JSON object with prompt, prompt_token_ids or "
-        "messages, and optionally id, max_tokens, temperature, top_p, top_k, min_p, seed, stop, "
-        "stop_token_ids, ignore_eos, logprobs. Answers are written in the same order. The last "
-        "line on stderr is a JSON object with tokens_per_s, mean_ttft_ms and mean_tpot_ms.",
+        "messages, and optionally id, any sampling parameter (max_tokens, temperature, top_p, "
+        "top_k, min_p, typical_p, seed, stop, stop_token_ids, ignore_eos, min_tokens, logprobs, "
+        "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
+        "bad_words, n, grammar as {kind, text}), priority (higher goes first), cache_salt, and "
+        "cancel_after_tokens. Answers are written in the same order. The last line on stderr is a "
+        "JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was counted.",
     )
     parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
     parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
@@ -48,7 +52,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--kv-cache-bytes",
         type=int,
         default=_DEFAULTS.kv_cache_bytes,
-        help="default: %(default)s",
+        help="memory for keys and values (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        default=_DEFAULTS.num_blocks,
+        help="blocks of keys and values, instead of --kv-cache-bytes",
+    )
+    parser.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute every prompt, also what earlier ones have in common with it",
+    )
+    parser.add_argument(
+        "--answer-bad-lines",
+        action="store_true",
+        help="answer a line that cannot be run with an error and run the others (default: run "
+        "nothing then)",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -57,12 +78,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every request was answered, 1 if some failed, 2 if a line is bad: then none has run."""
-    from workers.engine.threads import configure_threads
+    """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
+    answered: then none has run."""
+    from workers.engine.thread_report import choose_threads
 
     config = _engine_config(arguments)
     # Before anything imports torch: it reads its thread settings once.
-    configure_threads(config, shared=False)
+    threads = choose_threads(config, shared=False)
     from cli.batch_file import BadLinesError, read_requests
     from registry.catalogue import load_catalogue
     from registry.served import ServedModel
@@ -71,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = catalogue.entry_for(arguments.model).name
     served = ServedModel.load(catalogue.with_model(arguments.model), name)
     try:
-        requests = read_requests(arguments.input, served)
+        requests = read_requests(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     except BadLinesError as error:
         print(error.message, file=sys.stderr)
         return 2
@@ -79,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         output = arguments.output.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
+    print(f"the engine computes with {threads}", file=sys.stderr)
     with output:
         return _generate(served, requests, config, output)
 
@@ -87,12 +110,15 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes"):
         if getattr(arguments, name) < 1:
             raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.threads < 0:
-        raise MillraceError("--threads must not be negative")
+    for name in ("num_blocks", "threads"):
+        if getattr(arguments, name) < 0:
+            raise MillraceError(f"--{name.replace('_', '-')} must not be negative")
     return EngineConfig(
         max_num_sequences=arguments.max_batch,
         max_batch_tokens=arguments.max_batch_tokens,
         kv_cache_bytes=arguments.kv_cache_bytes,
+        num_blocks=arguments.num_blocks,
+        prefix_cache=not arguments.no_prefix_cache,
         dtype=arguments.dtype,
         device=arguments.device,
         num_threads=arguments.threads,
@@ -100,7 +126,10 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _generate(
-    served: ServedModel, requests: list[Request], config: EngineConfig, output: TextIO
+    served: ServedModel,
+    requests: list[OfflineRequest | BadLine],
+    config: EngineConfig,
+    output: TextIO,
 ) -> int:
     import msgspec
 
@@ -109,22 +138,37 @@ def _generate(
 
     engine = Engine.load(served.path, config)
     batch = OfflineBatch(engine, served.tokenizer, config.max_num_sequences)
-    _write_answers(batch, requests, output)
-    summary = batch.summary()
+    num_bad = _write_answers(batch, requests, output)
+    engine.check_integrity()
+    summary = batch.summary(num_bad)
     print(msgspec.json.encode(summary).decode(), file=sys.stderr)
     return 1 if summary.num_failed else 0
 
 
-def _write_answers(batch: OfflineBatch, requests: list[Request], output: TextIO) -> None:
-    """In the order of the requests, each as soon as those before it are there."""
+def _write_answers(
+    batch: OfflineBatch, lines: list[OfflineRequest | BadLine], output: TextIO
+) -> int:
+    """In the order of the lines, each as soon as those before it are there; how many were bad."""
     from tqdm import tqdm
 
-    from cli.batch_file import answer_line
+    from cli.batch_file import BadLine, answer_line, bad_line_answer
 
-    lines: dict[str, str] = {}
-    order = iter(requests)
+    requests = [line for line in lines if not isinstance(line, BadLine)]
+    answers: dict[str, str] = {}
+    order = iter(lines)
     awaited = next(order, None)
     num_tokens = 0
+
+    def write_what_is_there() -> None:
+        nonlocal awaited
+        while awaited is not None:
+            if isinstance(awaited, BadLine):
+                output.write(bad_line_answer(awaited))
+            elif awaited.job.request_id in answers:
+                output.write(answers.pop(awaited.job.request_id))
+            else:
+                return
+            awaited = next(order, None)
 
     with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar:
 
@@ -133,11 +177,9 @@ def _write_answers(batch: OfflineBatch, requests: list[Request], output: TextIO)
             num_tokens += count
             bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
 
-        by_id = {request.job.request_id: request for request in requests}
-        for generated in batch.run([request.job for request in requests], on_tokens):
-            request_id = generated.job.request_id
-            lines[request_id] = answer_line(by_id[request_id], generated)
+        write_what_is_there()
+        for generated in batch.run(requests, on_tokens):
+            answers[generated.request.job.request_id] = answer_line(generated)
             bar.update()
-            while awaited is not None and awaited.job.request_id in lines:
-                output.write(lines.pop(awaited.job.request_id))
-                awaited = next(order, None)
+            write_what_is_there()
+    return len(lines) - len(requests)

@@ -18,7 +18,19 @@ RESTART_WINDOW_S = 60.0
 _FIRST_BACKOFF_S = 0.1
 
 # The fields of EngineStats that count from an engine's start; the others are gauges.
-COUNTERS = ("num_steps", "prefill_tokens", "decode_tokens", "num_preemptions", "busy_s")
+COUNTERS = (
+    "num_steps",
+    "prefill_tokens",
+    "decode_tokens",
+    "num_preemptions",
+    "busy_s",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "num_evicted_blocks",
+    "num_offloaded_blocks",
+    "num_reloaded_blocks",
+    "num_swaps",
+)
 
 logger = logging.getLogger(__name__)
 

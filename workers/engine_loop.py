@@ -138,9 +138,9 @@ def serve(fd: int, parent_pid: int) -> int:
 
 
 def _load(load: Load) -> StepEngine:
-    from workers.engine.threads import configure_threads
+    from workers.engine.thread_report import choose_threads
 
-    configure_threads(load.config, load.shared)
+    logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
     # Not before: torch reads the thread settings when it is imported.
     from workers.engine.engine import Engine
 

@@ -90,16 +90,21 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "workers.engine_process"),
-                *(str(theirs.fileno()), str(os.getpid())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search, _LOG_LEVEL: _log_level()},
-            )
         link = _Link()
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "workers.engine_process"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": search, _LOG_LEVEL: _log_level()},
+                )
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        except BaseException:
+            # The process ends by itself once there is no other end of its socket.
+            ours.close()
+            raise
         client = cls(link, process)
         link.write(pack(Load(str(path), config, shared)))
         try:
@@ -186,9 +191,7 @@ class _Link(asyncio.Protocol):
                 case Broken(message):
                     self._why = message
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None and not self._why:
-            self._why = f"the connection to the engine's process broke: {exc}"
+    def connection_lost(self, _exc: Exception | None) -> None:
         if not self.ready.done():
             why = self._why or "the engine's process ended before the model was loaded"
             self.ready.set_exception(EngineFailedError(why))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cli.generated import Generated, OfflineRequest
 from cli.main import main
 from cli.offline import OfflineBatch
 from registry.tokenizer import Tokenizer
@@ -16,7 +17,7 @@ from schemas.frames import FinishReason
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
 from tests.support.checkpoints_made import write_checkpoint
-from workers.engine.types import EngineOutput, EngineRequest
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 SMALL = ("--kv-cache-bytes", "2000000", "--threads", "1")
 
@@ -143,21 +144,84 @@ def test_files_that_cannot_be_opened(
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_whatever_the_engine_offers(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = list(range(5, 45))
+    common = {"prompt_token_ids": prompt, "max_tokens": 4, "ignore_eos": True, "seed": 1}
+    lines = [
+        common | {"id": "alone"},
+        common | {"id": "several", "n": 3, "logprobs": 1, "priority": 2},
+        common | {"id": "left", "max_tokens": 50, "cancel_after_tokens": 3},
+        common | {"id": "left at once", "cancel_after_tokens": 0},
+        common | {"id": "salted", "cache_salt": "another tenant"},
+        common | {"id": "biased", "logit_bias": {"9": 100.0}, "temperature": 0},
+        common | {"id": "scored", "prompt_logprobs": 1},
+    ]
+    code, answers = generate(tmp_path, checkpoint, lines, "--num-blocks", "40", "--max-batch", "1")
+    assert code == 0
+    alone, several, left, at_once, salted, biased, scored = answers
+    assert [len(choice["token_ids"]) for choice in several["choices"]] == [4, 4, 4]
+    assert several["choices"][0]["token_ids"] == alone["token_ids"] == salted["token_ids"]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert [len(choice["logprobs"]) for choice in several["choices"]] == [4, 4, 4]
+    assert several["completion_tokens"] == 12
+    assert "token_ids" not in several
+    assert (left["completion_tokens"], left["cancelled"], left["finish_reason"]) == (3, True, None)
+    assert (at_once["token_ids"], at_once["cancelled"]) == ([], True)
+    assert biased["token_ids"] == [9] * 4
+    assert scored["prompt_logprobs"][0] is None
+    assert [entry["token_id"] for entry in scored["prompt_logprobs"][1:]] == prompt[1:]
+    assert several["cached_tokens"] == 32
+    assert "cached_tokens" not in salted
+    summary = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert summary["num_cancelled"] == 2
+    assert summary["prefix_hit_tokens"] >= 32
+    assert summary["peak_rss_bytes"] > 1 << 20
+
+
+def test_bad_lines_are_answered_if_so_asked(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"id": "bad", "prompt_token_ids": [99999]},
+        "not json",
+        {"id": "good", "prompt": "x", "max_tokens": 2, "ignore_eos": True},
+        {"id": "good", "prompt": "again"},
+        {"prompt": "x", "priority": 10**9},
+        {"prompt": "x", "cancel_after_tokens": -1},
+    ]
+    code, answers = generate(tmp_path, checkpoint, lines, "--answer-bad-lines")
+    assert code == 1
+    assert [answer["id"] for answer in answers] == ["bad", 2, "good", 4, 5, 6]
+    codes = [answer["error"]["code"] if "error" in answer else None for answer in answers]
+    bad, unreadable = "invalid_parameter", "invalid_input"
+    assert codes == [bad, unreadable, None, unreadable, bad, bad]
+    summary = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert (summary["num_requests"], summary["num_failed"]) == (6, 5)
+
+
 class ScriptedEngine:
-    """Gives each request its own prompt back, one token a step and a second of time each."""
+    """Gives each choice of a request its own prompt back, one token a step and a second of time
+    each."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.most_at_once = 0
         self.cancelled: list[str] = []
         self._left: dict[str, list[int]] = {}
+        self._num_choices: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self._left)
 
+    def stats(self) -> EngineStats:
+        return EngineStats(num_preemptions=3)
+
     def add(self, request: EngineRequest) -> None:
         self._left[request.request_id] = list(request.prompt_token_ids)
+        self._num_choices[request.request_id] = request.sampling.n
         self.most_at_once = max(self.most_at_once, len(self._left))
 
     def cancel(self, request_id: str) -> None:
@@ -170,26 +234,42 @@ class ScriptedEngine:
         for request_id, left in list(self._left.items()):
             token_id = left.pop(0)
             finish_reason = None if left else FinishReason.LENGTH
-            outputs.append(
+            outputs += [
                 EngineOutput(
-                    request_id=request_id, token_ids=(token_id,), finish_reason=finish_reason
+                    request_id=request_id,
+                    choice=choice,
+                    token_ids=(token_id,),
+                    finish_reason=finish_reason,
                 )
-            )
+                for choice in range(self._num_choices[request_id])
+            ]
             if not left:
                 del self._left[request_id]
         return outputs
+
+
+def _request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    cancel_after_tokens: int | None = None,
+    **sampling: Any,
+) -> OfflineRequest:
+    job = Job(
+        request_id=request_id,
+        model="m",
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=SamplingParams(**sampling),
+    )
+    return OfflineRequest(id=request_id, job=job, cancel_after_tokens=cancel_after_tokens)
 
 
 def test_the_batch_is_bounded_and_measured(checkpoint: Path) -> None:
     engine = ScriptedEngine()
     tokenizer = Tokenizer.load(checkpoint)
     batch = OfflineBatch(engine, tokenizer, max_batch=2, monotonic=lambda: engine.now_s)
-    jobs = [
-        # Some end while the others go on, and some steps end none.
-        Job(request_id=str(i), model="m", prompt_token_ids=(5, 6, 7, 8)[: 2 + i % 3])
-        for i in range(6)
-    ]
-    ended = [generated.job.request_id for generated in batch.run(jobs)]
+    # Some end while the others go on, and some steps end none.
+    requests = [_request(str(i), (5, 6, 7, 8)[: 2 + i % 3]) for i in range(6)]
+    ended = [generated.request.id for generated in batch.run(requests)]
     assert sorted(ended) == ["0", "1", "2", "3", "4", "5"]
     assert engine.most_at_once == 2
     summary = batch.summary()
@@ -204,16 +284,59 @@ def test_a_stop_string_ends_a_request_and_frees_it(checkpoint: Path) -> None:
     engine = ScriptedEngine()
     tokenizer = Tokenizer.load(checkpoint)
     ids = tuple(tokenizer.encode("a b STOP and more", add_special_tokens=False))
-    job = Job(
-        request_id="r",
-        model="m",
-        prompt_token_ids=ids,
-        sampling=SamplingParams(stop=("STOP",)),
-    )
     batch = OfflineBatch(engine, tokenizer, max_batch=1, monotonic=lambda: engine.now_s)
-    (generated,) = batch.run([job])
+    (generated,) = batch.run([_request("r", ids, stop=("STOP",))])
+    (choice,) = generated.choices
     # The text goes on behind a prompt that is the same text.
-    assert "".join(generated.text) == "a b "
-    assert generated.finish_reason is FinishReason.STOP
-    assert len(generated.token_ids) < len(ids)
+    assert "".join(choice.text) == "a b "
+    assert choice.finish_reason is FinishReason.STOP
+    assert len(choice.token_ids) < len(ids)
     assert engine.cancelled == ["r"]
+
+
+def test_a_caller_goes_away_after_some_tokens(checkpoint: Path) -> None:
+    engine = ScriptedEngine()
+    batch = OfflineBatch(engine, Tokenizer.load(checkpoint), 4, lambda: engine.now_s)
+    requests = [
+        _request("at once", (5, 6, 7), 0),
+        _request("two", (5, 6, 7), 2),
+        _request("at its end", (5, 6, 7), 3),
+        # Three choices: the sixth token is the last of the second step.
+        _request("all choices", (5, 6, 7, 8), 6, n=3),
+    ]
+    ended = {str(generated.request.id): generated for generated in batch.run(requests)}
+    assert {name: generated.num_tokens for name, generated in ended.items()} == {
+        "at once": 0,
+        "two": 2,
+        "at its end": 3,
+        "all choices": 6,
+    }
+    assert [name for name, generated in ended.items() if not generated.cancelled] == ["at its end"]
+    assert sorted(engine.cancelled) == ["all choices", "at once", "two"]
+    summary = batch.summary(num_refused=2)
+    assert (summary.num_requests, summary.num_cancelled, summary.num_failed) == (6, 3, 2)
+    assert summary.num_preemptions == 3
+    assert summary.peak_rss_bytes > 1 << 20
+
+
+def test_choices_end_one_by_one(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    generated = Generated(_request("r", (5, 6), n=2), tokenizer, 0.0)
+    generated.take(EngineOutput(request_id="r", token_ids=(7,), started=True), 1.0)
+    generated.take(EngineOutput(request_id="r", choice=1, token_ids=(8,), started=True), 1.0)
+    generated.take(EngineOutput(request_id="r", error=("non_finite_logits", "why")), 2.0)
+    before = generated.ended
+    generated.take(
+        EngineOutput(request_id="r", choice=1, token_ids=(9,), finish_reason=FinishReason.LENGTH),
+        2.0,
+    )
+    assert (before, generated.ended, generated.ended_in_engine) == (False, True, True)
+    assert generated.error == ("non_finite_logits", "why")
+    assert [choice.token_ids for choice in generated.choices] == [[7], [8, 9]]
+
+
+def test_a_refusal_ends_all_choices(checkpoint: Path) -> None:
+    generated = Generated(_request("r", (5, 6), n=2), Tokenizer.load(checkpoint), 0.0)
+    generated.take(EngineOutput(request_id="r", error=("kv_capacity_exceeded", "why")), 1.0)
+    assert generated.ended
+    assert generated.ended_in_engine

@@ -23,6 +23,9 @@ _GAUGES = {
     "num_waiting",
     "num_blocks",
     "num_free_blocks",
+    "num_idle_blocks",
+    "num_host_blocks",
+    "num_used_host_blocks",
     "outstanding_tokens",
     "max_tokens_per_request",
 }

@@ -1,0 +1,42 @@
+"""Says with how many threads the engine computes, how they wait, and what that was chosen by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads, usable_cores
+
+
+def choose_threads(config: EngineConfig, shared: bool) -> str:
+    """See ``configure_threads``; returns ``N threads, wait policy P, because …``."""
+    asked = dict(os.environ)
+    num_threads = configure_threads(config, shared)
+    return explain_threads(num_threads, config, shared, asked, os.environ)
+
+
+def explain_threads(
+    num_threads: int,
+    config: EngineConfig,
+    shared: bool,
+    asked: Mapping[str, str],
+    chosen: Mapping[str, str],
+) -> str:
+    """``asked`` and ``chosen`` are the environment before and after the choice."""
+    if config.num_threads > 0:
+        why = "engine.num_threads says so"
+    elif "OMP_NUM_THREADS" in asked:
+        why = "OMP_NUM_THREADS says so"
+    elif shared:
+        why = f"other processes of the system need the rest of {_cores()}"
+    else:
+        why = f"nothing else is expected to run on {_cores()}"
+    policy = chosen.get("OMP_WAIT_POLICY", "").lower() or "default"
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return f"{threads}, wait policy {policy}, because {why}"
+
+
+def _cores() -> str:
+    cores = usable_cores()
+    return "1 core" if cores == 1 else f"{cores} cores"
