@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -64,15 +65,15 @@ class _Runs:
 
     def _starts(self) -> dict[str, Callable[[], None]]:
         starts: dict[str, Callable[[], None]] = {
-            MILLRACE_ENGINE: lambda: self._alone(MILLRACE_ENGINE),
-            MILLRACE: lambda: self._served(MILLRACE, millrace(self._checkpoint, self._folder)),
-            TRANSFORMERS: lambda: self._alone(TRANSFORMERS),
+            MILLRACE_ENGINE: partial(self._alone, MILLRACE_ENGINE),
+            MILLRACE: partial(self._served, MILLRACE, millrace(self._checkpoint, self._folder)),
+            TRANSFORMERS: partial(self._alone, TRANSFORMERS),
         }
         if self._arguments.vllm_python:
-            starts[_VLLM] = lambda: self._served(_VLLM, self._vllm(eager=False))
-            starts[_VLLM_EAGER] = lambda: self._served(_VLLM_EAGER, self._vllm(eager=True))
+            starts[_VLLM] = partial(self._served, _VLLM, self._vllm(eager=False))
+            starts[_VLLM_EAGER] = partial(self._served, _VLLM_EAGER, self._vllm(eager=True))
         for name, url in self._arguments.url:
-            starts[name] = lambda name=name, url=url: self._served(name, nullcontext(url))
+            starts[name] = partial(self._served, name, nullcontext(url))
         return starts
 
     def _vllm(self, *, eager: bool) -> AbstractContextManager[str]:

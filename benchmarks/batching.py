@@ -1,0 +1,244 @@
+"""What continuous batching, a paged cache and chunked prefill bring, beside doing without.
+
+    python -m benchmarks.batching [--batching continuous|static] [--kv paged|contiguous]
+
+The baselines live here alone. Static batching runs a batch until its longest answer ends, the
+others padded along; the gain over it should be near the longest of a batch over the mean length.
+A contiguous cache reserves the longest answer for each sequence that it admits, as nobody knows
+how long it will be. Chunked prefill is measured by the gaps in running streams while a long prompt
+enters, whole and in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchmarks.closed_loop import greedy_request, run_closed_loop
+from benchmarks.figures import RequestTimes, percentile
+from benchmarks.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    from workers.engine.engine import Engine
+
+_BATCHING = ("continuous", "static")
+_KV = ("paged", "contiguous")
+_PROMPT_TOKENS = 128
+_RUNNING_STREAMS = 8
+_BLOCK_TOKENS = 16
+_ENTERING_PROMPT = "the long prompt"
+# Steps of the running streams before the long prompt comes.
+_STEPS_BEFORE = 16
+
+
+class Chunking(msgspec.Struct, frozen=True):
+    """How a prompt is cut: at most ``max_batch_tokens`` a step, and no step longer than the bound
+    is predicted to be (0: no bound)."""
+
+    max_batch_tokens: int
+    itl_bound_ms: float = 0.0
+
+
+_CHUNKINGS = (
+    Chunking(2048),
+    Chunking(512),
+    Chunking(256),
+    Chunking(128),
+    Chunking(2048, itl_bound_ms=200.0),
+    Chunking(2048, itl_bound_ms=100.0),
+)
+
+
+class _Bench:
+    """The model, and loads of it with skewed lengths."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+        from registry.checkpoint import read_model_config
+
+        self._path = path
+        self._vocab_size = read_model_config(path).vocab_size
+        self._arguments = arguments
+        self.longest = arguments.longest
+        self.lengths = skewed_lengths(arguments.requests, self.longest, seed=1)
+
+    def engine(self, **settings: int | float | bool) -> Engine:
+        """One without a prefix cache, as prompts come again in each round."""
+        from workers.engine.engine import Engine
+
+        config = EngineConfig(device="cpu", dtype="bfloat16", prefix_cache=False)
+        return Engine.load(self._path, msgspec.structs.replace(config, **settings))
+
+    def prompts(self, count: int, num_tokens: int = _PROMPT_TOKENS) -> list[Prompt]:
+        return distinct_prompts(count, num_tokens, self._vocab_size, seed=1)
+
+    def batching(self, choices: Sequence[str]) -> None:
+        """Tokens/s that users get, with as many slots and memory for all."""
+        slots = self._arguments.slots
+        engine = self.engine(max_num_sequences=slots)
+        prompts = self.prompts(len(self.lengths))
+        run_closed_loop(engine, prompts[:slots], [8] * min(slots, len(prompts)), slots)
+        rates: dict[str, list[float]] = {choice: [] for choice in choices}
+        for _ in range(self._arguments.rounds):
+            for choice in choices:
+                begin_s = time.perf_counter()
+                if choice == "static":
+                    _run_static(engine, prompts, self.lengths, slots)
+                else:
+                    run_closed_loop(engine, prompts, self.lengths, slots)
+                rates[choice].append(sum(self.lengths) / (time.perf_counter() - begin_s))
+        medians = {choice: statistics.median(runs) for choice, runs in rates.items()}
+        mean = statistics.mean(self.lengths)
+        print(
+            f"batching, {slots} slots, {len(self.lengths)} answers of {mean:.0f} tokens on average "
+            f"and at most {max(self.lengths)}"
+        )
+        for choice, rate in medians.items():
+            print(f"  {choice:10}  {rate:7.1f} tokens/s")
+        if len(medians) == len(_BATCHING):
+            gain = medians["continuous"] / medians["static"]
+            ideal = gain_of_continuous(self.lengths, slots)
+            print(f"  gain {gain:.2f}x; longest of a batch over mean length {ideal:.2f}x")
+
+    def kv(self, choices: Sequence[str]) -> None:
+        """Sequences that run together in the same memory, and what that brings."""
+        reserved_tokens = _PROMPT_TOKENS + self.longest
+        num_reserved = self._arguments.reservations
+        blocks = num_reserved * -(-reserved_tokens // _BLOCK_TOKENS)
+        prompts = self.prompts(len(self.lengths))
+        print(
+            f"cache of {blocks * _BLOCK_TOKENS} tokens, {num_reserved} times the longest sequence"
+        )
+        fits: dict[str, float] = {}
+        for choice in choices:
+            limit = num_reserved if choice == "contiguous" else len(prompts)
+            engine = self.engine(num_blocks=blocks, max_num_sequences=limit)
+            running: list[int] = []
+            begin_s = time.perf_counter()
+            run_closed_loop(
+                engine,
+                prompts,
+                self.lengths,
+                len(prompts),
+                partial(_note_running, running),
+            )
+            rate = sum(self.lengths) / (time.perf_counter() - begin_s)
+            fits[choice] = statistics.median(running)
+            print(
+                f"  {choice:10}  {fits[choice]:5.1f} sequences fit while others wait, "
+                f"{rate:7.1f} tokens/s, {engine.stats().num_preemptions} preemptions"
+            )
+        if len(fits) == len(_KV):
+            print(f"  paged fits {fits['paged'] / fits['contiguous']:.2f}x as many")
+
+    def chunking(self) -> None:
+        """The gaps in running streams while a long prompt enters."""
+        num_tokens = self._arguments.long_prompt
+        whole = Chunking(num_tokens + _RUNNING_STREAMS)
+        print(f"{_RUNNING_STREAMS} running streams while a prompt of {num_tokens} tokens enters")
+        for chunking in (whole, *_CHUNKINGS):
+            gaps_ms, ttft_ms = self._entry(chunking, num_tokens)
+            name = (
+                "whole"
+                if chunking is whole
+                else f"chunks of at most {chunking.max_batch_tokens}"
+                + (f", {chunking.itl_bound_ms:.0f} ms" if chunking.itl_bound_ms else "")
+            )
+            print(
+                f"  {name:32}  ITL p50 {percentile(gaps_ms, 0.5):7.1f}, "
+                f"p99 {percentile(gaps_ms, 0.99):7.1f} ms; its own TTFT {ttft_ms / 1e3:5.2f} s"
+            )
+
+    def _entry(self, chunking: Chunking, num_tokens: int) -> tuple[list[float], float]:
+        engine = self.engine(
+            max_batch_tokens=chunking.max_batch_tokens, itl_bound_ms=chunking.itl_bound_ms
+        )
+        # Teaches the cost model what steps cost, as any load does that runs for a while.
+        prompts = [prompt[: 64 * (i + 1)] for i, prompt in enumerate(self.prompts(16, 1024))]
+        run_closed_loop(engine, prompts, [16] * len(prompts), _RUNNING_STREAMS)
+        return self._enter(engine, num_tokens)
+
+    def _enter(self, engine: Engine, num_tokens: int) -> tuple[list[float], float]:
+        """Gaps in ms of the running streams during the entry, and the TTFT of the prompt in ms."""
+        (long_prompt,) = self.prompts(1, num_tokens)
+        room = engine.context_window_tokens - _PROMPT_TOKENS
+        for index, prompt in enumerate(self.prompts(_RUNNING_STREAMS)):
+            engine.add(greedy_request(str(index), prompt, room))
+        decoded = engine.stats().decode_tokens
+        while engine.stats().decode_tokens < decoded + _STEPS_BEFORE * _RUNNING_STREAMS:
+            engine.step()
+        begin_s = last_s = time.perf_counter()
+        engine.add(greedy_request(_ENTERING_PROMPT, long_prompt, 1))
+        gaps_ms: list[float] = []
+        entered = False
+        while not entered:
+            outputs = engine.step()
+            now_s = time.perf_counter()
+            made = {output.request_id for output in outputs if output.token_ids}
+            entered = _ENTERING_PROMPT in made
+            if len(made) > entered:
+                gaps_ms.append((now_s - last_s) * 1e3)
+                last_s = now_s
+        return gaps_ms, (time.perf_counter() - begin_s) * 1e3
+
+
+def _run_static(
+    engine: Engine, prompts: Sequence[Prompt], lengths: Sequence[int], batch: int
+) -> list[RequestTimes]:
+    """Batch after batch; each of its sequences computes for as long as the longest."""
+    times: list[RequestTimes] = []
+    for start in range(0, len(prompts), batch):
+        group = prompts[start : start + batch]
+        longest = max(lengths[start : start + batch])
+        times += run_closed_loop(engine, group, [longest] * len(group), len(group))
+    return times
+
+
+def _note_running(running: list[int], engine: Engine) -> None:
+    stats = engine.stats()
+    if stats.num_waiting:
+        running.append(stats.num_running)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.batching",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser.add_argument("--batching", choices=_BATCHING, help="only this one")
+    parser.add_argument("--kv", choices=_KV, help="only this one")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=384, help="tokens of the longest answer")
+    parser.add_argument("--slots", type=int, default=16, help="sequences of a batch")
+    parser.add_argument("--reservations", type=int, default=8, help="that the small cache holds")
+    parser.add_argument("--long-prompt", type=int, default=8192, help="tokens that enter")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
+    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parsed = parser.parse_args(arguments)
+    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
+    from benchmarks.checkpoints import write_llama
+
+    everything = parsed.batching is None and parsed.kv is None
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(parsed.model or write_llama(Path(folder)), parsed)
+        if everything or parsed.batching:
+            bench.batching([parsed.batching] if parsed.batching else _BATCHING)
+        if everything or parsed.kv:
+            bench.kv([parsed.kv] if parsed.kv else _KV)
+        if everything:
+            bench.chunking()
+
+
+if __name__ == "__main__":
+    main()

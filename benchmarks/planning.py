@@ -1,0 +1,181 @@
+"""Python's part of a step: planning, laying out the batch, keeping the books, handing tokens over.
+
+    python -m benchmarks.planning [--sequences 32 256] [--profile]
+
+All sequences decode. Of each step's time, the model's and the sampler's are taken out; what is
+left is the rest, for which the goals are 1.0 ms at 32 sequences and 3 ms at 256. The sampler's own
+time, kernels and Python, stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from benchmarks.closed_loop import greedy_request
+from benchmarks.prompts import distinct_prompts
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads
+
+_GOALS_MS = {32: 1.0, 256: 3.0}
+_PROMPT_TOKENS = 64
+_BLOCK_TOKENS = 16
+_NUM_FUNCTIONS = 25
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians over the steps."""
+
+    step_ms: float
+    model_ms: float
+    sampler_ms: float
+    rest_ms: float
+
+
+class _Stopwatch:
+    """Adds up the time spent in functions, during which it suspends a profile."""
+
+    def __init__(self, profile: cProfile.Profile | None) -> None:
+        self.elapsed_s = 0.0
+        self._profile = profile
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._profile is not None:
+                self._profile.disable()
+            begin_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.elapsed_s += time.perf_counter() - begin_s
+                if self._profile is not None:
+                    self._profile.enable()
+
+        return timed
+
+    def take_ms(self) -> float:
+        """What was added up since the last call."""
+        elapsed_s, self.elapsed_s = self.elapsed_s, 0.0
+        return elapsed_s * 1e3
+
+
+@contextmanager
+def _watched(
+    profile: cProfile.Profile | None,
+) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
+    """Stopwatches of the model and of the sampler."""
+    from workers.engine.sampler import Sampler
+    from workers.models.decoder import Decoder
+
+    model, sampler = _Stopwatch(profile), _Stopwatch(profile)
+    with ExitStack() as stack:
+        for name in ("forward", "logits"):
+            watched = model.around(getattr(Decoder, name))
+            stack.enter_context(patch.object(Decoder, name, watched))
+        stack.enter_context(patch.object(Sampler, "sample", sampler.around(Sampler.sample)))
+        yield model, sampler
+
+
+def measure(
+    path: Path, num_sequences: int, num_steps: int, profile: cProfile.Profile | None
+) -> StepTimes:
+    """Decode ``num_sequences`` sequences, and time ``num_steps`` steps of it."""
+    from registry.checkpoint import read_model_config
+    from workers.engine.engine import Engine
+
+    # A block boundary is crossed at the same rate by any number of steps that blocks divide.
+    num_steps = -(-num_steps // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    total_tokens = _PROMPT_TOKENS + num_steps + 2 * _BLOCK_TOKENS
+    blocks = num_sequences * (total_tokens // _BLOCK_TOKENS + 2)
+    engine = Engine.load(
+        path, EngineConfig(device="cpu", max_num_sequences=num_sequences, num_blocks=blocks * 2)
+    )
+    vocab_size = read_model_config(path).vocab_size
+    prompts = distinct_prompts(num_sequences, _PROMPT_TOKENS, vocab_size, seed=num_sequences)
+    for index, prompt in enumerate(prompts):
+        # Of different lengths, so that not all take a new block in the same step.
+        own = prompt[: _PROMPT_TOKENS - index % _BLOCK_TOKENS]
+        engine.add(greedy_request(str(index), own, total_tokens - len(own)))
+    while engine.stats().decode_tokens < 4 * num_sequences:
+        engine.step()
+    with _watched(profile) as (model, sampler):
+        steps = [_timed(engine.step, model, sampler, profile) for _ in range(num_steps)]
+    return StepTimes(
+        **{
+            name: statistics.median(getattr(step, name) for step in steps)
+            for name in StepTimes.__struct_fields__
+        }
+    )
+
+
+def _timed(
+    step: Callable[[], object],
+    model: _Stopwatch,
+    sampler: _Stopwatch,
+    profile: cProfile.Profile | None,
+) -> StepTimes:
+    if profile is not None:
+        profile.enable()
+    begin_s = time.perf_counter()
+    step()
+    step_ms = (time.perf_counter() - begin_s) * 1e3
+    if profile is not None:
+        profile.disable()
+    model_ms, sampler_ms = model.take_ms(), sampler.take_ms()
+    return StepTimes(
+        step_ms=step_ms,
+        model_ms=model_ms,
+        sampler_ms=sampler_ms,
+        rest_ms=step_ms - model_ms - sampler_ms,
+    )
+
+
+def _line(num_sequences: int, times: StepTimes) -> str:
+    goal = _GOALS_MS.get(num_sequences)
+    return (
+        f"{num_sequences:4} sequences: step {times.step_ms:.2f} ms, model {times.model_ms:.2f}, "
+        f"sampler {times.sampler_ms:.2f}, the rest {times.rest_ms:.2f}"
+        + ("" if goal is None else f" (goal: at most {goal:.1f})")
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the functions that the rest is spent in"
+    )
+    parsed = parser.parse_args(arguments)
+    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
+    from benchmarks.checkpoints import write_llama
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = parsed.model or write_llama(Path(folder))
+        for num_sequences in parsed.sequences:
+            print(_line(num_sequences, measure(path, num_sequences, parsed.steps, None)))
+            if parsed.profile:
+                profile = cProfile.Profile()
+                measure(path, num_sequences, parsed.steps, profile)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(_NUM_FUNCTIONS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What the prefix cache costs and brings: throughput by hit rate, and TTFT of what is cached.
+
+    python -m benchmarks.prefix_cache [--rounds 5]
+
+Prompts share their first part, which an earlier request has left in the cache. An engine with the
+cache and one without get the same prompts in turn, and the ratio of each pair counts. The goals: at
+no hit less than 1 % slower, at 75 % hit at least 2.5 times the throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchmarks.closed_loop import run_closed_loop
+from benchmarks.prompts import Prompt, shared_prefix_prompts
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    from workers.engine.engine import Engine
+
+_HITS = (0.0, 0.5, 0.75, 0.9)
+_GOALS = {0.0: "at least 0.99x", 0.75: "at least 2.50x"}
+_TTFT_PROMPTS = 8
+
+
+class _Bench:
+    """Two engines, with the cache and without."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+        from registry.checkpoint import read_model_config
+        from workers.engine.engine import Engine
+
+        self._arguments = arguments
+        self._vocab_size = read_model_config(path).vocab_size
+        self._seed = 0
+        config = EngineConfig(device="cpu", dtype="bfloat16", max_num_sequences=arguments.streams)
+        self._cached = Engine.load(path, config)
+        self._uncached = Engine.load(path, msgspec.structs.replace(config, prefix_cache=False))
+
+    def throughput(self, hit: float) -> str:
+        """One line: the share of prompt tokens that was found, and throughput over without."""
+        num_shared = round(hit * self._arguments.prompt_tokens)
+        ratios, rates, found, asked = [], [], 0, 0
+        for round_ in range(self._arguments.rounds):
+            prompts = self._prompts(num_shared)
+            for engine in (self._cached, self._uncached):
+                if num_shared:
+                    run_closed_loop(engine, [prompts[0][:num_shared]], [1], 1)
+            before = self._cached.stats()
+            # Each is the first in every other pair, so that a machine that slows down or speeds
+            # up favours neither.
+            if round_ % 2:
+                cached_s = self._timed_s(self._cached, prompts)
+                uncached_s = self._timed_s(self._uncached, prompts)
+            else:
+                uncached_s = self._timed_s(self._uncached, prompts)
+                cached_s = self._timed_s(self._cached, prompts)
+            after = self._cached.stats()
+            found += after.prefix_hit_tokens - before.prefix_hit_tokens
+            asked += after.prefix_query_tokens - before.prefix_query_tokens
+            ratios.append(uncached_s / cached_s)
+            rates.append(len(prompts) / cached_s)
+        goal = f" (goal: {_GOALS[hit]})" if hit in _GOALS else ""
+        return (
+            f"{found / asked:4.0%} hit: {statistics.median(rates):6.2f} requests/s, "
+            f"{statistics.median(ratios):.3f}x of without{goal}; pairs from {min(ratios):.3f}x to "
+            f"{max(ratios):.3f}x"
+        )
+
+    def ttft(self) -> str:
+        """One line: a prompt alone, the first time and the second."""
+        first_ms: list[float] = []
+        second_ms: list[float] = []
+        for _ in range(_TTFT_PROMPTS):
+            prompt = self._prompts(0)[:1]
+            for times_ms in (first_ms, second_ms):
+                (request,) = run_closed_loop(self._cached, prompt, [1], 1)
+                times_ms.append((request.parts_s[0] - request.sent_s) * 1e3)
+        return (
+            f"TTFT of {self._arguments.prompt_tokens} tokens, alone: "
+            f"{statistics.median(first_ms):.1f} ms when new, "
+            f"{statistics.median(second_ms):.1f} ms when cached"
+        )
+
+    def _prompts(self, num_shared: int) -> list[Prompt]:
+        """Others at each call."""
+        self._seed += 1
+        return shared_prefix_prompts(
+            self._arguments.requests,
+            num_shared,
+            self._arguments.prompt_tokens - num_shared,
+            self._vocab_size,
+            self._seed,
+        )
+
+    def _timed_s(self, engine: Engine, prompts: list[Prompt]) -> float:
+        lengths = [self._arguments.output_tokens] * len(prompts)
+        begin_s = time.perf_counter()
+        run_closed_loop(engine, prompts, lengths, self._arguments.streams)
+        return time.perf_counter() - begin_s
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefix_cache",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs; the median counts")
+    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parsed = parser.parse_args(arguments)
+    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
+    from benchmarks.checkpoints import write_llama
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(parsed.model or write_llama(Path(folder)), parsed)
+        print(
+            f"{parsed.prompt_tokens} tokens in, {parsed.output_tokens} out, "
+            f"{parsed.streams} streams, {parsed.requests} requests a run"
+        )
+        print(bench.ttft())  # warms up, too
+        for hit in _HITS:
+            print(bench.throughput(hit), flush=True)
+
+
+if __name__ == "__main__":
+    main()
