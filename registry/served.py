@@ -44,11 +44,16 @@ class ServedModel:
         """The job with ``prompt_token_ids`` in place of prompt or messages, ``max_tokens`` set (to
         what the context window leaves, if it was not) and a seed.
 
-        Raises ParameterError naming the field for a tier that may not use the model, an empty
+        Raises ParameterError naming the field for a tier that may not use the model, a model that
+        makes embeddings only, an empty
         prompt, a refused conversation, token ids that the model does not have, or something that
         frames do not carry if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
+        if not self.config.has_head:
+            raise ParameterError(
+                "model", f"The model {self.entry.name} makes embeddings only, no completions."
+            )
         token_ids = self._prompt_token_ids(job)
         sampling = job.sampling
         for token_id in sampling.stop_token_ids:

@@ -129,6 +129,20 @@ def test_scaled_rope_may_reach_further(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tiny", rope_scaling={"rope_type": "linear", "factor": 2.0})
     catalogue = catalogue_with_window(tmp_path, 256)
     assert ServedModel.load(catalogue, "tiny").context_window_tokens == 256
+    (tmp_path / "models.yaml").write_text("models: {tiny: {source: ./tiny}}")
+    catalogue = load_catalogue(str(tmp_path / "models.yaml"))
+    assert ServedModel.load(catalogue, "tiny").context_window_tokens == 2 * CONTEXT_WINDOW_TOKENS
+    with pytest.raises(ConfigError, match=r"257.*256"):
+        ServedModel.load(catalogue_with_window(tmp_path, 257), "tiny")
+
+
+def test_a_model_without_a_head_takes_no_jobs(tmp_path: Path) -> None:
+    catalogue = load_catalogue(str(write_catalogue(tmp_path, "tiny", "free")))
+    file = tmp_path / "tiny" / "config.json"
+    file.write_text(file.read_text().replace("LlamaForCausalLM", "LlamaModel"))
+    with pytest.raises(ParameterError, match="embeddings only") as caught:
+        ServedModel.load(catalogue, "tiny").prepare(job(prompt="mill"), random.Random(1))
+    assert caught.value.param == "model"
 
 
 def test_a_tier_that_may_not_use_the_model(tmp_path: Path) -> None:

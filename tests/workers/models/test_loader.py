@@ -110,3 +110,22 @@ def test_half_precision_is_widened_without_loss(tmp_path: Path, stored: torch.dt
     assert tensors["model.embed_tokens.weight"].dtype is stored
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].float())
     assert config.dtype == str(stored).removeprefix("torch.")
+
+
+def test_a_tied_checkpoint_may_leave_the_prefix_out(tmp_path: Path) -> None:
+    """As some embedding models do that are said to be language models."""
+    model = save_base_model(tmp_path, "Qwen3", tie_word_embeddings=True)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))
+    config = read_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, dtype=torch.float32, device=CPU)
+    assert weights.head is not None
+    assert torch.equal(weights.embedding, model.embed_tokens.weight)
+
+
+def test_a_head_that_is_not_needed_may_be_there(tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama")
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("LlamaForCausalLM", "LlamaModel"))
+    config = read_model_config(tmp_path)
+    assert load_weights(tmp_path, config, dtype=torch.float32, device=CPU).head is None
