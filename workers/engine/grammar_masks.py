@@ -43,8 +43,10 @@ class MaskFiller:
         """Start on the masks of sequences, all of which have a matcher."""
         self._pending.wait()
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
-        if len(self._buffer) < len(sequences):
-            self._buffer = torch.empty((len(sequences), self._num_words), dtype=torch.int32)
+        if len(self._buffer) <= len(sequences):
+            # The last row stays as it is: that of sequences without a grammar.
+            shape = len(sequences) + 1, self._num_words
+            self._buffer = torch.full(shape, _ALL, dtype=torch.int32)
         share = max(_ROWS_AT_LEAST, -(-len(sequences) // self._num_threads))
         starts = range(0, len(sequences), share)
         self._pending = pending = _Countdown(len(starts))
@@ -53,39 +55,50 @@ class MaskFiller:
             self._threads.submit(functools.partial(self._fill, part, start, pending))
 
     def take(self, sequences: Rows[Sequence]) -> torch.Tensor:
-        """The masks [len(sequences), num_words] once they are there; rows of sequences without a
-        matcher allow everything. Those with one must have been begun."""
+        """The masks [len(sequences), num_words] once they are there, valid until the next begin;
+        rows of sequences without a matcher allow everything. Those with one must have been
+        begun."""
+        free = len(self._buffer) - 1
+        rows = torch.tensor([self._rows.get(sequence, free) for sequence in sequences])
         self._pending.wait()
-        rows = [self._rows.get(sequence, -1) for sequence in sequences]
-        index = torch.tensor(rows)
-        masks = self._buffer[index.clamp(min=0)]
-        masks[index < 0] = _ALL
-        return masks
+        return self._buffer.index_select(0, rows)
 
     def _fill(self, sequences: Rows[Sequence], first_row: int, pending: _Countdown) -> None:
+        masks = self._buffer[first_row : first_row + len(sequences)]
         try:
-            for row, sequence in enumerate(sequences, first_row):
-                self._fill_row(self._buffer[row], sequence)
+            address, row_bytes = masks.data_ptr(), 4 * self._num_words
+            for row, sequence in enumerate(sequences):
+                matcher: Matcher = sequence.matcher
+                matcher.fill_mask(address + row * row_bytes, self._num_words)
+            self._withhold(sequences, masks)
         except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)
             # Nothing is allowed then, which ends these sequences when they are sampled.
             _log.exception("the masks of grammars could not be filled")
-            self._buffer[first_row : first_row + len(sequences)] = 0
+            masks.zero_()
         finally:
             pending.count_down()
 
-    def _fill_row(self, mask: torch.Tensor, sequence: Sequence) -> None:
-        matcher: Matcher = sequence.matcher
-        matcher.fill_mask(mask.data_ptr(), self._num_words)
-        sampling = sequence.request.sampling
-        withheld = self._eos_token_ids if sampling.ignore_eos else _NONE
-        if sequence.num_output_tokens < sampling.min_tokens:
-            withheld |= sequence.stop_token_ids
-        if not withheld:
+    def _withhold(self, sequences: Rows[Sequence], masks: torch.Tensor) -> None:
+        """Take back the tokens that would end sequences which are not to end yet."""
+        rows: list[int] = []
+        kept: list[torch.Tensor] = []
+        for row, sequence in enumerate(sequences):
+            sampling = sequence.request.sampling
+            withheld = self._eos_token_ids if sampling.ignore_eos else _NONE
+            if sequence.num_output_tokens < sampling.min_tokens:
+                withheld |= sequence.stop_token_ids
+            if withheld:
+                rows.append(row)
+                kept.append(_without(withheld, self._num_words))
+        if not rows:
             return
-        others = mask & _without(withheld, self._num_words)
-        matcher.must_end = not others.any()
-        if not matcher.must_end:
-            mask.copy_(others)
+        index = torch.tensor(rows)
+        own = masks.index_select(0, index)
+        others = own & torch.stack(kept)
+        must_end = ~others.any(-1, keepdim=True)
+        masks.index_copy_(0, index, torch.where(must_end, own, others))
+        for row, ends in zip(rows, must_end[:, 0].tolist(), strict=True):
+            sequences[row].matcher.must_end = ends
 
 
 class _Countdown:

@@ -1,0 +1,97 @@
+"""Answers are held to a form by every door, and bad forms are refused by each."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from bus.api import Bus
+from schemas.sampling import Grammar, GrammarKind
+from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
+from tests.support.system import System
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+QUESTION = "What is TTFT?"
+DATE = r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "string", "maxLength": 60},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+
+
+async def test_openai_client_gets_what_its_schema_says(system: System) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
+        completion = await client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+            },
+        )
+    choice = completion.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content is not None
+    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
+    system: System, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text=DATE)
+    answers = [
+        await ask_sse(http, QUESTION, guided_regex=DATE),
+        await ask_websocket(system.websocket, QUESTION, guided_regex=DATE),
+        await ask_nats(bus, f"form-{uuid.uuid4().hex[:8]}", QUESTION, grammar=grammar),
+    ]
+    assert all(re.fullmatch(DATE, answer.text) for answer in answers)
+    assert {(answer.text, answer.finish_reason) for answer in answers} == {
+        (answers[0].text, "stop")
+    }, "the same seedless greedy answer by every door"
+
+
+async def test_a_stop_string_ends_it_within(http: httpx.AsyncClient) -> None:
+    answer = await ask_sse(http, QUESTION, guided_regex="[ab]{5}-[cd]{90}", stop="-")
+    assert re.fullmatch("[ab]{5}", answer.text)
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_regex": "(a"}, "unclosed group"),
+        ({"guided_grammar": 'start: "a" b'}, "unknown name"),
+        ({"guided_json": {"type": "objct"}}, "objct"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_form_is_a_bad_request(
+    http: httpx.AsyncClient, fields: dict[str, Any], said: str, stream: bool
+) -> None:
+    response = await http.post(
+        "/v1/chat/completions", json=chat_body(QUESTION, stream=stream, **fields)
+    )
+    if response.status_code == 200:
+        # The stream was open already: the error is its last event.
+        error = json.loads(response.text.split("data: ")[-1])["error"]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] in ("grammar_invalid", "invalid_parameter")
+    assert said in error["message"]
