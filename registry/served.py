@@ -45,9 +45,9 @@ class ServedModel:
         what the context window leaves, if it was not) and a seed.
 
         Raises ParameterError naming the field for a tier that may not use the model, a model that
-        makes embeddings only, an empty
-        prompt, a refused conversation, token ids that the model does not have, or something that
-        frames do not carry if it is answered ``in_frames``; ContextLengthError if it does not fit.
+        makes embeddings only, an empty prompt, a refused conversation, token ids that the model
+        does not have, or something that frames do not carry if it is answered ``in_frames``;
+        ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
         if not self.config.has_head:
