@@ -57,7 +57,7 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
     counts = flat.bincount(minlength=len(mixture.experts)).tolist()
     computed = [
         expert.down(swiglu(expert.gate_up(own)))
-        for expert, own in zip(mixture.experts, sorted_rows.split(counts), strict=True)
+        for expert, own in zip(mixture.experts, torch.split(sorted_rows, counts), strict=True)
         if len(own)
     ]
     results = torch.empty_like(sorted_rows).index_copy_(0, order, torch.cat(computed))
