@@ -10,10 +10,10 @@ from workers.engine.threads import configure_threads, usable_cores
 
 
 def choose_threads(config: EngineConfig, shared: bool) -> str:
-    """See ``configure_threads``; returns ``N threads, wait policy P, because …``."""
+    """See ``configure_threads``; returns ``N threads, how they wait, because …``."""
     asked = dict(os.environ)
     num_threads = configure_threads(config, shared)
-    return explain_threads(num_threads, config, shared, asked, os.environ)
+    return explain_threads(num_threads, config, shared, asked)
 
 
 def explain_threads(
@@ -21,20 +21,22 @@ def explain_threads(
     config: EngineConfig,
     shared: bool,
     asked: Mapping[str, str],
-    chosen: Mapping[str, str],
 ) -> str:
-    """``asked`` and ``chosen`` are the environment before and after the choice."""
+    """``asked`` is the environment before the choice."""
     if config.num_threads > 0:
         why = "engine.num_threads says so"
     elif "OMP_NUM_THREADS" in asked:
         why = "OMP_NUM_THREADS says so"
     elif shared:
-        why = f"other processes of the system need the rest of {_cores()}"
+        why = f"other processes of the system run on the {_cores()} too"
     else:
-        why = f"nothing else is expected to run on {_cores()}"
-    policy = chosen.get("OMP_WAIT_POLICY", "").lower() or "default"
+        why = f"nothing else is expected to run on the {_cores()}"
+    if "OMP_WAIT_POLICY" in asked or "GOMP_SPINCOUNT" in asked:
+        policy = "waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say"
+    else:
+        policy = "asleep after a moment of waiting"
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    return f"{threads}, wait policy {policy}, because {why}"
+    return f"{threads}, {policy}, because {why}"
 
 
 def _cores() -> str:
