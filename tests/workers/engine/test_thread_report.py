@@ -36,15 +36,19 @@ def _threads_restored() -> Iterator[None]:
             1,
             False,
             {"GOMP_SPINCOUNT": "0"},
-            "1 thread, waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say, "
-            "because engine.num_threads says so",
+            (
+                "1 thread, waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say, "
+                "because engine.num_threads says so"
+            ),
         ),
         (
             0,
             True,
             {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"},
-            "5 threads, waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say, "
-            "because OMP_NUM_THREADS says so",
+            (
+                "5 threads, waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say, "
+                "because OMP_NUM_THREADS says so"
+            ),
         ),
     ],
 )
