@@ -21,6 +21,7 @@ def check_kind(request: EngineRequest, *, has_head: bool) -> None:
         return
     for name, given in (
         ("n", request.sampling.n > 1),
+        ("grammar", request.sampling.grammar is not None),
         ("prompt_logprobs", request.sampling.prompt_logprobs is not None),
         ("output_token_ids", bool(request.output_token_ids)),
     ):

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from registry.tokenizer import Tokenizer
-from schemas.errors import GrammarError
+from schemas.errors import GrammarError, ParameterError
 from schemas.frames import FinishReason
+from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.grammars import (
@@ -394,3 +396,11 @@ def test_a_checkpoint_without_a_tokenizer_takes_no_grammar(
     assert error[0] == GrammarError.code
     assert "tokenizer" in error[1]
     assert told.error("b") is None
+
+
+def test_an_embedding_has_no_grammar(engine: Engine, tokenizer: Tokenizer) -> None:
+    embedding = msgspec.structs.replace(ask("a", regex("a")), pooling=Pooling.LAST)
+    assert run(engine, tokenizer, embedding).error("a") == (
+        ParameterError.code,
+        "A request for an embedding takes no grammar.",
+    )
