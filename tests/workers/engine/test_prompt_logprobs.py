@@ -17,7 +17,8 @@ from workers.engine.types import EngineOutput
 def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
     """[num_tokens - 1, vocab_size]: row i is of token i + 1."""
     with torch.inference_mode():
-        return model(torch.tensor([token_ids])).logits[0, :-1].double().log_softmax(-1)
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1]
+        return logits.double().log_softmax(-1)
 
 
 def reported(outputs: list[EngineOutput], request_id: str) -> tuple[TokenLogprob | None, ...]:

@@ -15,7 +15,12 @@ import torch
 
 from schemas.sampling import SamplingParams
 from workers.engine.random_stream import uniforms
-from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, first_largest
+from workers.engine.sampling.groups import (
+    GROUP_TOKENS,
+    GroupedLogits,
+    ScaledRows,
+    first_largest,
+)
 from workers.engine.sampling.narrowing import Bounds, Limits, limits_of, narrow
 
 # No group weighs more than this many times its likeliest token, rounding included.
@@ -57,42 +62,47 @@ def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> to
     The exact weight of a group is computed only if the group may win: its likeliest token bounds
     it, and the group with the largest bound is what the others have to beat.
     """
-    rows, scales = draws.rows, draws.temperatures
-    best = logits.best.index_select(0, rows)
+    num_drawn = len(draws.rows)
+    everywhere = num_drawn == len(logits.best)
+    best, tops = logits.best, logits.tops
+    if not everywhere:
+        best, tops = best.index_select(0, draws.rows), tops.index_select(0, draws.rows)
+    scales = draws.temperatures
+    rows = ScaledRows(draws.rows, best, scales)
     # Never divides a finite difference into an overflow: the largest exponent is 0.
-    peaks = logits.tops.index_select(0, rows).sub_(best[:, None]).div_(scales[:, None])
+    peaks = tops.sub(best[:, None]).div_(scales[:, None])
     bounds = None
     if draws.limits is not None:
-        bounds = narrow(logits, rows, scales, peaks, draws.limits)
+        bounds = narrow(logits, rows, peaks, draws.limits)
     times = uniforms(draws.keys, token_indices, GROUP_TOKENS + logits.num_groups).log_().neg_()
     member_times, group_times = times[:, :GROUP_TOKENS], times[:, GROUP_TOKENS:]
-
-    def weights(row: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-        scaled = logits.select(rows[row], group)
-        scaled -= best[row, None]
-        scaled /= scales[row, None]
-        return _weights(scaled, row, bounds)
-
-    every = torch.arange(len(rows), device=rows.device)
     most = _largest_weights(peaks, bounds).double().div_(group_times)
-    front = first_largest(most)
-    leading = weights(every, front).sum(-1) / group_times[every, front]
-    may_win = (most * _MOST_OF_PEAK >= leading[:, None]) & (most > 0)
-    row, group = may_win.nonzero(as_tuple=True)
+    front = first_largest(most)[:, None]
+    leading = _weights(logits, rows, front[:, 0], bounds).sum(-1, keepdim=True)
+    leading = leading / group_times.gather(1, front)
+    may_win = (most * _MOST_OF_PEAK >= leading).logical_and_(most > 0)
+    places = may_win.view(-1).nonzero()[:, 0]
+    row, group = places // logits.num_groups, places % logits.num_groups
+    weights = _weights(logits, rows.take(row), group, None if bounds is None else bounds.take(row))
     scores = torch.zeros_like(most)
-    scores[row, group] = weights(row, group).sum(-1) / group_times[row, group]
+    scores.view(-1)[places] = weights.sum(-1) / group_times[row, group]
     winner = first_largest(scores)
-    member = first_largest(weights(every, winner) / member_times)
+    member = first_largest(_weights(logits, rows, winner, bounds) / member_times)
     return winner * GROUP_TOKENS + member
 
 
-def _weights(scaled: torch.Tensor, row: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
-    """Weights of tokens with ``scaled`` logits [num, GROUP_TOKENS], of the drawn rows ``row``."""
+def _weights(
+    logits: GroupedLogits, rows: ScaledRows, groups: torch.Tensor, bounds: Bounds | None
+) -> torch.Tensor:
+    """Weights of the tokens of one group of each of the ``rows``: [num_rows, GROUP_TOKENS]."""
+    scaled = logits.select(rows.rows, groups)
+    scaled -= rows.best[:, None]
+    scaled /= rows.scales[:, None]
     weights = scaled.exp()
     if bounds is not None:
-        weights.masked_fill_(scaled < bounds.low[row, None], 0.0)
+        weights.masked_fill_(scaled < bounds.low[:, None], 0.0)
         if bounds.high is not None:
-            weights.masked_fill_(scaled > bounds.high[row, None], 0.0)
+            weights.masked_fill_(scaled > bounds.high[:, None], 0.0)
     return weights
 
 

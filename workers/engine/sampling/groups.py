@@ -14,6 +14,17 @@ import torch
 GROUP_TOKENS = 64
 
 
+class ScaledRows(NamedTuple):
+    """Some rows of a batch, their largest logits and their temperatures, each [num_rows]."""
+
+    rows: torch.Tensor
+    best: torch.Tensor
+    scales: torch.Tensor
+
+    def take(self, index: torch.Tensor) -> ScaledRows:
+        return ScaledRows(*(values.index_select(0, index) for values in self))
+
+
 class GroupedLogits(NamedTuple):
     """Logits of some rows and their largest.
 
@@ -41,12 +52,12 @@ class GroupedLogits(NamedTuple):
         groups = first_largest(self.tops)
         return groups * GROUP_TOKENS + first_largest(self.select(rows, groups))
 
-    def mass(self, rows: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        """The sum of exp((logit - best) / temperature) over a row, for ``rows`` [num] with their
-        ``temperatures`` [num]: float64 [num]. The same whoever else is in the batch."""
-        weights = self.members.index_select(0, rows)
-        weights -= self.best[rows, None, None]
-        weights /= temperatures[:, None, None]
+    def masses(self, rows: ScaledRows) -> torch.Tensor:
+        """The sum of exp((logit - best) / temperature) over each of the rows: float64. The same
+        whoever else is in the batch."""
+        weights = self.members.index_select(0, rows.rows)
+        weights -= rows.best[:, None, None]
+        weights /= rows.scales[:, None, None]
         return weights.exp_().sum(-1).sum(-1, dtype=torch.float64)
 
 

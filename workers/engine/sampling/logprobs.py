@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from schemas.frames import TokenLogprob
-from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits
+from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
 
 
 class LogprobTable(NamedTuple):
@@ -39,9 +39,9 @@ def tabulate(
     logits: GroupedLogits, rows: torch.Tensor, num_top: int, vocab_size: int
 ) -> LogprobTable:
     """The table of ``rows`` (int64) with the ``num_top`` likeliest tokens of each."""
-    best = logits.best.index_select(0, rows).double()
-    ones = torch.ones(len(rows), device=rows.device)
-    normalisers = best + logits.mass(rows, ones).log_()
+    best = logits.best.index_select(0, rows)
+    scaled = ScaledRows(rows, best, torch.ones_like(best))
+    normalisers = logits.masses(scaled).log_().add_(best)
     count = min(num_top, vocab_size)
     if count == 0:
         return LogprobTable(normalisers, [[]] * len(rows), [[]] * len(rows))
