@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from schemas.pooling import Pooling
 from workers.engine.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
+
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class QueryRange(NamedTuple):
@@ -61,39 +64,73 @@ class FlatBatch(NamedTuple):
 
 def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
     """Lay out a plan. Rows of single tokens come first, so that attention takes them together."""
-    single = [item for item in plan if item.num_tokens == 1]
-    single.sort(key=_context_tokens)
-    chunks = [item for item in plan if item.num_tokens > 1]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    ranges: list[QueryRange] = []
-    sampled: list[Sequence] = []
-    sampled_rows: list[int] = []
-    pooled: list[PooledRows] = []
-    scored: list[ScoredRows] = []
-    for sequence, num_tokens in (*single, *chunks):
-        begin = sequence.num_computed_tokens
-        end = begin + num_tokens
-        ranges.append(QueryRange(len(token_ids), num_tokens, begin, sequence.block_table))
-        token_ids += sequence.token_ids[begin:end]
-        positions += range(begin, end)
-        if sequence.prompt_logprobs is not None:
-            scored += _scored_rows(sequence, num_tokens, len(token_ids))
-        if sequence.request.pooling is not None:
-            pooled += _pooled_rows(sequence, num_tokens, len(token_ids))
-        elif end == sequence.num_tokens:
-            sampled.append(sequence)
-            sampled_rows.append(len(token_ids) - 1)
+    single = [item.sequence for item in plan if item.num_tokens == 1]
+    single.sort(key=_num_computed_tokens)
+    layout = _Layout([], [], [], [], [], [], [])
+    _add_single_rows(single, layout)
+    for sequence, num_tokens in plan:
+        if num_tokens > 1:
+            _add_chunk(sequence, num_tokens, layout)
     return FlatBatch(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        ranges=ranges,
+        token_ids=torch.tensor(layout.token_ids, device=device),
+        positions=torch.tensor(layout.positions, device=device),
+        ranges=layout.ranges,
         num_single=len(single),
-        sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
-        sampled=sampled,
-        pooled=pooled,
-        scored=scored,
+        sampled_rows=torch.tensor(layout.sampled_rows, dtype=torch.int64, device=device),
+        sampled=layout.sampled,
+        pooled=layout.pooled,
+        scored=layout.scored,
     )
+
+
+class _Layout(NamedTuple):
+    """The rows laid out so far; the lists are those of ``FlatBatch``."""
+
+    token_ids: list[int]
+    positions: list[int]
+    ranges: list[QueryRange]
+    sampled: list[Sequence]
+    sampled_rows: list[int]
+    pooled: list[PooledRows]
+    scored: list[ScoredRows]
+
+
+def _add_single_rows(sequences: list[Sequence], layout: _Layout) -> None:
+    """Add one row each, the first of a layout. Most are decodes, so this is kept lean: less than
+    1 us each."""
+    positions = list(map(_num_computed_tokens, sequences))
+    layout.positions.extend(positions)
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        token_ids = sequence.token_ids
+        layout.token_ids.append(token_ids[position])
+        layout.ranges.append(QueryRange(row, 1, position, sequence.block_table))
+        plain = sequence.prompt_logprobs is None and sequence.request.pooling is None
+        if plain and position + 1 == len(token_ids):
+            layout.sampled.append(sequence)
+            layout.sampled_rows.append(row)
+        else:
+            _add_wanted_rows(sequence, 1, layout)
+
+
+def _add_chunk(sequence: Sequence, num_tokens: int, layout: _Layout) -> None:
+    begin = sequence.num_computed_tokens
+    end = begin + num_tokens
+    layout.ranges.append(QueryRange(len(layout.token_ids), num_tokens, begin, sequence.block_table))
+    layout.token_ids.extend(sequence.token_ids[begin:end])
+    layout.positions.extend(range(begin, end))
+    _add_wanted_rows(sequence, num_tokens, layout)
+
+
+def _add_wanted_rows(sequence: Sequence, num_tokens: int, layout: _Layout) -> None:
+    """Note what is wanted of the sequence's ``num_tokens`` rows, which are the last ones."""
+    end_row = len(layout.token_ids)
+    if sequence.prompt_logprobs is not None:
+        layout.scored.extend(_scored_rows(sequence, num_tokens, end_row))
+    if sequence.request.pooling is not None:
+        layout.pooled.extend(_pooled_rows(sequence, num_tokens, end_row))
+    elif sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+        layout.sampled.append(sequence)
+        layout.sampled_rows.append(end_row - 1)
 
 
 def _pooled_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[PooledRows]:
@@ -116,7 +153,3 @@ def _scored_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[Scor
         return []
     start = end_row - num_tokens + first - begin - 1
     return [ScoredRows(sequence, start, start + end - first, first)]
-
-
-def _context_tokens(item: ScheduledSequence) -> int:
-    return item.sequence.num_computed_tokens

@@ -18,7 +18,7 @@ from workers.engine.live import LiveRequests
 from workers.engine.outputs import as_millrace_error, embedding_output, token_output
 from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.pooling import PooledChunk, add_chunk
-from workers.engine.runner import ModelRunner
+from workers.engine.runner import ModelRunner, StepResult
 from workers.engine.sampler import Sampler
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from workers.engine.sequence import Sequence, SequenceState
@@ -59,17 +59,12 @@ class Executor:
         """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
         begin_s = self._monotonic()
         work = StepWork.of(plan)
-        self._grammars.begin_masks(plan)
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        result = self._run(plan, outputs)
+        if result is None:
             if len(plan) > 1:
                 middle = len(plan) // 2
                 self.execute(plan[:middle], outputs)
                 self.execute(plan[middle:], outputs)
-                return
-            _log.exception("the model failed on one sequence")
-            self._live.fail(plan[0].sequence, as_millrace_error(error), outputs)
             return
         self._planner.advance(plan)
         self._seal_chunks(plan, outputs)
@@ -79,6 +74,17 @@ class Executor:
         self._costs.observe(work, self._monotonic() - begin_s)
         self.prefill_tokens += work.prefill_tokens
         self.decode_tokens += work.decodes
+
+    def _run(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> StepResult | None:
+        """What the model makes of a plan; None if it fails, which ends one that stands alone."""
+        try:
+            self._grammars.begin_masks(plan)
+            return self._runner.run(plan)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            if len(plan) == 1:
+                _log.exception("the model failed on one sequence")
+                self._live.fail(plan[0].sequence, as_millrace_error(error), outputs)
+            return None
 
     def _seal_chunks(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
         """Look whether what was computed of prompts is finite. A token that decodes need not be

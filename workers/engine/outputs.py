@@ -15,6 +15,15 @@ def token_output(
     finish_reason: FinishReason | None,
 ) -> EngineOutput:
     """A sampled token; the first one also says that the sequence has started."""
+    logprobs = () if logprob is None else (logprob,)
+    plain = sequence.prompt_logprobs is None and finish_reason is None
+    if plain and sequence.started:  # as most are
+        return EngineOutput(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            token_ids=(token,),
+            logprobs=logprobs,
+        )
     first = not sequence.started
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return EngineOutput(
@@ -22,7 +31,7 @@ def token_output(
         choice=sequence.choice,
         token_ids=(token,),
         prompt_logprobs=() if prompt_logprobs is None else tuple(prompt_logprobs),
-        logprobs=() if logprob is None else (logprob,),
+        logprobs=logprobs,
         finish_reason=finish_reason,
         started=first,
         queued_s=sequence.queued_s if first else 0.0,

@@ -32,9 +32,9 @@ class Sequence:
     So a sequence with one token to compute decodes; with more it prefills. Invariants:
     ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
     ``num_computed_tokens`` fits the block table. ``contents_finite`` is False for one that
-    failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random stream.
-    ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on the
-    engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
+    failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
+    stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
+    the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
     from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``pinned_keys``,
