@@ -55,7 +55,8 @@ def distribution(logits: Row, sampling: SamplingParams) -> Row:
     weights[weights < sampling.min_p] = 0
     if sampling.typical_p < 1:
         weights[~_typical(weights / weights.sum(), sampling.typical_p)] = 0
-    return weights / weights.sum()
+    shares: Row = weights / weights.sum()
+    return shares
 
 
 def _typical(shares: Row, typical_p: float) -> npt.NDArray[np.bool_]:

@@ -24,7 +24,6 @@ from tests.workers.engine.sampling_rows import random_logits
 from workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
 from workers.engine.sampling.narrowing import limits_of, narrow
 
-
 _NOTHING = 1e-30
 
 

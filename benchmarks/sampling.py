@@ -1,0 +1,106 @@
+"""Milliseconds to choose a batch's next tokens, beside what reading their logits once takes.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.sampling [--batches 1,32,256] [--vocabs 8192,128256]
+
+Logits are random and rather flat (standard normal), which is the dear case for top-p: thousands
+of tokens are in a nucleus of 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from schemas.sampling import SamplingParams
+from workers.engine.random_stream import stream_key
+from workers.engine.sampler import Sampler
+from workers.engine.sequence import Sequence
+from workers.engine.types import EngineRequest
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "top-k 50": {"top_k": 50},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-p 0.9": {"top_p": 0.9},
+    "typical 0.9": {"typical_p": 0.9},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+    "bias 50": {"temperature": 0.0, "logit_bias": dict.fromkeys(range(50), 1.0)},
+    "logprobs 5": {"temperature": 0.0, "logprobs": 5},
+}
+_PROMPT_TOKENS = 512
+_SECONDS_EACH = 0.5
+_READ_VALUES = 1 << 26
+
+
+def main() -> None:
+    """Print one line per batch size and vocabulary."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--batches", type=_sizes, default=[1, 32, 256])
+    parser.add_argument("--vocabs", type=_sizes, default=[8_192, 128_256])
+    arguments = parser.parse_args()
+    bytes_per_s = _read_bandwidth()
+    print(f"{torch.get_num_threads()} threads; memory is read at {bytes_per_s / 1e9:.1f} GB/s")
+    print(f"{'rows':>4} {'vocab':>7} {'read':>9}" + "".join(f"{n:>13}" for n in _OPTIONS))
+    for vocab_size in arguments.vocabs:
+        for batch in arguments.batches:
+            logits = torch.randn(batch, vocab_size).bfloat16()
+            read_ms = logits.numel() * logits.itemsize / bytes_per_s * 1e3
+            times = [_sampling_ms(logits, options) for options in _OPTIONS.values()]
+            shown = "".join(f"{ms:>10.2f} ms" for ms in times)
+            print(f"{batch:>4} {vocab_size:>7} {read_ms:>6.2f} ms{shown}", flush=True)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
+    batch, vocab_size = logits.shape
+    sampler = Sampler(vocab_size, logits.device)
+    generator = random.Random(1)
+    sequences = [
+        Sequence(
+            EngineRequest(
+                request_id=str(seed),
+                prompt_token_ids=tuple(generator.choices(range(vocab_size), k=_PROMPT_TOKENS)),
+                sampling=SamplingParams(**options),
+            ),
+            arrival=seed,
+            key=stream_key(seed),
+            max_total_tokens=1 << 20,
+        )
+        for seed in range(batch)
+    ]
+    for sequence in sequences:
+        sampler.begin(sequence)
+    times: list[float] = []
+    end_s = time.perf_counter() + _SECONDS_EACH
+    while len(times) < 3 or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        outcomes = sampler.sample(sequences, logits).outcomes
+        times.append((time.perf_counter() - start_s) * 1e3)
+        for sequence, outcome in zip(sequences, outcomes, strict=True):
+            assert isinstance(outcome, int)
+            sequence.token_ids.append(outcome)
+    return statistics.median(times[1:])
+
+
+def _read_bandwidth() -> float:
+    """Bytes per second of a sum over more than the cache holds."""
+    values = torch.ones(_READ_VALUES)
+    times = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - start_s)
+    return values.numel() * values.itemsize / min(times)
+
+
+if __name__ == "__main__":
+    main()
