@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -96,6 +97,32 @@ async def test_a_bad_parameter_is_named(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=[70_000])
     assert caught.value.param == "prompt"
+
+
+async def test_sampling_options_reach_the_worker(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    own = {
+        "repetition_penalty": 1.2,
+        "typical_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "bad_words": ["mill"],
+    }
+    await client.chat.completions.create(
+        model=MODEL,
+        messages=_HELLO,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"65": -100},
+        extra_body=own,
+    )
+    (job,) = front.worker.jobs
+    taken = msgspec.structs.asdict(job.sampling)
+    common = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {65: -100.0}}
+    wanted = own | common | {"bad_words": ("mill",)}
+    assert {name: taken[name] for name in wanted} == wanted
 
 
 async def test_a_full_queue_is_a_429(front: RunningGateway, client: openai.AsyncOpenAI) -> None:
