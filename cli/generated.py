@@ -114,8 +114,10 @@ class Generated:
         """The error of the first choice that failed."""
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
-    def take(self, output: EngineOutput, now_s: float) -> None:
-        """Add what a step made for one of the choices."""
+    def take(self, output: EngineOutput, now_s: float) -> bool:
+        """Add what a step made for one of the choices; whether that was the end of it all."""
+        if self.ended:
+            return False
         if output.started:
             self._started = True
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
@@ -131,17 +133,16 @@ class Generated:
             self._num_in_engine = 0
             for other in self.choices:
                 other.error = output.error
-        self._cancel_if_due()
+        limit = self.request.cancel_after_tokens
+        if limit and self.num_tokens >= limit and not self.ended:
+            self.leave()
+        return self.ended
 
-    def note_step(self) -> None:
-        """A step is over that could have run it."""
-        self._cancel_if_due()
+    def leave(self) -> None:
+        """The caller goes away."""
+        self.cancelled = True
 
     def _num_tokens_left(self) -> int | None:
         """Until the caller goes away."""
         limit = self.request.cancel_after_tokens
         return None if limit is None else max(0, limit - self.num_tokens)
-
-    def _cancel_if_due(self) -> None:
-        if not self.ended and self._num_tokens_left() == 0:
-            self.cancelled = True

@@ -72,6 +72,7 @@ class OfflineBatch:
         self._max_batch = max_batch
         self._monotonic = monotonic
         self._running: dict[str, Generated] = {}
+        self._leaving: list[Generated] = []
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         self._num_requests = self._num_failed = self._num_cancelled = 0
@@ -115,21 +116,26 @@ class OfflineBatch:
         )
 
     def _add(self, request: OfflineRequest) -> None:
-        self._running[request.job.request_id] = Generated(
-            request, self._tokenizer, self._monotonic()
-        )
+        generated = Generated(request, self._tokenizer, self._monotonic())
+        self._running[request.job.request_id] = generated
+        if request.cancel_after_tokens == 0:
+            self._leaving.append(generated)
         self._engine.add(request.engine_request(self._tokenizer.eos_token_ids))
 
     def _take(self, outputs: Sequence[EngineOutput]) -> Iterator[Generated]:
         now_s = self._monotonic()
+        ended: list[Generated] = []
         for output in outputs:
             generated = self._running.get(output.request_id)
-            if generated is not None and not generated.ended:
-                generated.take(output, now_s)
-        for request_id, generated in list(self._running.items()):
-            generated.note_step()
+            if generated is not None and generated.take(output, now_s):
+                ended.append(generated)
+        leaving, self._leaving = self._leaving, []
+        for generated in leaving:
             if not generated.ended:
-                continue
+                generated.leave()
+                ended.append(generated)
+        for generated in ended:
+            request_id = generated.request.job.request_id
             del self._running[request_id]
             if not generated.ended_in_engine:
                 self._engine.cancel(request_id)
