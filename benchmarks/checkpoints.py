@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +52,15 @@ def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Pa
     and nobody ends early.
     """
     path.mkdir(parents=True, exist_ok=True)
-    config = {
+    (path / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
+    _write_tokenizer(path, shape.vocab_size)
+    save_file(_weights(shape, seed), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def config_of(shape: LlamaShape) -> dict[str, Any]:
+    """The config.json of a Llama of this shape."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
@@ -73,10 +81,6 @@ def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Pa
         "tie_word_embeddings": shape.tied,
         "dtype": "bfloat16",
     }
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_tokenizer(path, shape.vocab_size)
-    save_file(_weights(shape, seed), path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def _weights(shape: LlamaShape, seed: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,102 @@
+"""What it takes to bring an idle conversation's blocks back from host memory.
+
+    python -m benchmarks.host_reload [--tokens 4096]
+
+The cache has the shape of an 8B Llama's in bfloat16: 32 layers, 8 key heads of 128. Blocks are
+copied out and in as the engine does, lying side by side and scattered, beside one plain copy of as
+many bytes. The goal: 4,096 tokens come back within 50 ms, memory bandwidth allowing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoints import LlamaShape, config_of
+from registry.checkpoint import read_model_config
+from workers.engine.host_memory import PlainHostMemory
+from workers.engine.kv_cache import KVCache
+
+_LLAMA_8B = LlamaShape(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+)
+_BLOCK_TOKENS = 16
+_GOAL_MS = 50
+
+
+def _cache(num_blocks: int) -> KVCache:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(_LLAMA_8B)))
+        config = read_model_config(Path(folder))
+    return KVCache(
+        config,
+        num_blocks=num_blocks,
+        block_size_tokens=_BLOCK_TOKENS,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def _median_ms(work: Callable[[], object], repeats: int) -> float:
+    work()  # touches the memory
+    times_ms: list[float] = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        work()
+        times_ms.append((time.perf_counter() - begin_s) * 1e3)
+    return statistics.median(times_ms)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_reload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=7, help="measurements; the median counts")
+    parsed = parser.parse_args(arguments)
+    num_blocks = -(-parsed.tokens // _BLOCK_TOKENS)
+    cache = _cache(num_blocks)
+    memory = PlainHostMemory(cache, num_blocks * cache.data[:, 0].numel() * cache.data.itemsize)
+    size_bytes = num_blocks * memory.block_bytes
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    plain_ms = _median_ms(lambda: target.copy_(source), parsed.repeats)
+    print(
+        f"{parsed.tokens} tokens of {size_bytes / parsed.tokens / 1024:.0f} KiB: a plain copy of "
+        f"{size_bytes / 1e6:.0f} MB takes {plain_ms:.1f} ms "
+        f"({2 * size_bytes / plain_ms / 1e6:.1f} GB/s read and written)"
+    )
+    side_by_side = list(range(num_blocks))
+    scattered = random.Random(0).sample(side_by_side, num_blocks)
+    for name, blocks in (("side by side", side_by_side), ("scattered", scattered)):
+
+        def store(blocks: list[int] = blocks) -> None:
+            memory.store(blocks, side_by_side)
+
+        def load(blocks: list[int] = blocks) -> None:
+            memory.load(side_by_side, blocks)
+
+        out_ms, in_ms = _median_ms(store, parsed.repeats), _median_ms(load, parsed.repeats)
+        print(
+            f"  {name:12}  out {out_ms:6.1f} ms, back {in_ms:6.1f} ms, {in_ms / plain_ms:.2f}x the "
+            f"plain copy (goal for 4096 tokens: at most {_GOAL_MS} ms)"
+        )
+
+
+if __name__ == "__main__":
+    main()
