@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 # How many rows oneDNN is told to expect when it lays weights out. The layout for this many is as
 # fast as the best for any other number from 1 to 512.
 _EXPECTED_ROWS = 64
+
+
+# rows, weight, bias, name and parameters of what is applied to the result.
+_linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+# rows, what is combined with the result, weight, bias, and how.
+_linear_with: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class Projection:
@@ -36,10 +44,6 @@ class Projection:
         """``total`` [num_rows, num_outputs] and the projection of ``rows``; ``total`` may be
         overwritten."""
         if self._packed:
-            return _linear_plus(rows, total, self._weight, self._bias, "add")
+            return _linear_with(rows, total, self._weight, self._bias, "add")
         total.addmm_(rows, self._weight.t())
         return total if self._bias is None else total.add_(self._bias)
-
-
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_plus = torch.ops.mkldnn._linear_pointwise.binary

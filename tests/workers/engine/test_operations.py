@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from registry.checkpoint import ModelConfig
 from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.cpu_operations import CpuOperations
+from workers.engine.kv_cache import KVCache
 from workers.engine.operations import HeadNorms, Rotation, TorchOperations
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import HEAD_DIMS, CpuKernels
@@ -21,15 +24,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
 
 
-class Cache(NamedTuple):
-    """As much of a KV cache as attention needs."""
-
-    data: torch.Tensor
-    null_block: int
-
-
 @pytest.fixture(autouse=True)
-def no_gradients():
+def _no_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
 
@@ -41,10 +37,37 @@ def kernels(dtype: torch.dtype) -> CpuKernels:
         pytest.skip(error.message)
 
 
-def attention(dtype: torch.dtype, shape: tuple[int, int, int], windows: list[int | None], data):
-    _, num_heads, _ = shape
-    cache = Cache(data.clone(), data.shape[1] - 1)
-    return TorchAttention(cache, num_heads=num_heads, dtype=dtype, windows=windows)
+def attention(
+    num_heads: int, windows: Sequence[int | None], contents: torch.Tensor
+) -> TorchAttention:
+    """Over a KV cache with these contents: [num_layers, num_blocks + 1, block_size, 2,
+    num_kv_heads, head_dim]."""
+    num_layers, num_blocks, _, _, num_kv_heads, head_dim = contents.shape
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=num_heads * head_dim,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=32,
+        vocab_size=32,
+        max_position_embeddings=512,
+    )
+    cache = KVCache(
+        config,
+        num_blocks=num_blocks - 1,
+        block_size_tokens=BLOCK_SIZE,
+        dtype=contents.dtype,
+        device=torch.device("cpu"),
+    )
+    cache.data.copy_(contents)
+    return TorchAttention(cache, num_heads=num_heads, dtype=contents.dtype, windows=windows)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[result.dtype]
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 def ragged_batch(lengths: list[tuple[int, int]], num_blocks: int, rng: random.Random) -> FlatBatch:
@@ -73,23 +96,24 @@ def ragged_batch(lengths: list[tuple[int, int]], num_blocks: int, rng: random.Ra
 @DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (2, 3), (4, 2), (3, 5), (1, 8)])
-def test_attention_is_that_of_torch(dtype, head_dim, num_kv_heads, group):
+def test_attention_is_that_of_torch(
+    dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int
+) -> None:
     rng = random.Random(f"{head_dim} {num_kv_heads} {group}")
     torch.manual_seed(rng.randrange(1 << 30))
     num_heads, num_blocks = num_kv_heads * group, 40
-    windows = [None, 20]
+    windows = (None, 20)
     lengths = [(0, 1), (3, 1), (15, 1), (16, 1), (77, 1), (200, 1), (0, 9), (30, 5)]
     rng.shuffle(lengths)
     batch = ragged_batch(lengths, num_blocks, rng)
     num_tokens = len(batch.positions)
     data = torch.randn(2, num_blocks + 1, BLOCK_SIZE, 2, num_kv_heads, head_dim).to(dtype)
-    shape = (num_kv_heads, num_heads, head_dim)
     angles = torch.rand(num_tokens, head_dim // 2) * 6
     rotation = Rotation(angles.cos(), angles.sin())
     norms = HeadNorms(*(torch.rand(2, head_dim) + 0.5).to(dtype)) if group != 3 else None
-    plain_attention = attention(dtype, shape, windows, data)
+    plain_attention = attention(num_heads, windows, data)
     plain = TorchOperations(plain_attention, epsilon=EPSILON)
-    native_attention = attention(dtype, shape, windows, data)
+    native_attention = attention(num_heads, windows, data)
     native = CpuOperations(native_attention, kernels(dtype), epsilon=EPSILON)
     of_plain, of_native = plain.prepare(batch, rotation), native.prepare(batch, rotation)
     for layer in range(2):
@@ -97,38 +121,29 @@ def test_attention_is_that_of_torch(dtype, head_dim, num_kv_heads, group):
         expected = plain.attend(layer, heads.clone(), norms, of_plain)
         result = native.attend(layer, heads.clone(), norms, of_native)
         assert result.shape == expected.shape
-        torch.testing.assert_close(
-            result.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
-        torch.testing.assert_close(
-            native_attention.layer_tokens(layer).float(),
-            plain_attention.layer_tokens(layer).float(),
-            atol=TOLERANCE[dtype],
-            rtol=TOLERANCE[dtype],
-        )
+        assert_close(result, expected)
+        assert_close(native_attention.layer_tokens(layer), plain_attention.layer_tokens(layer))
 
 
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 32), (3, 96), (64, 2048), (0, 64)])
-def test_rowwise_operations_are_those_of_torch(dtype, num_rows, width):
+def test_rowwise_operations_are_those_of_torch(
+    dtype: torch.dtype, num_rows: int, width: int
+) -> None:
     torch.manual_seed(num_rows)
-    shape = (1, 1, 32)
     data = torch.zeros(1, 2, BLOCK_SIZE, 2, 1, 32, dtype=dtype)
-    plain = TorchOperations(attention(dtype, shape, [None], data), epsilon=EPSILON)
-    native = CpuOperations(attention(dtype, shape, [None], data), kernels(dtype), epsilon=EPSILON)
+    plain = TorchOperations(attention(1, [None], data), epsilon=EPSILON)
+    native = CpuOperations(attention(1, [None], data), kernels(dtype), epsilon=EPSILON)
     rows, weight = torch.randn(num_rows, width).to(dtype), torch.rand(width).to(dtype)
-    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(native.rms_norm(rows, weight), plain.rms_norm(rows, weight), **close)
+    assert_close(native.rms_norm(rows, weight), plain.rms_norm(rows, weight))
     gate_up = (torch.randn(num_rows, 2 * width) * 20).to(dtype)
-    torch.testing.assert_close(native.swiglu(gate_up), plain.swiglu(gate_up), **close)
+    assert_close(native.swiglu(gate_up), plain.swiglu(gate_up))
 
 
 @DTYPES
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(dtype):
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(dtype: torch.dtype) -> None:
     data = torch.zeros(1, 9, BLOCK_SIZE, 2, 1, 64, dtype=dtype)
-    native = CpuOperations(
-        attention(dtype, (1, 2, 64), [None], data), kernels(dtype), epsilon=EPSILON
-    )
+    native = CpuOperations(attention(2, [None], data), kernels(dtype), epsilon=EPSILON)
     batch = ragged_batch([(4, 1), (20, 1), (33, 1)], 8, random.Random(1))
     heads = torch.randn(3, 4, 64).to(dtype)
     heads[1, 2] = float("nan")
@@ -144,7 +159,9 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(dtype):
     torch.testing.assert_close(native.swiglu(extremes), expected, equal_nan=True)
 
 
-def test_a_compiler_that_fails_is_told_by_its_own_words(monkeypatch, tmp_path):
+def test_a_compiler_that_fails_is_told_by_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho no such register >&2\nexit 1\n")
     compiler.chmod(0o755)
