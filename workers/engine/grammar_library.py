@@ -107,7 +107,7 @@ class GrammarLibrary:
         matcher = start(self._tokenizer, grammar)
         # Finds what only shows in use, and is a start for all copies.
         matcher.compute_bitmask()
-        _check(matcher)
+        raise_error_of(matcher)
         return Matcher(matcher)
 
 
@@ -118,7 +118,7 @@ def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
     except (ValueError, TypeError) as error:
         raise GrammarError(shortened(str(error))) from error
-    _check(matcher)
+    raise_error_of(matcher)
     return matcher
 
 
@@ -138,7 +138,8 @@ def _json_source(schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
 
 
-def _check(matcher: LLMatcher) -> None:
+def raise_error_of(matcher: LLMatcher) -> None:
+    """Raises GrammarError if the matcher is in its state of error."""
     if matcher.is_error():
         raise GrammarError(shortened(matcher.get_error()))
 

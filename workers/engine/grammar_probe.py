@@ -2,12 +2,12 @@
 
 A few lines of grammar can send the library into a recursion that overflows the stack, which ends
 its process, or into a construction that takes hours. Here that ends a helper, and costs the
-request that brought the grammar; the engine compiles what has passed.
+request that brought the grammar; the engine compiles what has passed. The helper's processor time
+is what counts, so that a busy machine refuses nothing that a quiet one takes.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
@@ -19,11 +19,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from llguidance import LLMatcher, LLTokenizer
 
 from schemas.errors import GrammarError
 from schemas.sampling import Grammar
+from workers.engine.grammar_library import raise_error_of, start
 
-COMPILE_LIMIT_S = 5.0
+# Processor time. What comes near it may take as long for a mask, which a step then waits for.
+COMPILE_LIMIT_S = 0.5
+_WAIT_LIMIT_S = 10.0
+_TRIED_STEPS = 16
+_NUM_BYTES = 256
 _START_LIMIT_S = 30.0
 _MODULE = "workers.engine.grammar_probe"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +41,8 @@ _verdict_decoder = msgspec.json.Decoder(str)
 
 
 class _Helper:
-    """One process, which tries one grammar at a time. It ends when its input is closed, and kills
-    itself when it works for long after that."""
+    """One process, which tries one grammar at a time. It ends when its input is closed, and on any
+    grammar that takes it too long."""
 
     def __init__(self, command: list[str]) -> None:
         search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
@@ -55,7 +61,7 @@ class _Helper:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def verdict(self, grammar: bytes, limit_s: float) -> str:
+    def verdict(self, grammar: bytes) -> str:
         """What is wrong with a grammar (as JSON), "" if nothing. Raises GrammarError when it
         cannot be told: then the process is gone."""
         stdin = self._process.stdin
@@ -63,16 +69,16 @@ class _Helper:
         try:
             stdin.write(grammar + b"\n")
             stdin.flush()
-            line = self._read_line(limit_s)
+            line = self._read_line(_WAIT_LIMIT_S)
         except BrokenPipeError:
             line = b""
         if line:
             return _verdict_decoder.decode(line)
-        crashed = self._process.poll() is not None
+        slow = self._process.poll() in (None, -signal.SIGPROF)
         self.kill()
-        if crashed:
-            raise GrammarError("The grammar is too deeply nested to be compiled.")
-        raise GrammarError(f"The grammar takes more than {limit_s:g} s to compile.")
+        if slow:
+            raise GrammarError("The grammar takes too long to compile; make it smaller.")
+        raise GrammarError("The grammar is too deeply nested to be compiled.")
 
     def kill(self) -> None:
         self._process.kill()
@@ -86,10 +92,12 @@ class _Helper:
         """A line with its end; nothing once ``limit_s`` has passed or the process has ended."""
         stdout = self._process.stdout
         assert stdout is not None
+        poll = select.poll()
+        poll.register(stdout, select.POLLIN)
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._received:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not poll.poll(left_s * 1e3):
                 return b""
             data = os.read(stdout.fileno(), 1 << 16)
             if not data:
@@ -107,9 +115,8 @@ class GrammarProbe:
     process.
     """
 
-    def __init__(self, limit_s: float = COMPILE_LIMIT_S, command: list[str] | None = None) -> None:
-        self._limit_s = limit_s
-        self._command = command or [sys.executable, "-m", _MODULE, str(math.ceil(2 * limit_s))]
+    def __init__(self, command: list[str] | None = None) -> None:
+        self._command = command or [sys.executable, "-m", _MODULE]
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []
 
@@ -123,7 +130,7 @@ class GrammarProbe:
             helper = self._idle.pop() if self._idle else None
         if helper is None or not helper.alive:
             helper = _Helper(self._command)
-        problem = helper.verdict(text, self._limit_s)
+        problem = helper.verdict(text)
         with self._lock:
             self._idle.append(helper)
         if problem:
@@ -137,37 +144,44 @@ class GrammarProbe:
             helper.close()
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, kill_after_s: int) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The helper's side: a grammar a line in, a verdict a line out, until the end of ``requests``.
 
     The vocabulary is that of single bytes: all that is tried here is the grammar itself.
     """
-    from llguidance import LLTokenizer
-
-    from workers.engine.grammar_library import start
-
     tokenizer = LLTokenizer("byte")
     answers.write(_READY)
     answers.flush()
     for line in requests:
         verdict = ""
         # Its default action ends the process also where Python does not get a word in.
-        signal.alarm(kill_after_s)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_LIMIT_S)
         try:
-            start(tokenizer, _grammar_decoder.decode(line)).compute_bitmask()
+            _try_out(start(tokenizer, _grammar_decoder.decode(line)))
         except GrammarError as error:
             verdict = error.message
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_encode(verdict) + b"\n")
         answers.flush()
 
 
-def main(arguments: list[str]) -> int:
-    """The helper's process; its argument is for how many seconds it may try one grammar."""
+def _try_out(matcher: LLMatcher) -> None:
+    """Follow a grammar for a few bytes, as some fail or take long only then."""
+    for step in range(_TRIED_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") % (1 << _NUM_BYTES)
+        if not mask or matcher.is_stopped():
+            break
+        highest, lowest = mask.bit_length() - 1, (mask & -mask).bit_length() - 1
+        matcher.consume_token(lowest if step % 2 else highest)
+    raise_error_of(matcher)
+
+
+def main() -> int:
+    """The helper's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(sys.stdin.buffer, sys.stdout.buffer, int(arguments[0]))
+    serve(sys.stdin.buffer, sys.stdout.buffer)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())
