@@ -52,13 +52,23 @@ class GroupedLogits(NamedTuple):
         groups = first_largest(self.tops)
         return groups * GROUP_TOKENS + first_largest(self.select(rows, groups))
 
+    def scaled(self, rows: ScaledRows, groups: torch.Tensor | None = None) -> torch.Tensor:
+        """(logit - best) / temperature of the rows: float32 [num_rows, width, GROUP_TOKENS], of
+        ``groups`` [num_rows, width] of each, or of all."""
+        if groups is None:
+            values = self.members.index_select(0, rows.rows)
+        else:
+            width = groups.shape[1]
+            values = self.select(rows.rows.repeat_interleave(width), groups.reshape(-1))
+            values = values.view(-1, width, GROUP_TOKENS)
+        values -= rows.best[:, None, None]
+        values /= rows.scales[:, None, None]
+        return values
+
     def masses(self, rows: ScaledRows) -> torch.Tensor:
         """The sum of exp((logit - best) / temperature) over each of the rows: float64. The same
         whoever else is in the batch."""
-        weights = self.members.index_select(0, rows.rows)
-        weights -= rows.best[:, None, None]
-        weights /= rows.scales[:, None, None]
-        return weights.exp_().sum(-1).sum(-1, dtype=torch.float64)
+        return self.scaled(rows).exp_().sum(-1).sum(-1, dtype=torch.float64)
 
 
 def largest(members: torch.Tensor) -> GroupedLogits:

@@ -16,15 +16,16 @@ import torch
 
 from schemas.sampling import SamplingParams
 from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
-from workers.engine.sampling.ordering import ascending, ascending_order
+from workers.engine.sampling.ordering import ascending, ascending_order, smallest
 
 _LOWEST = torch.finfo(torch.float32).min
 # Rows with about as many groups of candidates are padded and sorted together: the widths are this
 # many groups and its multiples by the growth.
 _LEAST_WIDTH = 4
 _WIDTH_GROWTH = 4
-# So few groups are all sorted at once.
-_FEW_GROUPS = 1_024
+# Bounds are looked for among so many of the likeliest tokens first.
+_FEW_TOKENS = 64
+_MANY_TOKENS = 256
 # A bound that comes from a sum is given this much slack, far above what rounding does to it.
 _SLACK = 1e-3
 
@@ -46,7 +47,8 @@ class Limits(NamedTuple):
 class _OrderLimits(NamedTuple):
     """What takes the tokens of some rows in order, each [num_rows]: ``top_k`` (the vocabulary's
     size where it is off), ``top_p``, ``typical_p`` (float64, 1 where off) and ``log_min_p``.
-    ``summed`` are the indices of those whose whole mass is wanted: top-p without top-k."""
+    ``summed`` are the indices of those whose whole mass is wanted: top-p without top-k. ``few``:
+    all have a top-k that keeps few tokens."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -55,6 +57,7 @@ class _OrderLimits(NamedTuple):
     summed: torch.Tensor
     any_top_k: bool
     any_typical: bool
+    few: bool
 
     def take(self, index: torch.Tensor) -> _OrderLimits:
         """Those of the rows ``index``; ``summed`` does not apply to them."""
@@ -97,6 +100,7 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
         summed=torch.tensor(summed, dtype=torch.int64, device=device),
         any_top_k=any_top_k,
         any_typical=any_typical,
+        few=max(top_k, default=0) < _FEW_TOKENS,
     )
     return Limits(log_min_p, index, len(rows) == len(params), by_order, any_typical)
 
@@ -135,22 +139,83 @@ def narrow(logits: GroupedLogits, drawn: ScaledRows, peaks: torch.Tensor, limits
 def _by_order(
     logits: GroupedLogits, rows: ScaledRows, peaks: torch.Tensor, limits: _OrderLimits
 ) -> Bounds:
-    """Bounds of rows of which the tokens are taken in order; all arguments are of these rows."""
-    floors, masses = _floors(logits, rows, peaks, limits)
+    """Bounds of rows of which the tokens are taken in order; all arguments are of these rows.
+
+    They are looked for among the likeliest tokens first; nearly always they are there.
+    """
+    width = _FEW_TOKENS if limits.few else _MANY_TOKENS
+    gaps, masses = _nearest(logits, rows, peaks, limits, width)
+    counts = (gaps < inf).sum(-1, keepdim=True)
+    bounds = _in_order(gaps, counts, masses, limits)
+    rest = (~_has_all(gaps, masses, limits)).nonzero()[:, 0]
+    if len(rest) and gaps.shape[1] < logits.num_groups * GROUP_TOKENS:
+        own = _among_all(
+            logits,
+            rows.take(rest),
+            peaks.index_select(0, rest),
+            masses.index_select(0, rest),
+            limits.take(rest),
+        )
+        bounds.low.index_copy_(0, rest, own.low)
+        if bounds.high is not None and own.high is not None:
+            bounds.high.index_copy_(0, rest, own.high)
+    return bounds
+
+
+def _nearest(
+    logits: GroupedLogits,
+    rows: ScaledRows,
+    peaks: torch.Tensor,
+    limits: _OrderLimits,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` smallest gaps (negated scaled logits) of each row, in rising order, and the
+    mass (float64) that top-p is a share of, NaN where it is that of what top-k leaves."""
+    masses = torch.full_like(limits.top_p, torch.nan)
+    summed = limits.summed
+    if logits.num_groups >= 2 * width:
+        # The likeliest tokens are in the groups with the largest peaks.
+        if len(summed):
+            masses.index_copy_(0, summed, logits.masses(rows.take(summed)))
+        values = logits.scaled(rows, peaks.topk(width).indices)
+    else:
+        values = logits.scaled(rows)
+        if len(summed):
+            own = values if len(summed) == len(values) else values.index_select(0, summed)
+            masses.index_copy_(0, summed, own.exp().sum(-1).sum(-1, dtype=torch.float64))
+    return smallest(values.view(len(values), -1).neg_(), width), masses
+
+
+def _has_all(gaps: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits) -> torch.Tensor:
+    """Whether the tokens of ``gaps`` are all that may stay of each row."""
+    last = gaps[:, -1]
+    kth = gaps.gather(1, (limits.top_k[:, None] - 1).clamp_(max=gaps.shape[1] - 1))[:, 0]
+    enough = (kth < last).logical_or_(last == inf)
+    if len(limits.summed):
+        inside = gaps.neg().exp_().sum(-1, dtype=torch.float64)
+        enough.logical_or_(inside >= limits.top_p * masses)
+    return enough
+
+
+def _among_all(
+    logits: GroupedLogits,
+    rows: ScaledRows,
+    peaks: torch.Tensor,
+    masses: torch.Tensor,
+    limits: _OrderLimits,
+) -> Bounds:
+    """Bounds of rows that keep many tokens: all that may stay are sorted."""
+    floors = _floors(logits, peaks, masses, limits)
     low = torch.empty_like(floors)
     high = torch.full_like(low, inf) if limits.any_typical else None
     for index, groups, present in _by_width(peaks >= floors[:, None]):
-        if index is None:
-            return _in_order(logits, rows, groups, present, floors, masses, limits)
-        bounds = _in_order(
-            logits,
-            rows.take(index),
-            groups,
-            present,
-            floors.index_select(0, index),
-            masses.index_select(0, index),
-            limits.take(index),
-        )
+        values = logits.scaled(rows.take(index), groups)
+        if present is not None:
+            values.masked_fill_(~present[:, :, None], -inf)
+        gaps = ascending(values.view(len(values), -1).neg_())
+        counts = torch.searchsorted(gaps, -floors[index, None], right=True)
+        gaps = gaps[:, : max(1, int(counts.max()))]
+        bounds = _in_order(gaps, counts, masses.index_select(0, index), limits.take(index))
         low.index_copy_(0, index, bounds.low)
         if high is not None and bounds.high is not None:
             high.index_copy_(0, index, bounds.high)
@@ -158,48 +223,38 @@ def _by_order(
 
 
 def _floors(
-    logits: GroupedLogits, rows: ScaledRows, peaks: torch.Tensor, limits: _OrderLimits
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scaled logits below which certainly no token stays, and the mass (float64) that top-p is a
-    share of, NaN where it is that of what top-k leaves."""
-    floors = torch.full_like(rows.best, _LOWEST)
+    logits: GroupedLogits, peaks: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits
+) -> torch.Tensor:
+    """Scaled logits below which certainly no token of a row stays."""
+    floors = torch.full_like(limits.log_min_p, _LOWEST)
     if limits.any_top_k:
         # The k largest are in the k groups with the largest peaks.
         kth = (limits.top_k - 1).clamp_(max=logits.num_groups - 1)
         floors = -ascending(-peaks).gather(1, kth[:, None])[:, 0]
         floors = floors.masked_fill_(limits.top_k > logits.num_groups, _LOWEST).clamp_(min=_LOWEST)
-    masses = torch.full_like(limits.top_p, torch.nan)
-    summed = limits.summed
-    if len(summed):
-        # What weighs less than this makes up less than 1 - top_p even if it were all tokens.
-        own = logits.masses(rows.take(summed))
-        spare = (1 - limits.top_p.index_select(0, summed)) * own
-        num_tokens = logits.num_groups * GROUP_TOKENS
-        lowest = ((spare / num_tokens).log_() - _SLACK).float().clamp_(min=_LOWEST)
-        masses.index_copy_(0, summed, own)
-        floors.index_copy_(0, summed, lowest)
-    return floors, masses
+    # What weighs less than this makes up less than 1 - top_p even if it were all tokens.
+    spare = (1 - limits.top_p) * masses / (logits.num_groups * GROUP_TOKENS)
+    nucleus = (spare.log_() - _SLACK).float().clamp_(min=_LOWEST)
+    return torch.where(masses.isnan(), floors, nucleus)
 
 
 def _by_width(
     chosen: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """The columns that are ``chosen`` [num_rows, num_columns], rows with about as many together.
 
-    Yields the rows (None: all), their columns [num, width] padded with 0, and which of these are
-    no padding (None: all).
+    Yields the rows, their columns [num, width] padded with 0, and which of these are no padding,
+    None if all are.
     """
     device = chosen.device
     counts = chosen.sum(-1)
-    fewest, most = (max(1, int(count)) for count in counts.aminmax())
+    fewest, most = (int(count) for count in counts.aminmax())
     row, column = chosen.nonzero(as_tuple=True)
     if fewest == most:
-        yield None, column.view(len(counts), most), None
+        yield torch.arange(len(counts), device=device), column.view(len(counts), most), None
         return
     rank = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
     least, width = -1, _LEAST_WIDTH
-    if most * len(counts) <= _FEW_GROUPS:
-        width = most
     while least < most:
         width = min(width, most)
         own = (counts > least) & (counts <= width)
@@ -215,29 +270,13 @@ def _by_width(
 
 
 def _in_order(
-    logits: GroupedLogits,
-    rows: ScaledRows,
-    groups: torch.Tensor,
-    present: torch.Tensor | None,
-    floors: torch.Tensor,
-    masses: torch.Tensor,
-    limits: _OrderLimits,
+    gaps: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits
 ) -> Bounds:
     """Top-k, top-p, min-p, typical, one after the other, each on what the one before it left.
 
-    ``groups`` [num_rows, width], as far as they are ``present``, hold all that may stay.
+    ``gaps`` are negated scaled logits in rising order, with all that may stay among the first
+    ``counts`` [num_rows, 1].
     """
-    num_rows, width = groups.shape
-    values = logits.select(rows.rows.repeat_interleave(width), groups.view(-1))
-    values = values.view(num_rows, width, GROUP_TOKENS)
-    values -= rows.best[:, None, None]
-    values /= rows.scales[:, None, None]
-    if present is not None:
-        values.masked_fill_(~present[:, :, None], -inf)
-    # Negated scaled logits, in rising order.
-    gaps = ascending(values.view(num_rows, -1).neg_())
-    counts = torch.searchsorted(gaps, -floors[:, None], right=True)
-    gaps = gaps[:, : max(1, int(counts.max()))]
     last = (counts - 1).clamp_(min=0)
     weights = gaps.neg().exp_()
     low = limits.log_min_p

@@ -13,6 +13,15 @@ def ascending(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.sort(values.numpy(), axis=-1))
 
 
+def smallest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` smallest of each row, or as many as it has, in rising order."""
+    count = min(count, values.shape[1])
+    if values.device.type != "cpu":
+        return values.topk(count, dim=-1, largest=False).values
+    parted = np.partition(values.numpy(), count - 1, axis=-1)[:, :count]
+    return torch.from_numpy(np.sort(parted, axis=-1))
+
+
 def ascending_order(values: torch.Tensor) -> torch.Tensor:
     """The indices (int64) that put each row in rising order. Rows that fall first and then rise
     are merely merged on a CPU."""
