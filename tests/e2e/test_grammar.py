@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
@@ -14,11 +15,13 @@ import pytest
 
 from bus.api import Bus
 from schemas.sampling import Grammar, GrammarKind
-from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
+from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_body
 from tests.support.system import System
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+NUM_STREAMS = 6
 QUESTION = "What is TTFT?"
 DATE = r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]"
 SCHEMA: dict[str, Any] = {
@@ -62,6 +65,31 @@ async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
     assert {(answer.text, answer.finish_reason) for answer in answers} == {
         (answers[0].text, "stop")
     }, "the same seedless greedy answer by every door"
+
+
+async def test_answers_keep_their_form_when_the_worker_is_killed(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    form = {"guided_regex": f"({DATE} [a-z]+ ){{60}}", "max_tokens": 400}
+
+    def ask_all() -> list[asyncio.Task[Answer]]:
+        return [
+            asyncio.create_task(ask_sse(http, f"{QUESTION} {i}", **form))
+            for i in range(NUM_STREAMS)
+        ]
+
+    undisturbed = await asyncio.gather(*ask_all())
+    tasks = ask_all()
+
+    async def all_run() -> bool:
+        health = (await http.get("/healthz")).json()
+        return bool(health["open_streams"] >= NUM_STREAMS)
+
+    await eventually(all_run)
+    killed = system.kill("worker-1")
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
+    await eventually(lambda: system.pid("worker-1") != killed)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
 
 
 async def test_a_stop_string_ends_it_within(http: httpx.AsyncClient) -> None:
