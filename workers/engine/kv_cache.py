@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import torch
 
@@ -40,9 +41,8 @@ class KVCache:
             config.head_dim,
         )
         try:
-            # On a CPU zeros come from untouched pages: memory is taken as blocks are first used.
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
+            self.data = _zeros(shape, dtype, device)
+        except (RuntimeError, OSError, OverflowError) as error:
             size_bytes = math.prod(shape) * dtype.itemsize
             raise ConfigError(
                 f"The KV cache of {num_blocks} blocks takes {size_bytes} bytes, which {device} "
@@ -73,6 +73,16 @@ class KVCache:
         index = torch.tensor(blocks, device=self.data.device)
         rows = self.data[-1].index_select(0, index).flatten(1)
         return torch.isfinite(rows.sum(-1, dtype=torch.float32)).tolist()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in pages that nobody has touched, so that memory is taken as blocks are
+    first used. ``torch.zeros`` writes them all: half a second for a GiB."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
