@@ -164,6 +164,10 @@ def test_what_the_model_cannot_honour_is_refused_by_name() -> None:
         with pytest.raises(ParameterError) as caught:
             sampler.begin(row(**params))
         assert caught.value.param == param
+    with_words = Sampler(10_000, torch.device("cpu"), tokenizer)
+    with pytest.raises(ParameterError, match="valid Unicode") as caught:
+        with_words.begin(row(bad_words=("\ud800",)))
+    assert caught.value.param == "bad_words"
     nothing = Sampler(2, torch.device("cpu"), tokenizer)
     with pytest.raises(ParameterError, match="no tokens in this model"):
         nothing.begin(row(bad_words=("mill",)))

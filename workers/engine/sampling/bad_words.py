@@ -44,7 +44,8 @@ def bad_words_reader(
 ) -> Callable[[tuple[str, ...]], BadWords]:
     """From texts to token sequences: as a word begins a text, and as it stands after a space.
 
-    What it returns raises ParameterError if the model has no tokenizer, or a text no tokens.
+    What it returns raises ParameterError if the model has no tokenizer, or none that has tokens
+    for a text.
     Recent lists are remembered.
     """
 
@@ -57,10 +58,17 @@ def bad_words_reader(
         sequences: dict[tuple[int, ...], None] = {}
         for text in texts:
             for spelling in (text.lstrip(), " " + text.lstrip()):
-                tokens = tuple(encoder.encode(spelling, add_special_tokens=False))
+                tokens = _tokens(encoder, spelling)
                 if not tokens or max(tokens) >= vocab_size:
                     raise ParameterError("bad_words", "a bad word has no tokens in this model")
                 sequences[tokens] = None
         return BadWords(list(sequences))
 
     return lru_cache(_CACHED_LISTS)(read)
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    except ParameterError as error:
+        raise ParameterError("bad_words", "bad_words must be valid Unicode text") from error
