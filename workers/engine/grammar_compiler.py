@@ -55,7 +55,16 @@ class GrammarCompiler:
         self._settled: collections.deque[Settled] = collections.deque()
 
     def submit(self, choices: Rows[Sequence]) -> None:
-        """Have the matchers of a request's choices made; until then none of them is ready."""
+        """Have the matchers of a request's choices made; until then none of them is ready.
+
+        For a grammar that is there already this is done on return.
+        """
+        request = choices[0].request
+        assert request.sampling.grammar is not None
+        start = self._known(request.sampling.grammar)
+        if start is not None and not request.output_token_ids and not start.complete:
+            _give_matchers(choices, start)
+            return
         for sequence in choices:
             sequence.ready = False
         self._threads.submit(functools.partial(self._prepare, choices))
@@ -90,12 +99,17 @@ class GrammarCompiler:
             if start.complete:
                 self._settled.append(Settled(first, None))
             else:
-                for sequence in choices:
-                    sequence.matcher = start.copy()
-                # The first is what the planner waits for; the others start from it.
-                for sequence in reversed(choices):
-                    sequence.ready = True
+                _give_matchers(choices, start)
         self._on_settled()
+
+    def _known(self, grammar: Grammar) -> Matcher | None:
+        """The compiled grammar, if it is there and good."""
+        with self._lock:
+            known = self._cache.get(grammar)
+            if known is None or not known.done() or known.exception() is not None:
+                return None
+            self._cache.move_to_end(grammar)
+            return known.result()
 
     def _start_of(self, grammar: Grammar) -> Matcher:
         """The compiled grammar; whoever asks for it first compiles it, the others wait."""
@@ -120,6 +134,14 @@ class GrammarCompiler:
                 self._cache.pop(grammar, None)
             raise
         return _result(future)
+
+
+def _give_matchers(choices: Rows[Sequence], start: Matcher) -> None:
+    for sequence in choices:
+        sequence.matcher = start.copy()
+    # The first is what the planner waits for; the others start from it.
+    for sequence in reversed(choices):
+        sequence.ready = True
 
 
 def _result(future: Future[Matcher]) -> Matcher:

@@ -186,7 +186,7 @@ def test_masks_that_cannot_be_filled_allow_nothing() -> None:
 # --- compiling ---
 
 
-async def test_compiled_grammars_are_kept_and_so_are_refusals(
+def test_compiled_grammars_are_kept_and_so_are_refusals(
     bytes_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED_GRAMMARS", 2)
@@ -202,13 +202,31 @@ async def test_compiled_grammars_are_kept_and_so_are_refusals(
     for text in ["a", "(", "a", "(", "b", "a", "("]:
         one = sequence(text, regex(text))
         compiler.submit([one])
-        assert settled.acquire(timeout=30)
         over = compiler.take_settled()
+        while not one.ready and not over:
+            assert settled.acquire(timeout=30)
+            over = compiler.take_settled()
         assert one.ready == (one.matcher is not None) == (text != "(")
         assert [(o.sequence, o.error is None) for o in over] == (
             [] if one.ready else [(one, False)]
         )
     assert compiled == ["a", "(", "b", "a", "("]
+
+
+def test_a_grammar_that_is_there_makes_sequences_ready_at_once(bytes_tokenizer: Tokenizer) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
+    settled = threading.Semaphore(0)
+    compiler = GrammarCompiler(library.compile, settled.release)
+    compiler.submit([sequence("first", regex("ab"))])
+    assert settled.acquire(timeout=30)
+    choices = [sequence(name, regex("ab")) for name in "xyz"]
+    compiler.submit(choices)
+    assert all(one.ready for one in choices)
+    assert len({id(one.matcher) for one in choices}) == 3
+    resumed = sequence("r", regex("ab"), output_token_ids=(bytes_tokenizer.encode("a")[-1],))
+    compiler.submit([resumed])
+    assert settled.acquire(timeout=30)
+    assert resumed.ready
 
 
 def test_whatever_goes_wrong_settles_the_request() -> None:
