@@ -302,7 +302,8 @@ class BlockTables:
             if self._shared:
                 root = root_key(sequence.request.cache_salt)
             else:
-                root = root_key(f"{sequence.arrival} alone")
+                # Choices of one request may have blocks in common.
+                root = root_key(f"{sequence.arrival - sequence.choice} alone")
             extend_keys(
                 sequence.block_keys,
                 root,
