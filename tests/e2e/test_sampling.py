@@ -1,0 +1,87 @@
+"""Sampling options are heeded by every door, and go on where a killed worker stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from bus.api import Bus
+from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_body
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_STREAMS = 6
+QUESTION = "What is TTFT?"
+
+
+async def test_every_door_heeds_the_same_options(
+    system: System, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    plain = await ask_sse(http, QUESTION)
+    word = max(plain.text.split(), key=len).strip(".,")
+    options: dict[str, Any] = {
+        "bad_words": (word,),
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "min_tokens": 40,
+        "max_tokens": 60,
+    }
+    answers = [
+        await ask_sse(http, QUESTION, **options),
+        await ask_websocket(system.websocket, QUESTION, **options),
+        await ask_nats(bus, f"options-{uuid.uuid4().hex[:8]}", QUESTION, **options),
+    ]
+    assert len({answer.text for answer in answers}) == 1
+    assert answers[0].text != plain.text
+    assert word not in answers[0].text.split()
+    assert all(answer.completion_tokens >= 40 for answer in answers)
+
+
+async def test_a_bias_decides(http: httpx.AsyncClient) -> None:
+    tokens = (await http.post("/v1/tokenize", json={"model": "demo", "prompt": "x"})).json()
+    bias = {str(tokens["tokens"][-1]): 100}
+    answer = await ask_sse(http, QUESTION, logit_bias=bias, max_tokens=7)
+    assert answer.text.count("x") == 7
+    beyond = chat_body(QUESTION, stream=False, logit_bias={"1000000": 1})
+    response = await http.post("/v1/chat/completions", json=beyond)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logit_bias"
+
+
+async def test_penalties_go_on_when_the_worker_is_killed(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    options: dict[str, Any] = {
+        "temperature": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "typical_p": 0.9,
+        "min_tokens": 250,
+        "max_tokens": 300,
+    }
+
+    def ask_all() -> list[asyncio.Task[Answer]]:
+        return [
+            asyncio.create_task(ask_sse(http, f"{QUESTION} {i}", **options | {"seed": i}))
+            for i in range(NUM_STREAMS)
+        ]
+
+    undisturbed = await asyncio.gather(*ask_all())
+    tasks = ask_all()
+
+    async def all_run() -> bool:
+        health = (await http.get("/healthz")).json()
+        return bool(health["open_streams"] >= NUM_STREAMS)
+
+    await eventually(all_run)
+    killed = system.kill("worker-1")
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
+    await eventually(lambda: system.pid("worker-1") != killed)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
