@@ -1,9 +1,11 @@
 """Milliseconds to choose a batch's next tokens, beside what reading their logits once takes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sampling [--batches 1,32,256] [--vocabs 8192,128256]
+        [--flat]
 
-Logits are random and rather flat (standard normal), which is the dear case for top-p: thousands
-of tokens are in a nucleus of 0.9.
+Tokens' chances fall by Zipf's law (about 60 of them are in a nucleus of 0.9). ``--flat`` takes
+normal logits instead, as a model with random weights has, which is the dear case for top-p:
+thousands of tokens are in the nucleus.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--batches", type=_sizes, default=[1, 32, 256])
     parser.add_argument("--vocabs", type=_sizes, default=[8_192, 128_256])
+    parser.add_argument("--flat", action="store_true")
     arguments = parser.parse_args()
     bytes_per_s = _read_bandwidth()
     print(f"{torch.get_num_threads()} threads; memory is read at {bytes_per_s / 1e9:.1f} GB/s")
     print(f"{'rows':>4} {'vocab':>7} {'read':>9}" + "".join(f"{n:>13}" for n in _OPTIONS))
     for vocab_size in arguments.vocabs:
         for batch in arguments.batches:
-            logits = torch.randn(batch, vocab_size).bfloat16()
+            logits = _logits(batch, vocab_size, flat=arguments.flat)
             read_ms = logits.numel() * logits.itemsize / bytes_per_s * 1e3
             times = [_sampling_ms(logits, options) for options in _OPTIONS.values()]
             shown = "".join(f"{ms:>10.2f} ms" for ms in times)
@@ -58,6 +61,15 @@ def main() -> None:
 
 def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _logits(batch: int, vocab_size: int, *, flat: bool) -> torch.Tensor:
+    noise = torch.randn(batch, vocab_size)
+    if flat:
+        return noise.bfloat16()
+    zipf = -1.5 * torch.arange(1.0, vocab_size + 1).log()
+    orders = torch.rand(batch, vocab_size).argsort(-1)
+    return (zipf[orders] + 0.3 * noise).bfloat16()
 
 
 def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
