@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from workers.engine.kv_cache import KVCache
+
+# A thread more is worth starting for so many blocks.
+_BLOCKS_PER_THREAD = 16
 
 
 class PlainHostMemory:
@@ -37,17 +46,74 @@ class PlainHostMemory:
         _copy_blocks(self._slots, slots, self._cache, blocks)
 
 
-@torch.inference_mode()
+class _Run(NamedTuple):
+    """``count`` neighbouring blocks."""
+
+    source: int
+    target: int
+    count: int
+
+
 def _copy_blocks(
     source: torch.Tensor, sources: list[int], target: torch.Tensor, targets: list[int]
 ) -> None:
-    pairs = sorted(zip(targets, sources, strict=True))
-    start = 0
-    for end in range(1, len(pairs) + 1):
-        if end < len(pairs):
-            (before_to, before_from), (to, from_) = pairs[end - 1], pairs[end]
-            if to == before_to + 1 and from_ == before_from + 1:
+    runs = _runs(sources, targets)
+    if source.is_cuda or target.is_cuda:
+        with torch.inference_mode():
+            for run in runs:
+                into = target[:, run.target : run.target + run.count]
+                into.copy_(source[:, run.source : run.source + run.count])
+        return
+    # Plain threads, each with runs of its own: torch would split every copy over its threads, and
+    # with anything else on the machine these wait for one another 2 MiB at a time.
+    copy = partial(_copy_runs, _bytes_of(source), _bytes_of(target))
+    num_threads = min(torch.get_num_threads(), len(sources) // _BLOCKS_PER_THREAD + 1)
+    shares = _shares(runs, len(sources), num_threads)
+    if len(shares) == 1:
+        copy(shares[0])
+        return
+    with ThreadPoolExecutor(len(shares)) as threads:
+        for _ in threads.map(copy, shares):
+            pass
+
+
+def _runs(sources: list[int], targets: list[int]) -> list[_Run]:
+    """The pairs by rising target, with neighbours that stay neighbours taken together."""
+    runs: list[_Run] = []
+    for to, from_ in sorted(zip(targets, sources, strict=True)):
+        if runs:
+            source, target, count = runs[-1]
+            if to == target + count and from_ == source + count:
+                runs[-1] = _Run(source, target, count + 1)
                 continue
-        (to, from_), count = pairs[start], end - start
-        target[:, to : to + count].copy_(source[:, from_ : from_ + count])
-        start = end
+        runs.append(_Run(from_, to, 1))
+    return runs
+
+
+def _shares(runs: list[_Run], num_blocks: int, num_shares: int) -> list[list[_Run]]:
+    """The runs, cut where need be, in shares of about equally many blocks."""
+    size = -(-num_blocks // num_shares)
+    shares: list[list[_Run]] = [[]]
+    room = size
+    for source, target, count in runs:
+        while count:
+            if room == 0:
+                shares.append([])
+                room = size
+            part = min(count, room)
+            shares[-1].append(_Run(source, target, part))
+            source, target, count, room = source + part, target + part, count - part, room - part
+    return shares
+
+
+def _bytes_of(blocks: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """[num_layers, num_blocks, bytes of a block in a layer], the same memory."""
+    flat: npt.NDArray[np.uint8] = blocks.flatten(2).view(torch.uint8).numpy()
+    return flat
+
+
+def _copy_runs(
+    source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], runs: list[_Run]
+) -> None:
+    for from_, to, count in runs:
+        target[:, to : to + count] = source[:, from_ : from_ + count]
