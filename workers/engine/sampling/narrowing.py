@@ -47,26 +47,28 @@ class Limits(NamedTuple):
 class _OrderLimits(NamedTuple):
     """What takes the tokens of some rows in order, each [num_rows]: ``top_k`` (the vocabulary's
     size where it is off), ``top_p``, ``typical_p`` (float64, 1 where off) and ``log_min_p``.
-    ``summed`` are the indices of those whose whole mass is wanted: top-p without top-k. ``few``:
-    all have a top-k that keeps few tokens."""
+    ``summed`` are the indices of those whose whole mass is wanted, top-p without top-k, and
+    ``only_typical`` of those with neither. ``few``: all have a top-k that keeps few tokens."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     typical_p: torch.Tensor
     log_min_p: torch.Tensor
     summed: torch.Tensor
+    only_typical: torch.Tensor
     any_top_k: bool
     any_typical: bool
     few: bool
 
     def take(self, index: torch.Tensor) -> _OrderLimits:
-        """Those of the rows ``index``; ``summed`` does not apply to them."""
+        """Those of the rows ``index``, without what is said of some rows by their indices."""
         return self._replace(
             top_k=self.top_k.index_select(0, index),
             top_p=self.top_p.index_select(0, index),
             typical_p=self.typical_p.index_select(0, index),
             log_min_p=self.log_min_p.index_select(0, index),
             summed=self.summed[:0],
+            only_typical=self.only_typical[:0],
         )
 
 
@@ -74,6 +76,7 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
     """What narrows rows with ``params``; None if nothing does."""
     rows: list[int] = []
     summed: list[int] = []
+    only_typical: list[int] = []
     any_top_k = any_typical = any_min_p = False
     for i, p in enumerate(params):
         any_min_p |= p.min_p > 0
@@ -81,6 +84,8 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
         if limited or p.top_p < 1 or p.typical_p < 1:
             if p.top_p < 1 and not limited:
                 summed.append(len(rows))
+            elif not limited:
+                only_typical.append(len(rows))
             rows.append(i)
             any_top_k |= limited
             any_typical |= p.typical_p < 1
@@ -98,6 +103,7 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
         typical_p=torch.tensor([p.typical_p for p in own], dtype=torch.float64, device=device),
         log_min_p=log_min_p.index_select(0, index),
         summed=torch.tensor(summed, dtype=torch.int64, device=device),
+        only_typical=torch.tensor(only_typical, dtype=torch.int64, device=device),
         any_top_k=any_top_k,
         any_typical=any_typical,
         few=max(top_k, default=0) < _FEW_TOKENS,
@@ -147,7 +153,16 @@ def _by_order(
     gaps, masses = _nearest(logits, rows, peaks, limits, width)
     counts = (gaps < inf).sum(-1, keepdim=True)
     bounds = _in_order(gaps, counts, masses, limits)
-    rest = (~_has_all(gaps, masses, limits)).nonzero()[:, 0]
+    done = _has_all(gaps, masses, limits)
+    only = limits.only_typical
+    if len(only) and bounds.high is not None:
+        low, high, certain = _typical_of_nearest(
+            logits, rows.take(only), gaps.index_select(0, only), limits.take(only)
+        )
+        bounds.low.index_copy_(0, only, low)
+        bounds.high.index_copy_(0, only, high)
+        done.index_copy_(0, only, certain)
+    rest = (~done).nonzero()[:, 0]
     if len(rest) and gaps.shape[1] < logits.num_groups * GROUP_TOKENS:
         own = _among_all(
             logits,
@@ -314,3 +329,32 @@ def _typical(
     outside = distances > farthest
     nearest = gaps.masked_fill(outside, inf).amin(-1)
     return -gaps.masked_fill(outside, -inf).amax(-1), -nearest
+
+
+def _typical_of_nearest(
+    logits: GroupedLogits, rows: ScaledRows, gaps: torch.Tensor, limits: _OrderLimits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Typical sampling after at most min-p, of the tokens of ``gaps``, the likeliest of each row;
+    and whether no other token may be nearer to the entropy than those that stay.
+
+    The entropy is that of the whole row.
+    """
+    values = logits.scaled(rows)
+    weights = values.exp().masked_fill_(values < limits.log_min_p[:, None, None], 0.0)
+    mass = weights.sum(-1).sum(-1, dtype=torch.float64)
+    mean = weights.mul_(values.clamp_(min=_LOWEST)).sum(-1).sum(-1, dtype=torch.float64) / mass
+    # The surprise of a token is its gap + log(mass), and the entropy their mean, log(mass) - mean.
+    entropy = -mean[:, None]
+    distances = (gaps - entropy).abs_()
+    distances.masked_fill_(gaps > -limits.log_min_p[:, None], inf)
+    shares = gaps.double().neg_().exp_() / mass[:, None]
+    order = ascending_order(distances)
+    cumulative = shares.gather(1, order).cumsum(-1)
+    reached = torch.searchsorted(cumulative, limits.typical_p[:, None])
+    reached = reached.clamp_(max=gaps.shape[1] - 1)
+    farthest = distances.gather(1, order.gather(1, reached))
+    outside = distances > farthest
+    certain = farthest < gaps[:, -1:] - entropy
+    most = gaps.masked_fill(outside, -inf).amax(-1)
+    least = gaps.masked_fill(outside, inf).amin(-1)
+    return -most, -least, certain[:, 0]
