@@ -24,7 +24,7 @@ from workers.engine.threads import configure_threads
 if TYPE_CHECKING:
     from workers.models.decoder import DecoderWeights
 
-BATCHES = (1, 8, 32)
+BATCHES = (1, 8, 16, 32)
 # Well over the last level's cache.
 _READ_BYTES = 1 << 30
 _ROW_VALUES = 16_384

@@ -8,6 +8,7 @@ import msgspec
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import Figures
+from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import Load
 
 MILLRACE = "millrace"
@@ -58,15 +59,20 @@ def table(load: Load, report: Report) -> list[str]:
             f"{figures.ttft_p99_ms:8.1f}  {figures.itl_p50_ms:8.2f}{figures.itl_p99_ms:8.2f}"
             f"{ratio:>16}".rstrip()
         )
-    return [*lines, *_bounds(load, report.ceilings)]
+    return [*lines, *_bounds(load, report.ceilings, systems.get(MILLRACE_ENGINE))]
 
 
-def _bounds(load: Load, ceilings: Ceilings) -> list[str]:
+def _bounds(load: Load, ceilings: Ceilings, engine: Figures | None) -> list[str]:
     gemm_ms = ceilings.gemm_only_ms.get(load.streams)
     if gemm_ms is None:
         return []
     bound = load.streams * 1e3 / gemm_ms
     lines = [f"  decoding at the speed of its linear maps alone: {bound:.0f} tokens/s"]
+    if engine is not None:
+        share = engine.itl_p50_ms / gemm_ms
+        lines.append(
+            f"  ITL p50 of {MILLRACE_ENGINE} over the {gemm_ms:.2f} ms of these: {share:.2f}x"
+        )
     if load.streams == 1:
         lines.append(
             f"  reading all weights once a token: {ceilings.batch_1_tokens_per_s:.0f} tokens/s"

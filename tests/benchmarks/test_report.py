@@ -6,6 +6,7 @@ import msgspec
 
 from benchmarks.ceilings import Ceilings, lines
 from benchmarks.figures import Figures
+from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.start import import_times_ms
@@ -30,11 +31,13 @@ def test_ratios_are_of_millrace_over_each_other_system() -> None:
     report = Report(ceilings=CEILINGS)
     report.add(LOADS[2].name, MILLRACE, _figures(900.0))
     report.add(LOADS[2].name, "other", _figures(300.0))
+    report.add(LOADS[2].name, MILLRACE_ENGINE, _figures(1000.0))
     report.failures["broken"] = "it did not start"
-    assert report.ratios() == {LOADS[2].name: {"other": 3.0}}
+    assert report.ratios() == {LOADS[2].name: {"other": 3.0, MILLRACE_ENGINE: 0.9}}
     text = "\n".join(table(LOADS[2], report))
     assert "3.00x" in text
     assert "linear maps alone: 2000 tokens/s" in text
+    assert "over the 16.00 ms of these: 0.19x" in text
     kept = msgspec.json.decode(report.to_json())
     assert kept["ratios"] == report.ratios()
     assert kept["ceilings"]["gemm_only_ms"]["32"] == 16.0
