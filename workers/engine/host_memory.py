@@ -47,11 +47,11 @@ class PlainHostMemory:
 
 
 class _Run(NamedTuple):
-    """``count`` neighbouring blocks."""
+    """``length`` neighbouring blocks."""
 
     source: int
     target: int
-    count: int
+    length: int
 
 
 def _copy_blocks(
@@ -61,8 +61,8 @@ def _copy_blocks(
     if source.is_cuda or target.is_cuda:
         with torch.inference_mode():
             for run in runs:
-                into = target[:, run.target : run.target + run.count]
-                into.copy_(source[:, run.source : run.source + run.count])
+                into = target[:, run.target : run.target + run.length]
+                into.copy_(source[:, run.source : run.source + run.length])
         return
     # Plain threads, each with runs of its own: torch would split every copy over its threads, and
     # with anything else on the machine these wait for one another 2 MiB at a time.

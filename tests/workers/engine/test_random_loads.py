@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +138,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def runners(llama: tuple[Path, Any]) -> Iterator[dict[int, ModelRunner]]:
+def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
     """Runners by number of blocks, all with a poisoned token."""
     made: dict[int, ModelRunner] = {}
     for num_blocks in (9, 11, 16, 24, 600):
