@@ -61,6 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="blocks of keys and values, instead of --kv-cache-bytes",
     )
     parser.add_argument(
+        "--host-cache-bytes",
+        type=int,
+        default=_DEFAULTS.host_cache_bytes,
+        help="memory for blocks of preempted and idle requests (default: %(default)s)",
+    )
+    parser.add_argument(
         "--no-prefix-cache",
         action="store_true",
         help="compute every prompt, also what earlier ones have in common with it",
@@ -110,7 +116,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes"):
         if getattr(arguments, name) < 1:
             raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("num_blocks", "threads"):
+    for name in ("num_blocks", "host_cache_bytes", "threads"):
         if getattr(arguments, name) < 0:
             raise MillraceError(f"--{name.replace('_', '-')} must not be negative")
     return EngineConfig(
@@ -118,6 +124,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_batch_tokens=arguments.max_batch_tokens,
         kv_cache_bytes=arguments.kv_cache_bytes,
         num_blocks=arguments.num_blocks,
+        host_cache_bytes=arguments.host_cache_bytes,
         prefix_cache=not arguments.no_prefix_cache,
         dtype=arguments.dtype,
         device=arguments.device,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cli.generated import Generated, OfflineRequest
 from cli.main import main
@@ -178,6 +180,34 @@ def test_whatever_the_engine_offers(
     assert summary["num_cancelled"] == 2
     assert summary["prefix_hit_tokens"] >= 32
     assert summary["peak_rss_bytes"] > 1 << 20
+
+
+@pytest.mark.parametrize("rows", [slice(199, 200), slice(None)], ids=["one token", "all"])
+def test_weights_that_are_not_numbers_end_only_who_meets_them(
+    tmp_path: Path, checkpoint: Path, rows: slice
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = load_file(broken / "model.safetensors")
+    # The head is another tensor than the embedding: a tied one would spoil everybody's logits.
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][rows] = float("nan")
+    save_file(weights, broken / "model.safetensors")
+    config = json.loads((broken / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (broken / "config.json").write_text(json.dumps(config))
+    shared = list(range(5, 37))
+    line = {"max_tokens": 4, "ignore_eos": True, "logit_bias": {"199": -100}, "seed": 1}
+    lines = [
+        line | {"id": i, "prompt_token_ids": [*shared, 199 if i % 2 else 50, *shared]}
+        for i in range(6)
+    ]
+    code, answers = generate(tmp_path, broken, lines, "--max-batch", "2")
+    assert code == 1
+    for answer in answers:
+        if answer["id"] % 2 or rows == slice(None):
+            assert answer["error"]["code"] == "non_finite_logits"
+        else:
+            assert answer["completion_tokens"] == 4
 
 
 def test_bad_lines_are_answered_if_so_asked(

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import torch
 
-from schemas.errors import GrammarError, MillraceError
+from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.grammar import Grammars
@@ -27,6 +27,7 @@ from workers.engine.types import EngineOutput, NonFiniteEmbeddingError, NonFinit
 _log = logging.getLogger(__name__)
 
 _forks = attrgetter("forks")
+_matcher = attrgetter("matcher")
 
 
 class Executor:
@@ -82,9 +83,14 @@ class Executor:
             return self._runner.run(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(plan) == 1:
-                _log.exception("the model failed on one sequence")
-                self._live.fail(plan[0].sequence, as_millrace_error(error), outputs)
+                self._blame(plan[0].sequence, error, outputs)
             return None
+
+    def _blame(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
+        """End the one sequence that an error came from."""
+        if not isinstance(error, MillraceError):
+            _log.error("the engine failed on one sequence", exc_info=error)
+        self._live.fail(sequence, as_millrace_error(error), outputs)
 
     def _seal_chunks(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
         """Look whether what was computed of prompts is finite. A token that decodes need not be
@@ -98,14 +104,27 @@ class Executor:
                 chunks.append((sequence, table))
         if not chunks:
             return
-        finite = iter(self._runner.cache.finite_blocks([b for _, blocks in chunks for b in blocks]))
+        self._seal(chunks, outputs)
+
+    def _seal(self, chunks: list[tuple[Sequence, list[int]]], outputs: list[EngineOutput]) -> None:
+        """Seal what is finite of chunks and their blocks; failing on all, look at half of them."""
+        try:
+            all_blocks = [block for _, blocks in chunks for block in blocks]
+            finite = iter(self._runner.cache.finite_blocks(all_blocks))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            if len(chunks) == 1:
+                self._blame(chunks[0][0], error, outputs)
+                return
+            middle = len(chunks) // 2
+            self._seal(chunks[:middle], outputs)
+            self._seal(chunks[middle:], outputs)
+            return
         for sequence, blocks in chunks:
             flags = [next(finite) for _ in blocks]
             if all(flags):
                 self._tables.seal(sequence)
             else:
-                error = NonFiniteLogitsError(sequence.num_output_tokens)
-                self._live.fail(sequence, error, outputs)
+                self._live.fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
 
     def _pool_states(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
         """Take what was computed into embeddings, and end the sequences whose are complete."""
@@ -113,7 +132,11 @@ class Executor:
             sequence = chunk.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            embedding = add_chunk(chunk)
+            try:
+                embedding = add_chunk(chunk)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+                self._blame(sequence, error, outputs)
+                continue
             if embedding is None:
                 continue
             if all(map(math.isfinite, embedding)):
@@ -125,7 +148,14 @@ class Executor:
     def _add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
         """Take what was computed of prompts' log-probabilities."""
         for chunk in chunks:
-            if chunk.sequence.state is SequenceState.RUNNING and not add_scores(chunk):
+            if chunk.sequence.state is not SequenceState.RUNNING:
+                continue
+            try:
+                finite = add_scores(chunk)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+                self._blame(chunk.sequence, error, outputs)
+                continue
+            if not finite:
                 self._live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
 
     def _sample(
@@ -142,7 +172,14 @@ class Executor:
         if len(index) != len(computed) or len(sequences) != len(set(index)):
             with torch.inference_mode():
                 logits = logits.index_select(0, torch.tensor(index, device=logits.device))
-        sampled = self._sampler.sample(sequences, logits, self._grammars.masks(sequences))
+        try:
+            masks = self._grammars.masks(sequences) if any(map(_matcher, sequences)) else None
+        except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
+            for sequence in filter(_matcher, sequences):
+                self._blame(sequence, error, outputs)
+            self._sample(sequences, logits, outputs)
+            return
+        sampled = self._sampler.sample(sequences, logits, masks)
         for sequence, outcome, logprob in zip(
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):
@@ -169,8 +206,8 @@ class Executor:
     ) -> None:
         try:
             complete = self._grammars.accept(sequence, token)
-        except GrammarError as error:
-            self._live.fail(sequence, error, outputs)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            self._blame(sequence, error, outputs)
             return
         sequence.token_ids.append(token)
         if sequence.num_computed_tokens % self._block_size == 0:
