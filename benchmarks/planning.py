@@ -31,6 +31,9 @@ from workers.engine.threads import configure_threads
 _GOALS_MS = {32: 1.0, 256: 3.0}
 _PROMPT_TOKENS = 64
 _BLOCK_TOKENS = 16
+_WARM_UP_STEPS = 4
+# What the first sequences may make while the last ones' prompts are computed.
+_TOKENS_BEFORE = 128
 _NUM_FUNCTIONS = 25
 
 
@@ -96,21 +99,24 @@ def measure(
 
     # A block boundary is crossed at the same rate by any number of steps that blocks divide.
     num_steps = -(-num_steps // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    total_tokens = _PROMPT_TOKENS + num_steps + 2 * _BLOCK_TOKENS
+    total_tokens = _PROMPT_TOKENS + num_steps + _TOKENS_BEFORE
     blocks = num_sequences * (total_tokens // _BLOCK_TOKENS + 2)
     engine = Engine.load(
         path, EngineConfig(device="cpu", max_num_sequences=num_sequences, num_blocks=blocks * 2)
     )
     vocab_size = read_model_config(path).vocab_size
     prompts = distinct_prompts(num_sequences, _PROMPT_TOKENS, vocab_size, seed=num_sequences)
+    # Of different lengths, so that not all take a new block in the same step.
+    prompts = [prompt[: _PROMPT_TOKENS - i % _BLOCK_TOKENS] for i, prompt in enumerate(prompts)]
     for index, prompt in enumerate(prompts):
-        # Of different lengths, so that not all take a new block in the same step.
-        own = prompt[: _PROMPT_TOKENS - index % _BLOCK_TOKENS]
-        engine.add(greedy_request(str(index), own, total_tokens - len(own)))
-    while engine.stats().decode_tokens < 4 * num_sequences:
+        engine.add(greedy_request(str(index), prompt, total_tokens - len(prompt)))
+    while engine.stats().prefill_tokens < sum(map(len, prompts)):
+        engine.step()
+    for _ in range(_WARM_UP_STEPS):
         engine.step()
     with _watched(profile) as (model, sampler):
         steps = [_timed(engine.step, model, sampler, profile) for _ in range(num_steps)]
+    assert engine.stats().num_running == num_sequences, "not all decoded in all steps"
     return StepTimes(
         **{
             name: statistics.median(getattr(step, name) for step in steps)
