@@ -115,7 +115,7 @@ class Planner:
         """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
         free, else later from the cache."""
         self._set_rank(child)
-        if len(self.running) < self.max_num_sequences:
+        if not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
             child.state = SequenceState.RUNNING
@@ -212,6 +212,9 @@ class Planner:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
+            if self._is_full and self.running[-1].rank < sequence.rank:
+                held.append(sequence)  # nobody gives way to it, so do not even look
+                break
             hit = self.tables.match(sequence)
             if hit.awaited:
                 held.append(sequence)
@@ -229,6 +232,10 @@ class Planner:
             self._schedule(sequence, min(behind, draft.budget), draft)
         for sequence in held:
             self._waiting.add(sequence)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.max_num_sequences
 
     def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Put a newcomer that fits into the batch."""
