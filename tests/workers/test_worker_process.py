@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from schemas.control import Cancel, Dispatch, Replay, WorkerCommand, WorkerReply
 from schemas.frames import TERMINAL_FRAMES, Cancelled, Delta, Done, FinishReason, Frame, Usage
 from schemas.jobs import Job
 from schemas.records import RequestRecord, Status
-from schemas.sampling import SamplingParams
+from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
@@ -107,13 +108,13 @@ class _Scheduler:
         assert reply is not None
         return reply
 
-    async def dispatch(self, request_id: str, max_tokens: int) -> None:
+    async def dispatch(self, request_id: str, max_tokens: int, **sampling: Any) -> None:
         job = Job(
             request_id=request_id,
             model="tiny",
             prompt_token_ids=(10, 20, 30),
             sampling=SamplingParams(
-                max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True
+                max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True, **sampling
             ),
             reply="gw",
             batch_frames=True,
@@ -241,12 +242,20 @@ async def test_a_dead_engine_is_replaced_under_its_streams(
     worker: _Process, nats_config: NatsConfig
 ) -> None:
     """Twice; then its checkpoint is gone, no other can start, and the worker ends with an error."""
-    names = [f"s{i}" for i in range(20)]
+    formed = {
+        "grammar": Grammar(kind=GrammarKind.REGEX, text="([a-z]{3} )+"),
+        "frequency_penalty": 1.0,
+        "bad_words": ("e",),
+    }
+    plain, by_form = [f"s{i}" for i in range(16)], [f"f{i}" for i in range(4)]
+    names = [*plain, *by_form]
     async with _scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
-        await scheduler.dispatch("undisturbed", 200)
-        await eventually(lambda: scheduler.end("undisturbed") is not None)
-        await asyncio.gather(*(scheduler.dispatch(name, 200) for name in names))
+        await scheduler.dispatch("plain", 200)
+        await scheduler.dispatch("formed", 200, **formed)
+        await eventually(lambda: all(map(scheduler.end, ("plain", "formed"))), 20.0)
+        await asyncio.gather(*(scheduler.dispatch(name, 200) for name in plain))
+        await asyncio.gather(*(scheduler.dispatch(name, 200, **formed) for name in by_form))
         worker_id = scheduler.worker.worker_id
         for least in (5, 50):
             await eventually(lambda n=least: all(len(scheduler.tokens(s)) > n for s in names))
@@ -257,7 +266,8 @@ async def test_a_dead_engine_is_replaced_under_its_streams(
         for name in names:
             end = scheduler.end(name)
             assert end == Done(epoch=1, finish_reason=FinishReason.LENGTH, num_tokens=200)
-            assert scheduler.tokens(name) == scheduler.tokens("undisturbed")
+            undisturbed = "plain" if name in plain else "formed"
+            assert scheduler.tokens(name) == scheduler.tokens(undisturbed)
             deltas = [frame for frame in scheduler.frames[name] if isinstance(frame, Delta)]
             starts = [0, *accumulate(len(delta.token_ids) for delta in deltas)]
             assert [delta.index for delta in deltas] == starts[:-1]
@@ -265,7 +275,7 @@ async def test_a_dead_engine_is_replaced_under_its_streams(
 
         async def all_recorded() -> bool:
             records.extend(await scheduler.records())
-            return len(records) == 21
+            return len(records) == 22
 
         await eventually(all_recorded, what="a record each")
         assert {record.worker_id for record in records} == {worker_id}
