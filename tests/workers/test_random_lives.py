@@ -10,6 +10,7 @@ from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason, Replay
 from schemas.frames import TERMINAL_FRAMES, FinishReason
 from tests.workers.scripted import Bench, bench
+from workers.engine_keeper import MAX_RESTARTS, RESTART_WINDOW_S
 
 _NUM_ACTIONS = 150
 
@@ -28,7 +29,7 @@ class _Life:
             *(self._dispatch, self._dispatch),
             *(self._emit for _ in range(6)),
             *(self._cancel, self._supersede, self._adopt),
-            *(self._replay, self._outage, self._pass_time),
+            *(self._replay, self._outage, self._pass_time, self._kill_engine),
         ]
 
     async def act(self) -> None:
@@ -51,6 +52,8 @@ class _Life:
     async def _emit(self) -> None:
         request_id = self._any()
         if request_id is None:
+            return
+        if f"{request_id}:1" not in self.b.engine.added:
             return
         made = self.made[request_id]
         finish = FinishReason.LENGTH if len(made) == 5 else None
@@ -98,6 +101,16 @@ class _Life:
         self.b.broker.stop()
         await self.b.settle(self.random.random())
         self.b.broker.start()
+
+    async def _kill_engine(self) -> None:
+        """Not so often that the worker gives up on engines."""
+        before = self.b.engine
+        before.fail("exit code -9")
+        await self.b.settle(1.1 * RESTART_WINDOW_S / MAX_RESTARTS)
+        assert self.b.engine is not before
+        for engine_id, request in self.b.engine.added.items():
+            made = self.made.get(engine_id.removesuffix(":1"), [])
+            assert list(request.output_token_ids) == made[: len(request.output_token_ids)]
 
     async def _pass_time(self) -> None:
         await self.b.settle(self.random.random())
