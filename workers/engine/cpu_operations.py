@@ -35,6 +35,8 @@ class CpuOperations:
         self._attention = attention
         self._kernels = kernels
         self._epsilon = epsilon
+        num_layers = len(attention.windows)
+        self._caches = [attention.layer_tokens(layer) for layer in range(num_layers)]
 
     def prepare(self, batch: FlatBatch, rotation: Rotation) -> CpuMetadata:
         single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
@@ -64,16 +66,16 @@ class CpuOperations:
         )
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._kernels.rms_norm(rows.contiguous(), weight, self._epsilon)
+        return self._kernels.rms_norm(rows, weight, self._epsilon)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.swiglu(gate_up.contiguous())
+        return self._kernels.swiglu(gate_up)
 
     def attend(
         self, layer: int, heads: torch.Tensor, norms: HeadNorms | None, metadata: CpuMetadata
     ) -> torch.Tensor:
         attention = self._attention
-        cache = attention.layer_tokens(layer)
+        cache = self._caches[layer]
         window = attention.windows[layer]
         self._kernels.rotate_store(
             heads, *metadata.rotation, norms, self._epsilon, cache, metadata.slots
@@ -91,13 +93,10 @@ class CpuOperations:
                 block_size=attention.block_size,
                 window=window,
             )
-        attention.attend_chunks(
-            layer,
-            heads[:, :num_queries],
-            heads[:, num_queries:],
-            attended,
-            metadata.chunks[window],
-        )
+        chunks = metadata.chunks[window]
+        if chunks:
+            keys_values = heads[:, num_queries:]
+            attention.attend_chunks(layer, heads[:, :num_queries], keys_values, attended, chunks)
         return attended.flatten(1)
 
 

@@ -33,7 +33,7 @@ def _threads_restored() -> Iterator[None]:
 def test_the_environment_says_what_openmp_reads() -> None:
     environ: dict[str, str] = {}
     assert configure_threads(EngineConfig(num_threads=3), shared=True, environ=environ) == 3
-    assert environ == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "2000"}
+    assert environ == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "20000"}
     assert torch.get_num_threads() == 3
 
 
