@@ -64,7 +64,10 @@ def _compiler() -> str:
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "millrace"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "millrace"
+    except RuntimeError as error:  # a user without a home
+        raise KernelBuildError(f"There is no folder for the CPU kernels: {error}") from error
 
 
 def _fingerprint(compiler: str) -> str:
