@@ -315,15 +315,15 @@ def test_what_would_end_or_stop_the_engine_costs_one_request(
     probe.check(regex("a"))
 
 
-async def test_a_helper_that_died_while_it_was_idle_is_replaced(probe: GrammarProbe) -> None:
-    others = set(
-        _helpers()
-    )  # of engines that other tests in this process have left to the collector
+async def test_a_helper_that_died_while_it_was_idle_is_replaced() -> None:
+    others = set(_helpers())
+    probe = GrammarProbe()
     probe.check(regex("a"))
     (helper,) = set(_helpers()) - others
     helper.send_signal(signal.SIGKILL)
     await eventually(lambda: helper.status() == psutil.STATUS_ZOMBIE, timeout_s=30)
     probe.check(regex("b"))
+    probe.close()
 
 
 def test_a_helper_that_does_not_start_is_an_error_of_the_request() -> None:
