@@ -34,7 +34,7 @@ def explain_threads(
     if "OMP_WAIT_POLICY" in asked or "GOMP_SPINCOUNT" in asked:
         policy = "waiting as OMP_WAIT_POLICY and GOMP_SPINCOUNT say"
     else:
-        policy = "asleep after a moment of waiting"
+        policy = "asleep while they wait" if shared else "asleep after a moment of waiting"
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     return f"{threads}, {policy}, because {why}"
 

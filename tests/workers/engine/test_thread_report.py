@@ -30,7 +30,7 @@ def _threads_restored() -> Iterator[None]:
             3,
             True,
             {},
-            "3 threads, asleep after a moment of waiting, because engine.num_threads says so",
+            "3 threads, asleep while they wait, because engine.num_threads says so",
         ),
         (
             1,

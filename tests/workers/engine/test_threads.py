@@ -33,8 +33,15 @@ def _threads_restored() -> Iterator[None]:
 def test_the_environment_says_what_openmp_reads() -> None:
     environ: dict[str, str] = {}
     assert configure_threads(EngineConfig(num_threads=3), shared=True, environ=environ) == 3
-    assert environ == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "20000"}
+    assert environ == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("_threads_restored")
+def test_alone_on_the_machine_threads_spin_for_a_moment() -> None:
+    environ: dict[str, str] = {}
+    configure_threads(EngineConfig(num_threads=2), shared=False, environ=environ)
+    assert environ == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "20000"}
 
 
 @pytest.mark.usefixtures("_threads_restored")
