@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from cli.engine_options import add_engine_options
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 from schemas.pooling import Pooling
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from cli.embed_file import EmbedText
     from workers.engine.engine import Engine
     from workers.engine.types import EngineOutput
-
-_DEFAULTS = EngineConfig()
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,21 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="scale embeddings to length 1 (default: as the checkpoint's modules.json says)",
     )
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
-    parser.add_argument(
-        "--max-batch",
-        type=int,
-        default=_DEFAULTS.max_num_sequences,
-        help="texts that run at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-batch-tokens",
-        type=int,
-        default=_DEFAULTS.max_batch_tokens,
-        help="tokens that one step computes (default: %(default)s)",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    add_engine_options(parser, "texts")
     parser.set_defaults(handler=run)
 
 

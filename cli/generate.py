@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from cli.engine_options import DEFAULTS, add_engine_options
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from cli.generated import OfflineRequest
     from cli.offline import OfflineBatch
     from registry.served import ServedModel
-
-_DEFAULTS = EngineConfig()
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,34 +35,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
-    parser.add_argument(
-        "--max-batch",
-        type=int,
-        default=_DEFAULTS.max_num_sequences,
-        help="requests that run at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-batch-tokens",
-        type=int,
-        default=_DEFAULTS.max_batch_tokens,
-        help="tokens that one step computes (default: %(default)s)",
-    )
+    add_engine_options(parser, "requests")
     parser.add_argument(
         "--kv-cache-bytes",
         type=int,
-        default=_DEFAULTS.kv_cache_bytes,
+        default=DEFAULTS.kv_cache_bytes,
         help="memory for keys and values (default: %(default)s)",
     )
     parser.add_argument(
         "--num-blocks",
         type=int,
-        default=_DEFAULTS.num_blocks,
+        default=DEFAULTS.num_blocks,
         help="blocks of keys and values, instead of --kv-cache-bytes",
     )
     parser.add_argument(
         "--host-cache-bytes",
         type=int,
-        default=_DEFAULTS.host_cache_bytes,
+        default=DEFAULTS.host_cache_bytes,
         help="memory for blocks of preempted and idle requests (default: %(default)s)",
     )
     parser.add_argument(
@@ -77,9 +65,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="answer a line that cannot be run with an error and run the others (default: run "
         "nothing then)",
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     parser.set_defaults(handler=run)
 
 

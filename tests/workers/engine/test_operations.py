@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from registry.checkpoint import ModelConfig
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+from tests.workers.checkpoints import save_llama
+from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.cpu_operations import CpuOperations
+from workers.engine.engine import Engine
 from workers.engine.kv_cache import KVCache
 from workers.engine.operations import HeadNorms, Rotation, TorchOperations
 from workers.kernels.build import KernelBuildError, cpu_library
@@ -172,3 +177,23 @@ def test_a_compiler_that_fails_is_told_by_its_own_words(
     monkeypatch.setenv("CXX", "not-on-the-path")
     with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
         cpu_library()
+
+
+def test_an_engine_without_a_compiler_answers_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_llama(tmp_path, hidden_size=64, intermediate_size=64, num_attention_heads=2, head_dim=32)
+
+    def answer(kernels: str) -> list[int]:
+        engine = Engine.load(tmp_path, EngineConfig(device="cpu", num_blocks=8, kernels=kernels))
+        engine.add(request("r", prompt(1, 20), max_tokens=8, temperature=0.0))
+        return tokens_by_request(drain(engine))["r"]
+
+    compiled = answer("native")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "not-on-the-path")
+    assert answer("auto") == answer("torch") == compiled
+    with pytest.raises(ConfigError, match="there are no kernels: There is no C\\+\\+ compiler"):
+        answer("native")
+    with pytest.raises(ConfigError, match="choose auto, native or torch"):
+        answer("fast")
