@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import uuid
@@ -15,9 +14,9 @@ import pytest
 
 from bus.api import Bus
 from schemas.sampling import Grammar, GrammarKind
-from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_body
+from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
+from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.support.system import System
-from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -72,24 +71,12 @@ async def test_answers_keep_their_form_when_the_worker_is_killed(
 ) -> None:
     form = {"guided_regex": f"({DATE} [a-z]+ ){{60}}", "max_tokens": 400}
 
-    def ask_all() -> list[asyncio.Task[Answer]]:
-        return [
-            asyncio.create_task(ask_sse(http, f"{QUESTION} {i}", **form))
-            for i in range(NUM_STREAMS)
-        ]
-
-    undisturbed = await asyncio.gather(*ask_all())
-    tasks = ask_all()
-
-    async def all_run() -> bool:
-        health = (await http.get("/healthz")).json()
-        return bool(health["open_streams"] >= NUM_STREAMS)
-
-    await eventually(all_run)
-    killed = system.kill("worker-1")
-    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
-    await eventually(lambda: system.pid("worker-1") != killed)
-    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+    await assert_streams_survive_the_worker(
+        system,
+        http,
+        lambda i: ask_sse(http, f"{QUESTION} {i}", **form),
+        NUM_STREAMS,
+    )
 
 
 async def test_a_stop_string_ends_it_within(http: httpx.AsyncClient) -> None:
