@@ -88,7 +88,13 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``max_batch_tokens`` is the longest step: two cores compute 384 rows at the best rate, each of
     512 takes a fifth longer. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``.
     ``num_threads`` 0 chooses by the machine and what else runs on it. ``kernels``: "auto" computes
-    with the compiled ones where they can be had, "native" insists, "torch" does without.
+    with "triton" on CUDA, with "native" (compiled ones) on a CPU where they can be had, else with
+    "torch" alone; "reference" is plain torch in place of the Triton kernels.
+    ``load_format`` "dummy" makes random weights for a config.json. ``gpu_memory_fraction`` of a
+    GPU's memory are for weights, work space and KV cache, whose keys and values are kept as
+    ``kv_cache_dtype`` ("auto": like the weights; "fp8": e4m3 with a scale for each head of each
+    token). ``cuda_graphs`` replays recorded steps, ``overlap`` launches a step before the one
+    before it is read, ``deterministic`` has tokens not depend on the batch, at a price in speed.
     ``prefix_cache`` lets prompts begin with what earlier ones left in the KV cache.
     ``host_cache_bytes`` of memory beside it take the blocks of preempted requests and those that
     nobody used for ``idle_offload_s``, until they are wanted again (0: none do). A waiting request
@@ -110,6 +116,12 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     idle_offload_s: float = 30.0
     ageing_s: float = 10.0
     itl_bound_ms: float = 0.0
+    load_format: str = "auto"
+    gpu_memory_fraction: float = 0.9
+    kv_cache_dtype: str = "auto"
+    cuda_graphs: bool = True
+    overlap: bool = True
+    deterministic: bool = False
 
 
 class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,9 @@ from schemas.config import NatsConfig
 from tests.support.nats_streams import delete_streams
 from tests.support.servers import NatsServer, RedisServer
 
+# Read when a kernel is defined: kernels for GPUs then run on the CPU, one program after the other.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:

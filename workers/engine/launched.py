@@ -1,0 +1,50 @@
+"""A step that is under way: what the runner hands to the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from schemas.frames import TokenLogprob
+from workers.engine.pooling import PooledChunk
+from workers.engine.sampling.prompt_logprobs import ScoredChunk
+from workers.engine.sequence import Sequence
+
+# In ``Sequence.token_ids``: the last token was chosen on the device, which nobody has read yet.
+UNREAD_TOKEN = -1
+# Instead of a token: the logits that it should have been chosen from are not finite.
+NOT_FINITE = -1
+
+
+class ChosenTokens(NamedTuple):
+    """What the device chose: a token of each sequence, or NOT_FINITE, and its log-probabilities,
+    None unless asked for. ``finite``: of each item of the plan, whether all that was computed is a
+    number; None leaves it to the reader to look at the cache."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    finite: list[bool] | None
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose work has been given to the device and may not be done.
+
+    The next tokens of ``by_device`` are chosen there; ``read`` waits for them, and is called once.
+    Those of ``by_host`` are the host's to choose, from ``logits`` [len(by_host), vocab_size] in the
+    same order, valid until the next launch. ``pooled`` is what the step adds to embeddings,
+    ``scored`` what it adds to the log-probabilities of prompts.
+    """
+
+    by_device: list[Sequence]
+    by_host: list[Sequence]
+    logits: torch.Tensor
+    pooled: list[PooledChunk]
+    scored: list[ScoredChunk]
+    read: Callable[[], ChosenTokens]
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether what comes of it is wanted before the next step is planned."""
+        return bool(self.by_host or self.pooled or self.scored)

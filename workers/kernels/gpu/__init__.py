@@ -1,0 +1,1 @@
+"""Kernels for CUDA devices, in Triton, and plain-torch references of them with the same interface."""

@@ -1,0 +1,1 @@
+"""The bodies of the kernels: Triton's language, which is not quite Python."""
