@@ -1,1 +1,1 @@
-"""Kernels for CUDA devices, in Triton, and plain-torch references of them with the same interface."""
+"""Kernels for CUDA devices, in Triton, and references of them in plain torch."""
