@@ -14,11 +14,12 @@ from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.grammar import Grammars
+from workers.engine.launched import LaunchedStep
 from workers.engine.live import LiveRequests
 from workers.engine.outputs import as_millrace_error, embedding_output, token_output
 from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.pooling import PooledChunk, add_chunk
-from workers.engine.runner import ModelRunner, StepResult
+from workers.engine.runner import ModelRunner
 from workers.engine.sampler import Sampler
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from workers.engine.sequence import Sequence, SequenceState
@@ -60,8 +61,8 @@ class Executor:
         """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
         begin_s = self._monotonic()
         work = StepWork.of(plan)
-        result = self._run(plan, outputs)
-        if result is None:
+        step = self._launch(plan, outputs)
+        if step is None:
             if len(plan) > 1:
                 middle = len(plan) // 2
                 self.execute(plan[:middle], outputs)
@@ -69,18 +70,20 @@ class Executor:
             return
         self._planner.advance(plan)
         self._seal_chunks(plan, outputs)
-        self._pool_states(result.pooled, outputs)
-        self._add_scores(result.scored, outputs)
-        self._sample(result.sequences, result.logits, outputs)
+        self._pool_states(step.pooled, outputs)
+        self._add_scores(step.scored, outputs)
+        self._sample(step.by_host, step.logits, outputs)
         self._costs.observe(work, self._monotonic() - begin_s)
         self.prefill_tokens += work.prefill_tokens
         self.decode_tokens += work.decodes
 
-    def _run(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> StepResult | None:
+    def _launch(
+        self, plan: list[ScheduledSequence], outputs: list[EngineOutput]
+    ) -> LaunchedStep | None:
         """What the model makes of a plan; None if it fails, which ends one that stands alone."""
         try:
             self._grammars.begin_masks(plan)
-            return self._runner.run(plan)
+            return self._runner.launch(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(plan) == 1:
                 self._blame(plan[0].sequence, error, outputs)

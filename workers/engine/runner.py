@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Rows
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -16,11 +15,11 @@ from workers.engine.attention import TorchAttention
 from workers.engine.batch import build_batch
 from workers.engine.cpu_operations import CpuMetadata, CpuOperations, suits
 from workers.engine.kv_cache import KVCache, choose_num_blocks
+from workers.engine.launched import ChosenTokens, LaunchedStep
 from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.planner import ScheduledSequence
-from workers.engine.pooling import PooledChunk, pool_rows
-from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
-from workers.engine.sequence import Sequence
+from workers.engine.pooling import pool_rows
+from workers.engine.sampling.prompt_logprobs import score_rows
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
@@ -32,18 +31,14 @@ _log = logging.getLogger(__name__)
 AnyDecoder = Decoder[TorchMetadata] | Decoder[CpuMetadata]
 
 
-class StepResult(NamedTuple):
-    """``logits[i]`` [vocab_size] choose the next token of ``sequences[i]``; ``pooled`` is what the
-    step adds to embeddings, ``scored`` what it adds to the log-probabilities of prompts."""
-
-    sequences: list[Sequence]
-    logits: torch.Tensor
-    pooled: list[PooledChunk]
-    scored: list[ScoredChunk]
-
-
 class ModelRunner:
-    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's."""
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
+
+    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
+    step may be launched before.
+    """
+
+    overlaps = False
 
     def __init__(
         self,
@@ -101,20 +96,26 @@ class ModelRunner:
             decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
         return cls(config, decoder, cache)
 
-    def run(self, plan: Rows[ScheduledSequence]) -> StepResult:
+    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
 
-        Running a plan again gives the same: it only writes the cache where it wrote before.
+        Launching a plan again gives the same: it only writes the cache where it wrote before.
         """
         with torch.inference_mode():
             batch = build_batch(plan, self._device)
             hidden = self._decoder.forward(batch)
             pooled = pool_rows(batch.pooled, self._decoder.normed(hidden)) if batch.pooled else []
             scored = score_rows(batch.scored, hidden, self._decoder.logits)
-            if not batch.sampled:
-                return StepResult([], hidden.new_empty(0, self.config.vocab_size), pooled, scored)
-            logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
-            return StepResult(batch.sampled, logits, pooled, scored)
+            if batch.sampled:
+                logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+            else:
+                logits = hidden.new_empty(0, self.config.vocab_size)
+            return LaunchedStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+
+
+def _nothing_chosen() -> ChosenTokens:
+    """What is read of a step whose tokens are all the host's to choose."""
+    return ChosenTokens([], [], None)
 
 
 def _cpu_kernels(

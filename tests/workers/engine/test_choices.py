@@ -112,7 +112,7 @@ def test_a_failing_prompt_ends_every_choice(
     def fail(plan: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine._runner, "launch", fail)
     engine.add(drawn("r", 10))
     outputs = drain(engine)
     assert sorted(o.choice for o in outputs if o.error) == list(range(NUM_CHOICES))

@@ -301,14 +301,14 @@ def test_a_model_failure_ends_only_the_sequence_at_fault(
     make_engine: MakeEngine, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    run = engine._runner.run
+    launch = engine._runner.launch
 
     def fail_on_r2(plan: Any) -> Any:
         if any(item.sequence.request_id == "r2" and item.num_tokens == 1 for item in plan):
             raise RuntimeError("broken")
-        return run(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "run", fail_on_r2)
+    monkeypatch.setattr(engine._runner, "launch", fail_on_r2)
     for item in MIXED:
         engine.add(item)
     outputs = drain(engine)

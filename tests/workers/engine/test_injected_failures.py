@@ -159,7 +159,7 @@ def test_the_engine_outlives_failing_allocations(
     engine = Engine.load(checkpoint, config)
     faults = _Faults(seed, probability=0.04)
     for owner, name in (
-        (engine._runner, "run"),
+        (engine._runner, "launch"),
         (engine._runner.cache, "finite_blocks"),
         (engine._sampler, "begin"),
         (engine._sampler, "_sample_chunk"),

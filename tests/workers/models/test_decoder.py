@@ -88,8 +88,8 @@ def logits_of(runner: ModelRunner, chunks: list[int]) -> list[torch.Tensor]:
         if step < 2:
             other = sequences[step + 1]
             plan.append(ScheduledSequence(other, other.num_tokens))
-        result = runner.run(plan)
-        for sequence, row in zip(result.sequences, result.logits, strict=True):
+        result = runner.launch(plan)
+        for sequence, row in zip(result.by_host, result.logits, strict=True):
             logits[sequence.request_id] = row
         sequences[0].num_computed_tokens += num_tokens
     return [logits[str(i)] for i in range(len(PROMPTS))]

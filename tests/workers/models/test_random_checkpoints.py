@@ -65,7 +65,7 @@ def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.
     rows = []
     for num_tokens in chunks:
         sequence.token_ids = token_ids[: sequence.num_computed_tokens + num_tokens]
-        rows.append(runner.run([ScheduledSequence(sequence, num_tokens)]).logits[0])
+        rows.append(runner.launch([ScheduledSequence(sequence, num_tokens)]).logits[0])
         sequence.num_computed_tokens += num_tokens
     return torch.stack(rows)
 
