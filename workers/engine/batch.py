@@ -62,20 +62,42 @@ class FlatBatch(NamedTuple):
     scored: list[ScoredRows]
 
 
-def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
+class BatchLayout(NamedTuple):
+    """The rows of a step on the host; what is not said here is as in ``FlatBatch``. ``sequences``
+    are those of the ``ranges``."""
+
+    token_ids: list[int]
+    positions: list[int]
+    sequences: list[Sequence]
+    ranges: list[QueryRange]
+    num_single: int
+    sampled: list[Sequence]
+    sampled_rows: list[int]
+    pooled: list[PooledRows]
+    scored: list[ScoredRows]
+
+
+def lay_out(plan: Rows[ScheduledSequence]) -> BatchLayout:
     """Lay out a plan. Rows of single tokens come first, so that attention takes them together."""
     single = [item.sequence for item in plan if item.num_tokens == 1]
     single.sort(key=_num_computed_tokens)
-    layout = _Layout([], [], [], [], [], [], [])
+    layout = BatchLayout([], [], single, [], len(single), [], [], [], [])
     _add_single_rows(single, layout)
     for sequence, num_tokens in plan:
         if num_tokens > 1:
+            layout.sequences.append(sequence)
             _add_chunk(sequence, num_tokens, layout)
+    return layout
+
+
+def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
+    """A plan's flat batch."""
+    layout = lay_out(plan)
     return FlatBatch(
         token_ids=torch.tensor(layout.token_ids, device=device),
         positions=torch.tensor(layout.positions, device=device),
         ranges=layout.ranges,
-        num_single=len(single),
+        num_single=layout.num_single,
         sampled_rows=torch.tensor(layout.sampled_rows, dtype=torch.int64, device=device),
         sampled=layout.sampled,
         pooled=layout.pooled,
@@ -83,19 +105,7 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
     )
 
 
-class _Layout(NamedTuple):
-    """The rows laid out so far; the lists are those of ``FlatBatch``."""
-
-    token_ids: list[int]
-    positions: list[int]
-    ranges: list[QueryRange]
-    sampled: list[Sequence]
-    sampled_rows: list[int]
-    pooled: list[PooledRows]
-    scored: list[ScoredRows]
-
-
-def _add_single_rows(sequences: list[Sequence], layout: _Layout) -> None:
+def _add_single_rows(sequences: list[Sequence], layout: BatchLayout) -> None:
     """Add one row each, the first of a layout. Most are decodes, so this is kept lean: less than
     1 us each."""
     positions = list(map(_num_computed_tokens, sequences))
@@ -112,7 +122,7 @@ def _add_single_rows(sequences: list[Sequence], layout: _Layout) -> None:
             _add_wanted_rows(sequence, 1, layout)
 
 
-def _add_chunk(sequence: Sequence, num_tokens: int, layout: _Layout) -> None:
+def _add_chunk(sequence: Sequence, num_tokens: int, layout: BatchLayout) -> None:
     begin = sequence.num_computed_tokens
     end = begin + num_tokens
     layout.ranges.append(QueryRange(len(layout.token_ids), num_tokens, begin, sequence.block_table))
@@ -121,7 +131,7 @@ def _add_chunk(sequence: Sequence, num_tokens: int, layout: _Layout) -> None:
     _add_wanted_rows(sequence, num_tokens, layout)
 
 
-def _add_wanted_rows(sequence: Sequence, num_tokens: int, layout: _Layout) -> None:
+def _add_wanted_rows(sequence: Sequence, num_tokens: int, layout: BatchLayout) -> None:
     """Note what is wanted of the sequence's ``num_tokens`` rows, which are the last ones."""
     end_row = len(layout.token_ids)
     if sequence.prompt_logprobs is not None:

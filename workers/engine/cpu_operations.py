@@ -10,7 +10,7 @@ import torch
 from registry.checkpoint import ModelConfig
 from workers.engine.attention import PrefillChunk, TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.operations import HeadNorms, Rotation
+from workers.engine.operations import HeadNorms, Product, Rotation
 from workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
 
 
@@ -67,6 +67,12 @@ class CpuOperations:
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._kernels.rms_norm(rows, weight, self._epsilon)
+
+    def add_norm(
+        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = product.plus(total, rows)
+        return total, self.rms_norm(total, weight)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernels.swiglu(gate_up)

@@ -10,7 +10,29 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from workers.engine.attention import TorchAttention, TorchAttentionMetadata
 from workers.engine.batch import FlatBatch
 
+BatchT_contra = TypeVar("BatchT_contra", bound="TokenBatch", contravariant=True)
 MetadataT = TypeVar("MetadataT")
+
+
+class TokenBatch(Protocol):
+    """What a decoder itself reads of a step's input: ``token_ids`` and ``positions``, int64
+    [num_tokens]."""
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+
+    @property
+    def positions(self) -> torch.Tensor: ...
+
+
+class Product(Protocol):
+    """A matrix product of rows; ``workers.models.projection.Projection`` is the one."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+
+    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
 
 
 class Rotation(NamedTuple):
@@ -28,14 +50,20 @@ class HeadNorms(NamedTuple):
     key: torch.Tensor
 
 
-class Operations(Protocol[MetadataT]):
+class Operations(Protocol[BatchT_contra, MetadataT]):
     """What a decoder needs besides matrix products; the place where kernels come in."""
 
-    def prepare(self, batch: FlatBatch, rotation: Rotation) -> MetadataT:
+    def prepare(self, batch: BatchT_contra, rotation: Rotation) -> MetadataT:
         """Everything about a step that is the same in all layers."""
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
+
+    def add_norm(
+        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``total`` and the product of ``rows``, and the RMSNorm of that by ``weight``; ``total``
+        may be overwritten."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first."""
@@ -77,6 +105,12 @@ class TorchOperations:
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows, weight.shape, weight, self._epsilon)
+
+    def add_norm(
+        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = product.plus(total, rows)
+        return total, self.rms_norm(total, weight)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)

@@ -12,7 +12,7 @@ from registry.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from workers.engine.attention import TorchAttention
-from workers.engine.batch import build_batch
+from workers.engine.batch import FlatBatch, build_batch
 from workers.engine.cpu_operations import CpuMetadata, CpuOperations, suits
 from workers.engine.kv_cache import KVCache, choose_num_blocks
 from workers.engine.launched import ChosenTokens, LaunchedStep
@@ -28,7 +28,7 @@ from workers.models.loader import choose_dtype, load_weights
 _log = logging.getLogger(__name__)
 
 
-AnyDecoder = Decoder[TorchMetadata] | Decoder[CpuMetadata]
+AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
 
 
 class ModelRunner:

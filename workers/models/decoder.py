@@ -7,10 +7,8 @@ from typing import Generic, NamedTuple
 import torch
 
 from registry.checkpoint import ModelConfig
-from workers.engine.batch import FlatBatch
-from workers.engine.operations import HeadNorms, MetadataT, Operations
+from workers.engine.operations import BatchT_contra, HeadNorms, MetadataT, Operations, Product
 from workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
-from workers.models.projection import Projection
 from workers.models.rope import Rope
 
 
@@ -18,9 +16,9 @@ class LayerWeights(NamedTuple):
     """One layer. ``qkv`` yields query heads, key heads, value heads."""
 
     attention_norm: torch.Tensor
-    qkv: Projection
+    qkv: Product
     head_norms: HeadNorms | None
-    output: Projection
+    output: Product
     mlp_norm: torch.Tensor
     mlp: GatedMLP | MixtureOfExperts
 
@@ -32,21 +30,21 @@ class DecoderWeights(NamedTuple):
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: Projection | None
+    head: Product | None
 
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
 
-class Decoder(Generic[MetadataT]):
+class Decoder(Generic[BatchT_contra, MetadataT]):
     """Runs flat batches; what it remembers between them is in the KV cache of ``operations``."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: DecoderWeights,
-        operations: Operations[MetadataT],
+        operations: Operations[BatchT_contra, MetadataT],
     ) -> None:
         self._weights = weights
         self._operations = operations
@@ -54,19 +52,38 @@ class Decoder(Generic[MetadataT]):
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
         self._heads_shape = (-1, num_heads, config.head_dim)
 
-    def forward(self, batch: FlatBatch) -> torch.Tensor:
+    def forward(self, batch: BatchT_contra) -> torch.Tensor:
         """What the layers make of the batch: [num_tokens, hidden_size] in the weights' dtype."""
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
         hidden = weights.embedding.index_select(0, batch.token_ids)
+        last = len(weights.layers) - 1
+        normed = operations.rms_norm(hidden, weights.layers[0].attention_norm)
         for index, layer in enumerate(weights.layers):
-            normed = operations.rms_norm(hidden, layer.attention_norm)
             heads = layer.qkv(normed).view(self._heads_shape)
             attended = operations.attend(index, heads, layer.head_norms, metadata)
-            hidden = layer.output.plus(hidden, attended)
-            normed = operations.rms_norm(hidden, layer.mlp_norm)
-            hidden = plus_mlp(hidden, normed, layer.mlp, operations.swiglu)
+            hidden, normed = operations.add_norm(hidden, attended, layer.output, layer.mlp_norm)
+            if index == last:
+                hidden = plus_mlp(hidden, normed, layer.mlp, operations.swiglu)
+            else:
+                following = weights.layers[index + 1].attention_norm
+                hidden, normed = self._feed_forward(hidden, normed, layer.mlp, following)
         return hidden
+
+    def _feed_forward(
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        mlp: GatedMLP | MixtureOfExperts,
+        following: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``mlp`` makes of the rows, and its norm by the weight of the ``following`` layer."""
+        operations = self._operations
+        if isinstance(mlp, GatedMLP):
+            gated = operations.swiglu(mlp.gate_up(normed))
+            return operations.add_norm(hidden, gated, mlp.down, following)
+        hidden = plus_mlp(hidden, normed, mlp, operations.swiglu)
+        return hidden, operations.rms_norm(hidden, following)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of ``forward`` behind the final norm, as embeddings are made of them."""

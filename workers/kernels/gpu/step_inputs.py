@@ -59,7 +59,7 @@ class PackedInputs(NamedTuple):
         """Views of ``packed`` [shape.num_packed]."""
         tokens, sequences, sampled = shape.num_tokens, shape.num_sequences, shape.num_sampled
         sizes = [tokens] * 3 + [sequences + 1, sequences, sequences] + [sampled] * 3
-        return cls(*packed.split(sizes))
+        return cls(*torch.split_with_sizes(packed, sizes))
 
 
 class StepState(NamedTuple):
