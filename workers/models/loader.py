@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from registry.checkpoint import ModelConfig, TensorIndex, open_tensors
+from registry.checkpoint import ModelConfig, open_tensors
 from registry.expert_layers import ExpertsConfig
 from registry.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
-from workers.engine.operations import HeadNorms
+from workers.engine.operations import HeadNorms, Product
 from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
@@ -68,18 +69,40 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_hidden_layers * attention + mlps + num_vocabularies * vocabulary
 
 
+class TensorSource(Protocol):
+    """Where tensors come from: iterates over the names of those that are there."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+
+# Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+
+
 def load_weights(
-    path: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: TensorSource | None = None,
+    product: MakeProduct = Projection,
 ) -> DecoderWeights:
-    """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused.
+    """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
+    or the checkpoint at ``path``; linear maps are made by ``product``.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder.
     """
-    index = open_tensors(path)
+    index = open_tensors(path) if source is None else source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
-    reader = _Reader(index, dtype, device)
+    reader = _Reader(index, dtype, device, product)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     embedding = reader.tensor(prefix + "embed_tokens.weight", (vocabulary, hidden))
     layers = tuple(
@@ -92,9 +115,9 @@ def load_weights(
         reader.skip(_HEAD)
     elif config.tie_word_embeddings:
         reader.skip(_HEAD)
-        head = Projection(embedding, None)
+        head = product(embedding, None)
     else:
-        head = Projection(reader.tensor(_HEAD, (vocabulary, hidden)), None)
+        head = product(reader.tensor(_HEAD, (vocabulary, hidden)), None)
     reader.refuse_leftovers()
     return DecoderWeights(embedding, layers, final_norm, head)
 
@@ -184,8 +207,11 @@ def _load_gated(
 class _Reader:
     """Loads tensors and remembers which, so that none is left over unnoticed."""
 
-    def __init__(self, index: TensorIndex, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: TensorSource, dtype: torch.dtype, device: torch.device, product: MakeProduct
+    ) -> None:
         self._index = index
+        self._product = product
         self._dtype = dtype
         self._device = device
         self._left = set(index)
@@ -201,7 +227,7 @@ class _Reader:
 
     def fused(
         self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool
-    ) -> Projection:
+    ) -> Product:
         """The projections ``prefix`` + each name, one behind the other."""
         weights = [
             self.tensor(f"{prefix}{name}.weight", (size, num_inputs))
@@ -209,9 +235,9 @@ class _Reader:
         ]
         weight = torch.cat(weights)
         if not bias:
-            return Projection(weight, None)
+            return self._product(weight, None)
         biases = [self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()]
-        return Projection(weight, torch.cat(biases))
+        return self._product(weight, torch.cat(biases))
 
     def refuse_leftovers(self) -> None:
         if self._left:

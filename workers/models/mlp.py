@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.models.projection import Projection
+from workers.engine.operations import Product
 
 
 class GatedMLP(NamedTuple):
     """SwiGLU. ``gate_up`` yields the gate, then the input that it gates."""
 
-    gate_up: Projection
-    down: Projection
+    gate_up: Product
+    down: Product
 
 
 class MixtureOfExperts(NamedTuple):

@@ -1,0 +1,95 @@
+"""The kernels of a device step, from one of two sources: Triton's, or plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from schemas.errors import ConfigError
+from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+
+
+class Attention(Protocol):
+    """Attention over the paged cache."""
+
+    def prepare(self, batch: DeviceBatch) -> Any:
+        """Everything about a step that is the same in all layers."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        cache: CacheLayer,
+        batch: DeviceBatch,
+        work: Any,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of ``queries`` [num_tokens, num_heads, head_dim] into ``out``."""
+
+
+class KernelSet(NamedTuple):
+    """Functions of tensors on one device, documented where they are: in ``workers.kernels.gpu`` the
+    modules ``inputs``, ``rows``, ``heads``, ``matmul`` and ``attention``, and the same of
+    ``reference``. Triton's neither wait for the device nor read from it on the host."""
+
+    name: str
+    prepare_inputs: Callable[..., None]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
+    swiglu: Callable[[torch.Tensor], torch.Tensor]
+    rotate_store: Callable[..., None]
+    linear: Callable[..., torch.Tensor]
+    prefers_skinny: Callable[[int, int, int], bool]
+    attention: Callable[..., Attention]
+
+
+def choose_kernels(name: str, device: torch.device) -> KernelSet:
+    """The kernels "triton" or "reference". Raises ConfigError where Triton's cannot run."""
+    if name == "reference":
+        return _reference_kernels()
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "engine.kernels is 'triton', which needs a CUDA device; with TRITON_INTERPRET=1 in the "
+            "environment its interpreter runs them on the CPU, very slowly."
+        )
+    return _triton_kernels()
+
+
+def _triton_kernels() -> KernelSet:
+    from workers.kernels.gpu import attention, heads, inputs, matmul, rows
+
+    return KernelSet(
+        name="triton",
+        prepare_inputs=inputs.prepare_inputs,
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        swiglu=rows.swiglu,
+        rotate_store=heads.rotate_store,
+        linear=matmul.linear,
+        prefers_skinny=matmul.prefers_skinny,
+        attention=attention.PagedAttention,
+    )
+
+
+def _reference_kernels() -> KernelSet:
+    from workers.kernels.gpu.reference import attention, heads, inputs, matmul, rows
+
+    return KernelSet(
+        name="reference",
+        prepare_inputs=inputs.prepare_inputs,
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        swiglu=rows.swiglu,
+        rotate_store=heads.rotate_store,
+        linear=matmul.linear,
+        prefers_skinny=_never,
+        attention=attention.ReferenceAttention,
+    )
+
+
+def _never(num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+    del num_rows, num_outputs, num_inputs
+    return False

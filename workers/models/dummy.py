@@ -1,0 +1,33 @@
+"""Random weights in the place of a checkpoint's, for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# As wide as the usual initialisation, so that activations stay within the range of any dtype.
+_STANDARD_DEVIATION = 0.02
+
+
+class DummyTensors:
+    """Any tensor that is asked for: ones for norms, zeros for biases, else normal noise; made on
+    the device, the same for the same seed, device and order of asking."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self.path = "(random weights)"
+        self._dtype = dtype
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __iter__(self) -> Iterator[str]:
+        """It holds nothing that nobody asked for."""
+        return iter(())
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return tensor.normal_(0.0, _STANDARD_DEVIATION, generator=self._generator)
