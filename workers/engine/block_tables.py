@@ -193,10 +193,11 @@ class BlockTables:
         table += blocks
         return True
 
-    def seal(self, sequence: Sequence) -> None:
-        """Note that everything computed so far is finite, and let others find the full blocks."""
-        first, end = sequence.num_sealed_blocks, sequence.num_computed_tokens // self._size
-        if end == first:
+    def seal(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the first ``num_tokens`` tokens are known, and what was computed of them is
+        finite, and let others find the full blocks."""
+        first, end = sequence.num_sealed_blocks, num_tokens // self._size
+        if end <= first:
             return
         sequence.num_sealed_blocks = end
         if self._shared:

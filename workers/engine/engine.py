@@ -26,6 +26,7 @@ from workers.engine.host_memory import PlainHostMemory
 from workers.engine.live import LiveRequests
 from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
 from workers.engine.planner import Planner
+from workers.engine.receiver import Receiver
 from workers.engine.runner import ModelRunner
 from workers.engine.sampler import Sampler
 from workers.engine.sequence import SequenceState
@@ -88,18 +89,24 @@ class Engine:
         self._outputs: list[EngineOutput] = []
         self._readied = threading.Event()
         self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
-        self._executor = Executor(
-            runner=runner,
+        receiver = Receiver(
+            cache=runner.cache,
             planner=self._planner,
             sampler=self._sampler,
             grammars=self._grammars,
             live=self._live,
+        )
+        self._executor = Executor(
+            runner=runner,
+            planner=self._planner,
+            grammars=self._grammars,
+            receiver=receiver,
             costs=costs,
+            overlap=config.overlap and runner.overlaps,
             monotonic=monotonic,
         )
         self._num_arrived = 0
         self._num_steps = 0
-        self._busy_s = 0.0
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig) -> Engine:
@@ -121,7 +128,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self._live) or self._outputs)
+        """Whether a step may hand something over, or there is one under way that it would end."""
+        return bool(len(self._live) or self._outputs or self._executor.has_unread)
 
     def add(self, request: EngineRequest) -> None:
         """Take a request; one that cannot be served is answered with an error at the next step.
@@ -174,25 +182,29 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Compute one batch; what it made, and the answers to requests refused since the last.
 
-        When nothing but sequences that are not ready is there, this waits a moment for one, so
-        that a caller may step as long as there is work.
+        Where the runner and the settings let steps overlap, the batch is only launched, and what
+        the one before made is handed over; when there is nothing to compute, what is under way is
+        waited for. When nothing but sequences that are not ready is there, this waits a moment for
+        one, so that a caller may step as long as there is work.
         """
         outputs, self._outputs = self._outputs, []
         self._readied.clear()
         self._end_settled(outputs)
         plan = self._planner.plan()
         if plan:
-            begin_s = self._monotonic()
             fresh = [sequence for sequence, _ in plan if not sequence.started]
-            for sequence in fresh:
-                sequence.queued_s = begin_s - sequence.added_s
+            if fresh:
+                begin_s = self._monotonic()
+                for sequence in fresh:
+                    sequence.queued_s = begin_s - sequence.added_s
             self._executor.execute(plan, outputs)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
                     sequence.started = True
                     outputs.append(started_output(sequence))
             self._num_steps += 1
-            self._busy_s += self._monotonic() - begin_s
+        elif self._executor.has_unread:
+            self._executor.execute([], outputs)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
             self._readied.wait(_UNREADY_WAIT_S)
         return outputs
@@ -221,7 +233,7 @@ class Engine:
             prefill_tokens=self._executor.prefill_tokens,
             decode_tokens=self._executor.decode_tokens,
             num_preemptions=self._planner.num_preemptions,
-            busy_s=self._busy_s,
+            busy_s=self._executor.busy_s,
             outstanding_tokens=self._planner.outstanding_tokens,
             max_tokens_per_request=self.max_tokens_per_request,
             prefix_query_tokens=self._tables.num_query_tokens,
@@ -235,5 +247,6 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless choices, planner, cache and pool agree."""
+        """Raise AssertionError unless choices, planner, cache, pool and unread step agree."""
         self._live.check_integrity()
+        self._executor.check_integrity(self._live)

@@ -1,226 +1,198 @@
-"""Running a plan, and taking what came of it to the sequences."""
+"""Launching plans, and reading what came of them."""
 
 from __future__ import annotations
 
-import logging
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
+from typing import NamedTuple
 
-import torch
-
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.grammar import Grammars
 from workers.engine.launched import LaunchedStep
-from workers.engine.live import LiveRequests
-from workers.engine.outputs import as_millrace_error, embedding_output, token_output
 from workers.engine.planner import Planner, ScheduledSequence
-from workers.engine.pooling import PooledChunk, add_chunk
+from workers.engine.receiver import Chunk, Receiver
 from workers.engine.runner import ModelRunner
-from workers.engine.sampler import Sampler
-from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.types import EngineOutput, NonFiniteEmbeddingError, NonFiniteLogitsError
+from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from workers.engine.types import EngineOutput
 
-_log = logging.getLogger(__name__)
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
-_forks = attrgetter("forks")
-_matcher = attrgetter("matcher")
+
+class _Flight(NamedTuple):
+    """A plan under way. The tokens that the device chooses for ``step.by_device`` come to
+    ``places`` in their sequences, where placeholders are until then. ``chunks`` are computed tokens
+    that their logits say nothing about."""
+
+    plan: list[ScheduledSequence]
+    work: StepWork
+    begin_s: float
+    step: LaunchedStep
+    places: list[int]
+    chunks: list[Chunk]
 
 
 class Executor:
-    """Does what was planned. What goes wrong with one sequence ends that sequence only."""
+    """Does what was planned. What goes wrong with one sequence ends that sequence only.
+
+    With ``overlap`` a step is read after the next one has been launched, unless the host has to
+    choose something of it; so at most one step is unread between two calls.
+    """
 
     def __init__(
         self,
         *,
         runner: ModelRunner,
         planner: Planner,
-        sampler: Sampler,
         grammars: Grammars,
-        live: LiveRequests,
+        receiver: Receiver,
         costs: CostModel,
+        overlap: bool,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._planner = planner
-        self._tables = planner.tables
-        self._block_size = planner.tables.pool.block_size_tokens
-        self._sampler = sampler
         self._grammars = grammars
-        self._live = live
+        self._receiver = receiver
         self._costs = costs
+        self._overlap = overlap
         self._monotonic = monotonic
+        self._unread: _Flight | None = None
+        self._taken_s = 0.0
         self.prefill_tokens = 0
         self.decode_tokens = 0
+        self.busy_s = 0.0
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether a step is under way of which nothing has been handed over."""
+        return self._unread is not None
 
     def execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Run a plan; when the model fails on it, halve it until those at fault stand alone."""
-        begin_s = self._monotonic()
-        work = StepWork.of(plan)
-        step = self._launch(plan, outputs)
-        if step is None:
-            if len(plan) > 1:
-                middle = len(plan) // 2
-                self.execute(plan[:middle], outputs)
-                self.execute(plan[middle:], outputs)
-            return
-        self._planner.advance(plan)
-        self._seal_chunks(plan, outputs)
-        self._pool_states(step.pooled, outputs)
-        self._add_scores(step.scored, outputs)
-        self._sample(step.by_host, step.logits, outputs)
-        self._costs.observe(work, self._monotonic() - begin_s)
-        self.prefill_tokens += work.prefill_tokens
-        self.decode_tokens += work.decodes
+        """Launch a plan, then take what came of the one before, and of this one too unless it may
+        be read later. [] only takes what is unread.
 
-    def _launch(
-        self, plan: list[ScheduledSequence], outputs: list[EngineOutput]
-    ) -> LaunchedStep | None:
-        """What the model makes of a plan; None if it fails, which ends one that stands alone."""
+        When the model fails on a plan, it is halved until those at fault stand alone.
+        """
+        begin_s = self._monotonic()
+        before, self._unread = self._unread, None
+        busy_since_s = begin_s if before is None else self._taken_s
+        flight = self._launch(plan, begin_s) if plan else None
+        if isinstance(flight, Exception):
+            if before is not None:
+                self._take(before, outputs)
+            self._halve(plan, flight, outputs)
+        elif before is None or self._take(before, outputs, behind=flight):
+            if self._overlap and flight is not None and not flight.step.needs_host:
+                self._unread = flight
+            elif flight is not None:
+                self._take(flight, outputs)
+        self._taken_s = self._monotonic()
+        self.busy_s += self._taken_s - busy_since_s
+
+    def _launch(self, plan: list[ScheduledSequence], begin_s: float) -> _Flight | Exception:
+        """Give a plan to the runner; what it fails with if it does."""
+        work = StepWork.of(plan)
         try:
             self._grammars.begin_masks(plan)
-            return self._runner.launch(plan)
+            step = self._runner.launch(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-            if len(plan) == 1:
-                self._blame(plan[0].sequence, error, outputs)
-            return None
+            return error
+        self._planner.advance(plan)
+        chunks = _chunks(plan) if work.prefill_tokens else []
+        places = list(map(_num_computed_tokens, step.by_device))
+        for sequence in step.by_device:
+            sequence.token_ids.append(UNREAD_TOKEN)
+        return _Flight(plan, work, begin_s, step, places, chunks)
 
-    def _blame(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
-        """End the one sequence that an error came from."""
-        if not isinstance(error, MillraceError):
-            _log.error("the engine failed on one sequence", exc_info=error)
-        self._live.fail(sequence, as_millrace_error(error), outputs)
+    def _take(
+        self, flight: _Flight, outputs: list[EngineOutput], behind: _Flight | None = None
+    ) -> bool:
+        """Read a flight and take what came of it to the sequences.
 
-    def _seal_chunks(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Look whether what was computed of prompts is finite. A token that decodes need not be
-        looked at: its logits tell."""
-        size = self._block_size
-        chunks: list[tuple[Sequence, list[int]]] = []
-        for sequence, num_tokens in plan:
-            end = sequence.num_computed_tokens
-            if num_tokens > 1 or end < len(sequence.token_ids):
-                table = sequence.block_table[(end - num_tokens) // size : -(-end // size)]
-                chunks.append((sequence, table))
-        if not chunks:
-            return
-        self._seal(chunks, outputs)
-
-    def _seal(self, chunks: list[tuple[Sequence, list[int]]], outputs: list[EngineOutput]) -> None:
-        """Seal what is finite of chunks and their blocks; failing on all, look at half of them."""
+        False if that failed, and it was flown again in parts. Then the one launched ``behind`` it
+        is undone, since it may have gone on from what is lost; its sequences are planned again.
+        """
+        step, receiver = flight.step, self._receiver
         try:
-            all_blocks = [block for _, blocks in chunks for block in blocks]
-            finite = iter(self._runner.cache.finite_blocks(all_blocks))
+            chosen = step.read()
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-            if len(chunks) == 1:
-                self._blame(chunks[0][0], error, outputs)
-                return
-            middle = len(chunks) // 2
-            self._seal(chunks[:middle], outputs)
-            self._seal(chunks[middle:], outputs)
-            return
-        for sequence, blocks in chunks:
-            flags = [next(finite) for _ in blocks]
-            if all(flags):
-                self._tables.seal(sequence)
-            else:
-                self._live.fail(sequence, NonFiniteLogitsError(sequence.num_output_tokens), outputs)
+            if behind is not None:
+                self._undo(behind)
+            self._undo(flight)
+            self._halve(flight.plan, error, outputs)
+            return False
+        if chosen.finite is None:
+            receiver.look_and_seal(flight.chunks, outputs)
+        else:
+            if not all(chosen.finite):
+                receiver.end_not_finite(flight.plan, chosen.finite, outputs)
+            receiver.seal(flight.chunks)
+        receiver.pool_states(step.pooled, outputs)
+        receiver.add_scores(step.scored, outputs)
+        receiver.take_chosen(step.by_device, flight.places, chosen, outputs)
+        receiver.sample(step, outputs)
+        now_s = self._monotonic()
+        self._costs.observe(flight.work, now_s - max(flight.begin_s, self._taken_s))
+        self._taken_s = now_s
+        self.prefill_tokens += flight.work.prefill_tokens
+        self.decode_tokens += flight.work.decodes
+        return True
 
-    def _pool_states(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
-        """Take what was computed into embeddings, and end the sequences whose are complete."""
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            try:
-                embedding = add_chunk(chunk)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self._blame(sequence, error, outputs)
-                continue
-            if embedding is None:
-                continue
-            if all(map(math.isfinite, embedding)):
-                outputs.append(embedding_output(sequence, embedding))
-                self._live.end(sequence)
-            else:
-                self._live.fail(sequence, NonFiniteEmbeddingError(), outputs)
+    def _undo(self, flight: _Flight) -> None:
+        """Leave the sequences as if a flight had never begun; the last one first."""
+        self._planner.retract(flight.plan)
+        for sequence in flight.step.by_device:
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.token_ids.pop()
 
-    def _add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
-        """Take what was computed of prompts' log-probabilities."""
-        for chunk in chunks:
-            if chunk.sequence.state is not SequenceState.RUNNING:
-                continue
-            try:
-                finite = add_scores(chunk)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self._blame(chunk.sequence, error, outputs)
-                continue
-            if not finite:
-                self._live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
-
-    def _sample(
-        self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+    def _halve(
+        self, plan: list[ScheduledSequence], error: Exception, outputs: list[EngineOutput]
     ) -> None:
-        """Draw the next token of each sequence, and the first ones of choices that begin here."""
-        index = [i for i, s in enumerate(computed) if s.state is SequenceState.RUNNING]
-        sequences = [computed[i] for i in index]
-        if any(map(_forks, sequences)):
-            index = [i for i in index for _ in range(1 + len(computed[i].forks))]
-            sequences = [choice for parent in sequences for choice in self._fork(parent)]
-        if not sequences:
-            return
-        if len(index) != len(computed) or len(sequences) != len(set(index)):
-            with torch.inference_mode():
-                logits = logits.index_select(0, torch.tensor(index, device=logits.device))
-        try:
-            masks = self._grammars.masks(sequences) if any(map(_matcher, sequences)) else None
-        except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
-            for sequence in filter(_matcher, sequences):
-                self._blame(sequence, error, outputs)
-            self._sample(sequences, logits, outputs)
-            return
-        sampled = self._sampler.sample(sequences, logits, masks)
-        for sequence, outcome, logprob in zip(
-            sequences, sampled.outcomes, sampled.logprobs, strict=True
-        ):
-            if isinstance(outcome, MillraceError):
-                self._live.fail(sequence, outcome, outputs)
-            else:
-                self._append(sequence, outcome, logprob, outputs)
+        """Find out whom a plan failed on; nothing is in flight."""
+        if len(plan) > 1:
+            middle = len(plan) // 2
+            self._fly(plan[:middle], outputs)
+            self._fly(plan[middle:], outputs)
+        elif plan[0].sequence.state is SequenceState.RUNNING:
+            self._receiver.blame(plan[0].sequence, error, outputs)
 
-    def _fork(self, parent: Sequence) -> list[Sequence]:
-        """Let the choices that waited for the parent's prompt go their own ways; all of them."""
-        forks, parent.forks = parent.forks, []
-        for child in forks:
-            child.queued_s = parent.queued_s
-            child.num_cached_tokens = parent.num_cached_tokens
-            self._planner.fork(parent, child)
-        return [parent, *forks]
-
-    def _append(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprob: TokenLogprob | None,
-        outputs: list[EngineOutput],
-    ) -> None:
-        try:
-            complete = self._grammars.accept(sequence, token)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-            self._blame(sequence, error, outputs)
+    def _fly(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
+        """Launch and take what is left of a plan; nothing is in flight."""
+        left = [item for item in plan if item.sequence.state is SequenceState.RUNNING]
+        if not left:
             return
-        sequence.token_ids.append(token)
-        if sequence.num_computed_tokens % self._block_size == 0:
-            self._tables.seal(sequence)
-        finish_reason = None
-        if complete or token in sequence.stop_token_ids:
-            finish_reason = FinishReason.STOP
-        elif len(sequence.token_ids) >= sequence.max_total_tokens:
-            finish_reason = FinishReason.LENGTH
-        outputs.append(token_output(sequence, token, logprob, finish_reason))
-        sequence.started = True
-        if finish_reason is not None:
-            self._live.end(sequence)
+        flight = self._launch(left, self._monotonic())
+        if isinstance(flight, Exception):
+            self._halve(left, flight, outputs)
+        else:
+            self._take(flight, outputs)
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
+        one at their end, whose token is unread."""
+        unread: set[Sequence] = set()
+        if self._unread is not None:
+            for sequence, place in zip(
+                self._unread.step.by_device, self._unread.places, strict=True
+            ):
+                if sequence.state is not SequenceState.FINISHED:
+                    assert sequence.state is SequenceState.RUNNING, "it left before it was read"
+                    assert (
+                        sequence.token_ids.index(UNREAD_TOKEN) == place == sequence.num_tokens - 1
+                    )
+                    unread.add(sequence)
+        for sequence in live:
+            has_any = UNREAD_TOKEN in sequence.token_ids
+            assert has_any == (sequence in unread), "a placeholder is without its step"
+
+
+def _chunks(plan: list[ScheduledSequence]) -> list[Chunk]:
+    """What a plan that has been computed says nothing about in logits: all of it but tokens that
+    decode."""
+    chunks: list[Chunk] = []
+    for sequence, num_tokens in plan:
+        end = sequence.num_computed_tokens
+        if num_tokens > 1 or end < len(sequence.token_ids):
+            chunks.append(Chunk(sequence, end - num_tokens, end))
+    return chunks

@@ -10,10 +10,10 @@ import torch
 from schemas.frames import TokenLogprob
 from workers.engine.pooling import PooledChunk
 from workers.engine.sampling.prompt_logprobs import ScoredChunk
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import UNREAD_TOKEN, Sequence
 
-# In ``Sequence.token_ids``: the last token was chosen on the device, which nobody has read yet.
-UNREAD_TOKEN = -1
+__all__ = ["NOT_FINITE", "UNREAD_TOKEN", "ChosenTokens", "LaunchedStep"]
+
 # Instead of a token: the logits that it should have been chosen from are not finite.
 NOT_FINITE = -1
 
@@ -21,7 +21,8 @@ NOT_FINITE = -1
 class ChosenTokens(NamedTuple):
     """What the device chose: a token of each sequence, or NOT_FINITE, and its log-probabilities,
     None unless asked for. ``finite``: of each item of the plan, whether all that was computed is a
-    number; None leaves it to the reader to look at the cache."""
+    number; None leaves it to the reader to look at the cache, which tells the truth only as long
+    as no later step was launched."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
@@ -31,10 +32,17 @@ class ChosenTokens(NamedTuple):
 class LaunchedStep(NamedTuple):
     """A step whose work has been given to the device and may not be done.
 
-    The next tokens of ``by_device`` are chosen there; ``read`` waits for them, and is called once.
-    Those of ``by_host`` are the host's to choose, from ``logits`` [len(by_host), vocab_size] in the
-    same order, valid until the next launch. ``pooled`` is what the step adds to embeddings,
-    ``scored`` what it adds to the log-probabilities of prompts.
+    The next tokens of ``by_device`` are chosen there. They are UNREAD_TOKEN in their sequences
+    until ``read``, which waits for them, is called, at most once. Those of ``by_host`` are the
+    host's to choose, from ``logits`` [len(by_host), vocab_size] in the same order, valid until the
+    next launch. ``pooled`` is what the step adds to embeddings, ``scored`` what it adds to the
+    log-probabilities of prompts.
+
+    At most one unread step goes before a launch, and the unread tokens of the plan are those that
+    it chose. When a launch or a read fails, everything in flight is read or dropped before the
+    next launch, whose plan then has no unread tokens. A sequence that ends or is preempted gives
+    up its blocks at once, though the step that was launched meanwhile may still write to them;
+    what is done to blocks later has to come after that on the device.
     """
 
     by_device: list[Sequence]

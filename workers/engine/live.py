@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from schemas.errors import MillraceError
 from workers.engine.outputs import error_output
 from workers.engine.planner import Planner
@@ -21,6 +23,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._choices)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for choices in self._choices.values():
+            yield from choices
 
     def add(self, choices: list[Sequence]) -> None:
         """Take the choices of a request; the first of them is planned for."""
@@ -53,7 +59,7 @@ class LiveRequests:
     def check_integrity(self) -> None:
         """Raise AssertionError unless choices and planner agree about who lives."""
         self._planner.check_integrity()
-        live = [sequence for choices in self._choices.values() for sequence in choices]
+        live = list(self)
         forming = {fork for sequence in live for fork in sequence.forks}
         assert self._planner.num_live == len(live) - len(forming)
         assert forming.issubset(live)

@@ -137,15 +137,27 @@ class Planner:
         sequence.state = SequenceState.FINISHED
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
-        """What was planned has been computed."""
+        """What was planned has been computed, or will have been before anything that is planned
+        from now on."""
         total = 0
         for sequence, num_tokens in plan:
             sequence.num_computed_tokens += num_tokens
             total += num_tokens
         self.outstanding_tokens -= total
 
+    def retract(self, plan: Iterable[ScheduledSequence]) -> None:
+        """What was planned last is not computed after all; those that left the batch since have
+        nothing to take back."""
+        for sequence, num_tokens in plan:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed_tokens -= num_tokens
+                self.outstanding_tokens += num_tokens
+
     def plan(self) -> list[ScheduledSequence]:
-        """The next step's work, decodes first, with all blocks allocated; [] if there is none."""
+        """The next step's work, decodes first, with all blocks allocated; [] if there is none.
+
+        A sequence whose last token is only to be read gets no work.
+        """
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
         self.tables.offload_idle(self._now_s)
@@ -153,8 +165,13 @@ class Planner:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
-            behind = len(sequence.token_ids) - sequence.num_computed_tokens
-            (decoding if behind == 1 else prefilling).append(sequence)
+            num_tokens = len(sequence.token_ids)
+            if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
+                draft.num_ending += 1
+            elif num_tokens - sequence.num_computed_tokens == 1:
+                decoding.append(sequence)
+            else:
+                prefilling.append(sequence)
         size = self._pool.block_size_tokens
         for sequence in decoding:
             if draft.budget == 0:
@@ -175,12 +192,13 @@ class Planner:
         return list(map(ScheduledSequence._make, draft.counts.items()))
 
     def _schedule(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> None:
-        """Plan a running sequence if there is room, if need be by preempting lower ranks."""
+        """Plan a running sequence if there is room, if need be by preempting lower ranks; but
+        where others give up their blocks as soon as they are read, it waits for those."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was planned before it
         while not self.tables.grow(sequence, num_tokens):
             draft.short_of_blocks = True
-            victim = self._lowest_below(sequence)
+            victim = None if draft.num_ending else self._lowest_below(sequence)
             if victim is None:
                 return
             self._preempt(victim, draft)
@@ -220,7 +238,7 @@ class Planner:
                 held.append(sequence)
                 continue
             if not self._fits(sequence, hit):
-                victims = self._victims_for(sequence, hit)
+                victims = [] if draft.num_ending else self._victims_for(sequence, hit)
                 if not victims:
                     held.append(sequence)
                     break
@@ -320,13 +338,15 @@ class Planner:
 
 
 class _Draft:
-    """A plan that is being made: what each sequence computes, and the tokens left to give out."""
+    """A plan that is being made: what each sequence computes, and the tokens left to give out;
+    ``num_ending`` sequences of the batch only have their last token to be read."""
 
-    __slots__ = ("budget", "counts", "short_of_blocks")
+    __slots__ = ("budget", "counts", "num_ending", "short_of_blocks")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.counts: dict[Sequence, int] = {}
+        self.num_ending = 0
         self.short_of_blocks = False
 
     def put(self, sequence: Sequence, num_tokens: int) -> None:

@@ -12,6 +12,9 @@ from workers.engine.types import EngineRequest
 # (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
 Rank = tuple[int, float, int]
 
+# In ``Sequence.token_ids``: this one was chosen on the device, and nobody has read it yet.
+UNREAD_TOKEN = -1
+
 
 class SequenceState(Enum):
     """FORMING is a choice whose prompt another choice computes; WAITING holds no blocks; RUNNING
@@ -29,7 +32,9 @@ class Sequence:
     ``token_ids`` are the prompt, then all output tokens, delivered before or sampled here. The
     keys and values of the first ``num_computed_tokens`` of them are in ``block_table``; the
     others are still to be run through the model, and running the last of them samples the next.
-    So a sequence with one token to compute decodes; with more it prefills. Invariants:
+    So a sequence with one token to compute decodes; with more it prefills. The last tokens may be
+    UNREAD_TOKEN: one while the next step is planned and launched, two until the step before it has
+    been read then. Invariants:
     ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
     ``num_computed_tokens`` fits the block table. ``contents_finite`` is False for one that
     failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
@@ -142,6 +147,18 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_unread_token(self) -> bool:
+        return self.token_ids[-1] == UNREAD_TOKEN
+
+    @property
+    def num_read_output_tokens(self) -> int:
+        """Output tokens that are known; the others at the end are unread."""
+        num_tokens = len(self.token_ids)
+        while self.token_ids[num_tokens - 1] == UNREAD_TOKEN:
+            num_tokens -= 1
+        return num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -12,7 +12,8 @@ _MAX_DEAD_ENTRIES = 64
 
 
 class WaitingQueue:
-    """A heap by rank, and beside it those that are not ready, in order of arrival.
+    """A heap by rank, and beside it those that are not ready, in order of arrival: they wait for
+    their grammar, or for a token of theirs to be read.
 
     A sequence in here is WAITING; O(log n) each, removal O(1) amortised.
     """
@@ -36,7 +37,8 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
-        if not sequence.ready or not all(fork.ready for fork in sequence.forks):
+        ready = sequence.ready and not sequence.has_unread_token
+        if not ready or not all(fork.ready for fork in sequence.forks):
             self._unready[sequence] = None
             return
         self._queued.add(sequence)

@@ -15,7 +15,7 @@ from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
-from workers.engine import executor
+from workers.engine import receiver
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -167,8 +167,8 @@ def test_the_engine_outlives_failing_allocations(
         (engine._grammars, "masks"),
         (engine._grammars, "accept"),
         (engine._host._memory, "store"),
-        (executor, "add_chunk"),
-        (executor, "add_scores"),
+        (receiver, "add_chunk"),
+        (receiver, "add_scores"),
     ):
         faults.into(monkeypatch, owner, name)
     callers = _Callers(engine, seed)

@@ -64,7 +64,7 @@ def step(planner: Planner) -> dict[Sequence, int]:
         assert item.num_computed_tokens + num_tokens <= capacity
     planner.advance(plan)
     for item in planned:
-        planner.tables.seal(item)
+        planner.tables.seal(item, item.num_computed_tokens)
         if item.num_uncomputed_tokens == 0:
             item.token_ids.append(1)
             if item.num_tokens == item.max_total_tokens:
@@ -255,7 +255,7 @@ def test_choices_share_blocks_until_they_write() -> None:
     planner.add(parent)
     plan = planner.plan()
     planner.advance(plan)
-    planner.tables.seal(parent)
+    planner.tables.seal(parent, parent.num_computed_tokens)
     parent.forks = []
     planner.fork(parent, child)
     assert child.block_table == parent.block_table
