@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+# The largest number of float8_e4m3fn.
+FP8_MAX = 448.0
+
 
 class CacheLayer(NamedTuple):
     """Keys and values of one layer, seen by blocks.

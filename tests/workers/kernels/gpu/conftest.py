@@ -1,0 +1,25 @@
+"""Fixtures for the kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.triton_rounding import hardware_rounding
+
+
+@pytest.fixture(autouse=True)
+def _rounding() -> Iterator[None]:
+    """The interpreter rounds as a GPU does."""
+    with hardware_rounding():
+        yield
+
+
+@pytest.fixture
+def poisoned_outputs() -> Iterator[None]:
+    """Fresh tensors are NaN, which elements that a kernel does not write then stay."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
