@@ -31,7 +31,7 @@ def copy_blocks(
     word = next(word for word in _WORDS if _divides(word, source) and _divides(word, target))
     source, target = source.view(word), target.view(word)
     num_words = source.shape[2]
-    if num_pairs == 0 or num_words == 0:
+    if num_pairs == 0:
         return
     block = min(COPY_WORDS, power_of_two(num_words))
     num_parts = -(-num_words // block)
