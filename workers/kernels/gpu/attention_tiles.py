@@ -1,0 +1,51 @@
+"""Tile shapes of the attention kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionTile(NamedTuple):
+    """``rows``: of queries, tokens times the query heads that share a key head; ``tokens``: keys
+    and values that one step of the loop takes."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The power of two at or above ``size``, and 16 at least: what a matrix instruction takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def decode_tokens(head_dim: int) -> int:
+    """Keys and values that one step of the decode kernel takes, of any dtype."""
+    width = padded(head_dim)
+    if width <= 64:
+        return 128
+    return 64 if width <= 128 else 32
+
+
+def decode_tile(head_dim: int, group: int, cache_dtype: torch.dtype) -> AttentionTile:
+    """Of such a size that two programs fit one multiprocessor, each with two tiles of keys and
+    values on their way."""
+    stages = {1: 4, 2: 3}.get(cache_dtype.itemsize, 2)
+    return AttentionTile(padded(group), decode_tokens(head_dim), 4, stages)
+
+
+def prefill_tile(
+    head_dim: int, group: int, dtype: torch.dtype, *, deterministic: bool
+) -> AttentionTile:
+    """Tiles that keep the tensor cores busy; in the deterministic mode one size that also suits
+    single rows."""
+    width = padded(head_dim)
+    rows = padded(group)
+    if dtype.itemsize == 4:
+        return AttentionTile(max(rows, 32), 32 if width <= 128 else 16, 4, 2)
+    if deterministic:
+        return AttentionTile(max(rows, 64), 64 if width <= 128 else 32, 4, 3)
+    return AttentionTile(max(rows, 128), 128 if width <= 64 else 64, 8, 3 if width <= 128 else 2)

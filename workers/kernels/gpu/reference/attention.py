@@ -1,0 +1,111 @@
+"""Attention over the paged KV cache in plain torch, sequence after sequence, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+
+
+def attend(
+    queries: torch.Tensor,
+    cache: CacheLayer,
+    batch: DeviceBatch,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+) -> torch.Tensor:
+    """The attention of ``queries`` [num_tokens, num_heads, head_dim], in their shape and dtype.
+
+    Rows of padding, and of no sequence, are zeros. Only what a sequence's rows see is read.
+    """
+    out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+    starts, lengths = batch.query_starts.tolist(), batch.lengths.tolist()
+    table_rows = batch.table_rows.tolist()
+    for start, end, length, table_row in zip(
+        starts[:-1], starts[1:], lengths, table_rows, strict=True
+    ):
+        if length and end > start:
+            first_row = length - (end - start)
+            first = 0 if window is None else max(0, first_row + 1 - window)
+            keys, values = _read(cache, batch.block_tables[table_row], first, length)
+            rows = torch.arange(first_row, length, device=queries.device)[:, None]
+            columns = torch.arange(first, length, device=queries.device)
+            hidden = columns > rows
+            if window is not None:
+                hidden |= columns <= rows - window
+            shape = (end - start, keys.shape[1], -1, keys.shape[2])
+            grouped = queries[start:end].float().reshape(shape)
+            scores = torch.einsum("thgd,shd->thgs", grouped, keys) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores.masked_fill_(hidden[:, None, None, :], float("-inf"))
+            attended = torch.einsum("thgs,shd->thgd", scores.softmax(-1), values)
+            out[start:end] = attended.flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _read(
+    cache: CacheLayer, block_table: torch.Tensor, first: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens ``first`` … ``length - 1``: float32 [num_tokens, num_kv_heads,
+    head_dim] each."""
+    block_size = cache.data.shape[1]
+    positions = torch.arange(first, length, device=block_table.device)
+    blocks, offsets = block_table[positions // block_size].long(), positions % block_size
+    pairs = cache.data[blocks, offsets].float()
+    if cache.scales is not None:
+        pairs *= cache.scales[blocks, offsets][..., None]
+    keys, values = pairs.unbind(1)
+    return keys, values
+
+
+class ReferenceAttention:
+    """What ``PagedAttention`` does, on any device; it looks at the batch's lengths, so a graph
+    cannot capture it. Its results do not depend on the last four arguments."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        windows: Sequence[int | None],
+        softcap: float | None = None,
+        scale: float | None = None,
+        max_sequences: int,  # noqa: ARG002
+        num_programs: int,  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+        deterministic: bool = False,  # noqa: ARG002
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self._softcap = softcap
+        self._scale = head_dim**-0.5 if scale is None else scale
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        """Nothing is the same in all layers but the batch itself."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        cache: CacheLayer,
+        batch: DeviceBatch,
+        work: None,  # noqa: ARG002
+        out: torch.Tensor,
+    ) -> None:
+        """Write ``out`` [num_tokens, num_heads, head_dim] in the rows of all sequences."""
+        num_rows = batch.query_starts[-1]
+        window = self.windows[layer]
+        attended = attend(
+            queries, cache, batch, window=window, softcap=self._softcap, scale=self._scale
+        )
+        out[:num_rows] = attended[:num_rows]
