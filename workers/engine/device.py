@@ -46,7 +46,7 @@ class Device(Protocol):
         """The contents of new ``tensors`` (nobody else writes them), brought to the host beside the
         work that follows; what is returned waits for them."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
         """What does again the work on the device that ``work`` does, on the same tensors."""
 
     def synchronize(self) -> None:
@@ -55,7 +55,7 @@ class Device(Protocol):
     def memory(self) -> MemoryInfo | None:
         """None if the device has no memory of its own."""
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
+    def peak_bytes(self, work: Callable[[], object]) -> int:
         """By how much ``work`` makes tensors take more memory while it runs."""
 
 
@@ -75,7 +75,7 @@ class HostDevice:
         arrays: list[Array] = [tensor.numpy() for tensor in tensors]
         return lambda: arrays
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
         return work
 
     def synchronize(self) -> None:
@@ -84,7 +84,7 @@ class HostDevice:
     def memory(self) -> MemoryInfo | None:
         return None
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
+    def peak_bytes(self, work: Callable[[], object]) -> int:
         work()
         return 0
 
@@ -126,11 +126,11 @@ class CudaDevice:
 
         return wait
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work()
-        replay: Callable[[], None] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay
 
     def synchronize(self) -> None:
@@ -142,7 +142,7 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return MemoryInfo(total, free, torch.cuda.memory_allocated(self.torch_device))
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
+    def peak_bytes(self, work: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         work()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -14,36 +12,29 @@ from workers.kernels.gpu.step_inputs import StepState
 
 class StateRow:
     """A sequence's row. ``table`` is the block table whose first ``num_sent`` entries the device
-    has, ``last_sent`` the last of them."""
+    has, ``last_sent`` the last of them. ``begun``: whether the device's sampler knows the sequence
+    and all its tokens."""
 
-    __slots__ = ("last_sent", "num_sent", "number", "table")
+    __slots__ = ("begun", "last_sent", "num_sent", "number", "table")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.table: list[int] | None = None
         self.num_sent = 0
         self.last_sent = -1
+        self.begun = False
 
 
 class DeviceState:
     """Rows of running sequences on the device, see ``StepState``; the last row is for padding.
 
     A sequence keeps its row as long as it runs. Rows of sequences that do not run any more are
-    taken back when one is needed; there are as many as sequences may run. ``begin`` is told when a
-    sequence is given a row.
+    taken back when one is needed; there are as many as sequences may run.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        max_num_sequences: int,
-        max_blocks: int,
-        begin: Callable[[int, Sequence], None],
-    ) -> None:
+    def __init__(self, device: Device, *, max_num_sequences: int, max_blocks: int) -> None:
         self._device = device
         self._max_blocks = max_blocks
-        self._begin = begin
         self.padding_row = max_num_sequences
         num_rows = max_num_sequences + 1
         where = device.torch_device
@@ -55,17 +46,15 @@ class DeviceState:
         self._free = list(range(max_num_sequences))
         self._unsent: dict[int, int] = {}
 
-    def row_of(self, sequence: Sequence) -> int:
+    def row_of(self, sequence: Sequence) -> StateRow:
         """The row of a running sequence; notes what its block table has gained."""
         row = self._rows.get(sequence)
         if row is None:
-            row = StateRow(self._take_free())
-            self._begin(row.number, sequence)
-            self._rows[sequence] = row
+            row = self._rows[sequence] = StateRow(self._take_free())
         table = sequence.block_table
         if len(table) != row.num_sent or table is not row.table or table[-1] != row.last_sent:
             self._note(row, table)
-        return row.number
+        return row
 
     def _note(self, row: StateRow, table: list[int]) -> None:
         first = row.num_sent

@@ -52,6 +52,10 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
         self._heads_shape = (-1, num_heads, config.head_dim)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
+
     def forward(self, batch: BatchT_contra) -> torch.Tensor:
         """What the layers make of the batch: [num_tokens, hidden_size] in the weights' dtype."""
         weights, operations = self._weights, self._operations
