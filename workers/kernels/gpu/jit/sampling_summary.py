@@ -1,0 +1,83 @@
+"""What each group of a row's logits has: its largest, and how much it weighs.
+
+The only pass over all logits that every row takes; each program takes a part of one row.
+"""
+
+import triton
+import triton.language as tl
+
+from workers.kernels.gpu.jit.sampling_logits import (
+    GROUP,
+    RECORD_WORDS,
+    TEMPERATURE,
+    group_logits,
+    half_word,
+)
+
+
+@triton.jit
+def _relative_mass(values, tops, sharpness):
+    """The sum of exp((logit - top) * sharpness) of each group."""
+    origin = tl.where(tops == -float("inf"), 0.0, tops)
+    return tl.sum(tl.exp((values - origin[:, None]) * sharpness), 1)
+
+
+@triton.jit
+def summarise_kernel(
+    logits,
+    state_rows,
+    params,
+    counts,
+    tops,
+    masses,
+    row_stride,
+    vocab_size,
+    num_groups,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """Largest logit of each group after penalties, and for rows that are drawn the group's mass
+    relative to it."""
+    row = tl.program_id(1).to(tl.int64)
+    groups = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    state_row = tl.load(state_rows + row).to(tl.int64)
+    record = params + state_row * RECORD_WORDS
+    inside = groups < num_groups
+    values = group_logits(
+        logits + row * row_stride, counts + state_row * vocab_size, record, groups, inside,
+        vocab_size,
+    )  # fmt: skip
+    group_tops = tl.max(values, 1)
+    out = row * num_groups + groups
+    tl.store(tops + out, group_tops, mask=inside)
+    temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
+    if temperature > 0:
+        # A temperature so small that its inverse is infinite must not make NaN of 0.
+        sharpness = tl.minimum(tl.div_rn(1.0, temperature), 3.0e38)
+        tl.store(masses + out, _relative_mass(values, group_tops, sharpness), mask=inside)
+
+
+@triton.jit
+def summarise_raw_kernel(
+    logits,
+    picked,
+    tops,
+    masses,
+    row_stride,
+    vocab_size,
+    num_groups,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """The same of the ``picked`` rows as the model left them, at temperature 1."""
+    row = tl.program_id(1).to(tl.int64)
+    groups = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    inside = groups < num_groups
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    source = logits + tl.load(picked + row).to(tl.int64) * row_stride
+    values = tl.load(
+        source + tokens, mask=inside[:, None] & (tokens < vocab_size), other=-float("inf")
+    ).to(tl.float32)
+    values = tl.where(values != values, float("inf"), values)
+    group_tops = tl.max(values, 1)
+    out = row * num_groups + groups
+    tl.store(tops + out, group_tops, mask=inside)
+    tl.store(masses + out, _relative_mass(values, group_tops, 1.0), mask=inside)
