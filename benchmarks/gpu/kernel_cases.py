@@ -1,0 +1,116 @@
+"""One kernel, checked against its reference and timed beside its ceiling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.report import Detail
+from benchmarks.gpu.scope import Scope, WrongResultError
+from benchmarks.gpu.timing import Call, Timing, num_sets, timed
+
+# Relative errors that rounding to a dtype explains; a wrong tile or mask shows as 0.1 and more.
+BF16_ERROR = 1e-2
+FP8_ERROR = 6e-2
+
+
+class Work(NamedTuple):
+    """A kernel on inputs of its own. ``run`` may be recorded in a graph, ``written`` then has its
+    results. ``expected`` computes them from the inputs as they are before, in float32."""
+
+    run: Callable[[], torch.Tensor | None]
+    written: Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
+    expected: Callable[[], Sequence[torch.Tensor]]
+
+
+def returned(result: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    """``written`` of a kernel that returns a tensor of its own."""
+    assert result is not None
+    return [result]
+
+
+class Cost(NamedTuple):
+    """What must be moved and computed at least: each input read once, each output written once."""
+
+    bytes_moved: int
+    flops: int = 0
+
+
+def measure(
+    scope: Scope,
+    name: str,
+    make: Callable[[int], Work],
+    cost: Cost,
+    *,
+    bound_by: str = "bytes",
+    tolerance: float = BF16_ERROR,
+    error: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
+    rival: Callable[[int], Call] | None = None,
+) -> Timing | None:
+    """Emit a row for the works that ``make`` makes of numbers 0, 1, …; None if it failed.
+
+    ``bound_by``: "bytes" or "flops". ``error`` of what is written and expected may be up to
+    ``tolerance``. ``rival`` makes the same work for torch, timed beside it.
+    """
+    timing = None
+    with scope.case(name):
+        worst = check(make(0), tolerance, error or relative_error)
+        count = num_sets(scope.device, cost.bytes_moved)
+        timing = timed(scope.device, [make(i).run for i in range(count)])
+        details: dict[str, Detail] = {
+            "us": timing.median_s * 1e6,
+            "spread_us": timing.spread_s * 1e6,
+            "error": worst,
+            "input_sets": count,
+        }
+        if rival is not None:
+            torch_s = timed(scope.device, [rival(i) for i in range(count)]).median_s
+            details |= {
+                "torch_us": torch_s * 1e6,
+                "note": f"torch {torch_s / timing.median_s:.2f}x",
+            }
+        if bound_by == "bytes":
+            rate, ceiling, unit = cost.bytes_moved / 1e9, scope.ceilings.bytes_per_s / 1e9, "GB/s"
+        else:
+            rate, ceiling, unit = cost.flops / 1e12, scope.ceilings.flops / 1e12, "TFLOP/s"
+        scope.emit(name, rate / timing.median_s, unit, ceiling=ceiling, details=details)
+    return timing
+
+
+def check(
+    work: Work,
+    tolerance: float,
+    error: Callable[[torch.Tensor, torch.Tensor], float],
+) -> float:
+    """The largest error of what a work writes. Raises WrongResultError."""
+    expected = [tensor.clone() for tensor in work.expected()]
+    with poisoned_allocations():
+        actual = work.written(work.run())
+    worst = max(error(one, other) for one, other in zip(actual, expected, strict=True))
+    if not worst <= tolerance:
+        raise WrongResultError(f"the error is {worst:.3g}, more than {tolerance}")
+    return worst
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of ``expected``; infinite if anything is no number."""
+    wanted = expected.double()
+    difference = (actual.to(expected.device).double() - wanted).norm().item()
+    scale = wanted.norm().item()
+    error = difference / scale if scale else difference
+    return error if math.isfinite(error) else math.inf
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Memory that torch allocates inside is filled with NaN, so that what is never written shows;
+    integers get their largest value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,94 @@
+"""Linear maps: few rows, which read the weights at the speed of the memory, and many."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.timing import Call
+from workers.kernels.gpu.matmul import linear
+
+
+class Shape(NamedTuple):
+    """A weight [num_outputs, num_inputs]."""
+
+    name: str
+    num_outputs: int
+    num_inputs: int
+
+    def cost(self, num_rows: int, itemsize: int) -> Cost:
+        elements = (
+            self.num_outputs * self.num_inputs
+            + num_rows * self.num_inputs
+            + num_rows * self.num_outputs
+        )
+        return Cost(elements * itemsize, 2 * num_rows * self.num_outputs * self.num_inputs)
+
+
+LLAMA_SHAPES = (
+    Shape("qkv", 6144, 4096),
+    Shape("output", 4096, 4096),
+    Shape("gate_up", 28_672, 4096),
+    Shape("down", 4096, 14_336),
+    Shape("head", 128_256, 4096),
+)
+_SMOKE_SHAPES = (Shape("qkv", 96, 64),)
+SKINNY_ROWS = (1, 4, 16)
+
+
+def run(scope: Scope) -> None:
+    shapes = _SMOKE_SHAPES if scope.smoke else LLAMA_SHAPES
+    for num_rows in SKINNY_ROWS[:2] if scope.smoke else SKINNY_ROWS:
+        for shape in shapes:
+            _measure(scope, f"linear {shape.name}, {num_rows} rows", shape, num_rows, "bytes")
+    shape = shapes[0] if scope.smoke else LLAMA_SHAPES[2]
+    for num_rows in (20,) if scope.smoke else (256, 8192):
+        name = f"linear {shape.name}, {num_rows} rows"
+        _measure(scope, name, shape, num_rows, "flops")
+        _measure(scope, f"{name}, fixed order", shape, num_rows, "flops", fixed=True)
+
+
+def _measure(
+    scope: Scope, name: str, shape: Shape, num_rows: int, bound_by: str, *, fixed: bool = False
+) -> None:
+    measure(
+        scope,
+        name,
+        partial(_linear, scope, shape, num_rows, fixed),
+        shape.cost(num_rows, scope.dtype.itemsize),
+        bound_by=bound_by,
+        rival=partial(_torch_linear, scope, shape, num_rows),
+    )
+
+
+def operands(
+    scope: Scope, shape: Shape, num_rows: int, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random rows and weights, of the sizes that they have in a model."""
+    generator = scope.generator(number)
+    rows = torch.empty(num_rows, shape.num_inputs, dtype=scope.dtype, device=scope.device)
+    weight = torch.empty(
+        shape.num_outputs, shape.num_inputs, dtype=scope.dtype, device=scope.device
+    )
+    rows.normal_(generator=generator)
+    weight.normal_(std=shape.num_inputs**-0.5, generator=generator)
+    return rows, weight
+
+
+def _linear(scope: Scope, shape: Shape, num_rows: int, fixed: bool, number: int) -> Work:
+    rows, weight = operands(scope, shape, num_rows, number)
+    return Work(
+        lambda: linear(rows, weight, None, fixed=fixed),
+        returned,
+        lambda: [rows.float() @ weight.float().t()],
+    )
+
+
+def _torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
+    rows, weight = operands(scope, shape, num_rows, number)
+    return lambda: F.linear(rows, weight)
