@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.engine_options import add_engine_options
+from cli.engine_options import add_engine_options, engine_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 from schemas.pooling import Pooling
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """0 if every text was embedded, 1 if some failed; a bad line raises before any has run."""
     from workers.engine.threads import configure_threads
 
-    config = _engine_config(arguments)
+    config = engine_config(arguments)
     # Before anything imports torch: it reads its thread settings once.
     configure_threads(config, shared=False)
     from cli.embed_file import read_texts
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     normalize = defaults.normalize if arguments.normalize is None else arguments.normalize
     texts = read_texts(arguments.input, served)
     engine = Engine.load(served.path, config)
-    embedded = _embed(engine, texts, pooling, max_batch=arguments.max_batch)
+    embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
     if arguments.output is None:
         return _write(embedded, sys.stdout, normalize=normalize)
     try:
@@ -80,21 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
     with output:
         return _write(embedded, output, normalize=normalize)
-
-
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    for name in ("max_batch", "max_batch_tokens"):
-        if getattr(arguments, name) < 1:
-            raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.threads < 0:
-        raise MillraceError("--threads must not be negative")
-    return EngineConfig(
-        max_num_sequences=arguments.max_batch,
-        max_batch_tokens=arguments.max_batch_tokens,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        num_threads=arguments.threads,
-    )
 
 
 def _embed(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from schemas.config import EngineConfig
+from schemas.errors import MillraceError
 
 DEFAULTS = EngineConfig()
 
@@ -14,15 +16,73 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--max-batch",
         type=int,
-        default=DEFAULTS.max_num_sequences,
-        help=f"{what} that run at a time (default: %(default)s)",
+        help=f"{what} that run at a time (default: 64 on a CPU, 256 on a GPU)",
     )
     parser.add_argument(
         "--max-batch-tokens",
         type=int,
-        default=DEFAULTS.max_batch_tokens,
-        help="tokens that one step computes (default: %(default)s)",
+        help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parser.add_argument(
+        "--kernels",
+        default=DEFAULTS.kernels,
+        help="auto, native (compiled, on a CPU), triton (on a GPU), torch, or reference (plain "
+        "torch in place of triton)",
+    )
+    parser.add_argument(
+        "--load-format",
+        default=DEFAULTS.load_format,
+        help="auto, or dummy: random weights for the checkpoint's config.json",
+    )
+    parser.add_argument(
+        "--gpu-memory-fraction",
+        type=float,
+        default=DEFAULTS.gpu_memory_fraction,
+        help="of a GPU's memory, for weights, work and KV cache together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default=DEFAULTS.kv_cache_dtype,
+        help="auto (as the weights), or fp8: half the bytes, a little less exact",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="on a GPU, have a request's tokens not depend on what else is in the batch; slower",
+    )
+    parser.add_argument(
+        "--no-cuda-graphs", action="store_true", help="launch each kernel of each step"
+    )
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="read each step before the next is launched"
+    )
+
+
+def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
+    """The settings that ``add_engine_options`` and ``others`` say. Raises MillraceError for an
+    option out of range."""
+    for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("num_blocks", "host_cache_bytes", "threads"):
+        if getattr(arguments, name, 0) < 0:
+            raise MillraceError(f"--{name.replace('_', '-')} must not be negative")
+    return EngineConfig(
+        max_num_sequences=arguments.max_batch or 0,
+        max_batch_tokens=arguments.max_batch_tokens or 0,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        num_threads=arguments.threads,
+        kernels=arguments.kernels,
+        load_format=arguments.load_format,
+        gpu_memory_fraction=arguments.gpu_memory_fraction,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        deterministic=arguments.deterministic,
+        cuda_graphs=not arguments.no_cuda_graphs,
+        overlap=not arguments.no_overlap,
+        **others,
+    )

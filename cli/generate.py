@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.engine_options import DEFAULTS, add_engine_options
+from cli.engine_options import DEFAULTS, add_engine_options, engine_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 
@@ -39,8 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--kv-cache-bytes",
         type=int,
-        default=DEFAULTS.kv_cache_bytes,
-        help="memory for keys and values (default: %(default)s)",
+        help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
     )
     parser.add_argument(
         "--num-blocks",
@@ -73,7 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     answered: then none has run."""
     from workers.engine.thread_report import choose_threads
 
-    config = _engine_config(arguments)
+    config = engine_config(
+        arguments,
+        kv_cache_bytes=arguments.kv_cache_bytes or 0,
+        num_blocks=arguments.num_blocks,
+        host_cache_bytes=arguments.host_cache_bytes,
+        prefix_cache=not arguments.no_prefix_cache,
+    )
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
     from cli.batch_file import BadLinesError, read_requests
@@ -97,26 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _generate(served, requests, config, output)
 
 
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes"):
-        if getattr(arguments, name) < 1:
-            raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("num_blocks", "host_cache_bytes", "threads"):
-        if getattr(arguments, name) < 0:
-            raise MillraceError(f"--{name.replace('_', '-')} must not be negative")
-    return EngineConfig(
-        max_num_sequences=arguments.max_batch,
-        max_batch_tokens=arguments.max_batch_tokens,
-        kv_cache_bytes=arguments.kv_cache_bytes,
-        num_blocks=arguments.num_blocks,
-        host_cache_bytes=arguments.host_cache_bytes,
-        prefix_cache=not arguments.no_prefix_cache,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        num_threads=arguments.threads,
-    )
-
-
 def _generate(
     served: ServedModel,
     requests: list[OfflineRequest | BadLine],
@@ -129,7 +114,7 @@ def _generate(
     from workers.engine.engine import Engine
 
     engine = Engine.load(served.path, config)
-    batch = OfflineBatch(engine, served.tokenizer, config.max_num_sequences)
+    batch = OfflineBatch(engine, served.tokenizer, engine.stats().max_num_sequences)
     num_bad = _write_answers(batch, requests, output)
     engine.check_integrity()
     summary = batch.summary(num_bad)

@@ -85,8 +85,10 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's bounds.
 
-    ``max_batch_tokens`` is the longest step: two cores compute 384 rows at the best rate, each of
-    512 takes a fifth longer. ``num_blocks`` 0 sizes the pool from ``kv_cache_bytes``.
+    ``max_batch_tokens`` is the longest step. 0 of it, of ``max_num_sequences`` and of
+    ``kv_cache_bytes`` leaves the choice to the device: 384 tokens, 64 sequences and 1 GiB on a CPU,
+    4,096 tokens, 256 sequences and what is left of ``gpu_memory_fraction`` on a GPU. ``num_blocks``
+    0 sizes the pool from ``kv_cache_bytes``.
     ``num_threads`` 0 chooses by the machine and what else runs on it. ``kernels``: "auto" computes
     with "triton" on CUDA, with "native" (compiled ones) on a CPU where they can be had, else with
     "torch" alone; "reference" is plain torch in place of the Triton kernels.
@@ -102,11 +104,11 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompts so that a step is predicted to take no longer while others decode (0: no bound).
     """
 
-    max_num_sequences: int = 64
-    max_batch_tokens: int = 384
+    max_num_sequences: int = 0
+    max_batch_tokens: int = 0
     block_size_tokens: int = 16
     num_blocks: int = 0
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int = 0
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import uuid
 
+from msgspec.structs import replace
+
 from bus.api import Bus, Subscription
 from bus.clock import Clock
 from registry.served import ServedModel
@@ -41,6 +43,7 @@ class Worker:
     ) -> None:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
+        config = _settled(config, engine)
         self._bus = bus
         self._config = config
         self._engine = engine
@@ -170,3 +173,11 @@ class Worker:
 def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _settled(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:
+    """How many sequences run at a time, where the settings left that to the engine."""
+    if config.engine.max_num_sequences:
+        return config
+    settled = replace(config.engine, max_num_sequences=engine.stats.max_num_sequences)
+    return replace(config, engine=settled)

@@ -83,10 +83,30 @@ def finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReas
 
 def check_config(config: EngineConfig) -> None:
     """Raise ConfigError, naming the setting, for one out of range."""
-    for name in ("max_num_sequences", "max_batch_tokens", "block_size_tokens", "kv_cache_bytes"):
+    for name in ("max_num_sequences", "max_batch_tokens", "kv_cache_bytes"):
         value = getattr(config, name)
-        if value < 1:
-            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
+        if value < 0:
+            raise ConfigError(
+                f"engine.{name} must be 0 (which leaves it to the device) or more, got {value}."
+            )
+    if config.block_size_tokens < 1:
+        raise ConfigError(
+            f"engine.block_size_tokens must be at least 1, got {config.block_size_tokens}."
+        )
+    if not 0 < config.gpu_memory_fraction <= 1:
+        raise ConfigError(
+            f"engine.gpu_memory_fraction must be above 0 and at most 1, got "
+            f"{config.gpu_memory_fraction}."
+        )
+    for name, choices in (
+        ("load_format", ("auto", "dummy")),
+        ("kv_cache_dtype", ("auto", "fp8")),
+        ("kernels", ("auto", "native", "torch", "triton", "reference")),
+    ):
+        if getattr(config, name) not in choices:
+            raise ConfigError(
+                f"engine.{name} is {getattr(config, name)!r}; choose {', '.join(choices)}."
+            )
     for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
         amount = getattr(config, name)
         if not 0 <= amount < math.inf:

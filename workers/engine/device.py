@@ -34,6 +34,8 @@ class Device(Protocol):
     """
 
     torch_device: torch.device
+    # Programs of a kernel that run at a time when each takes half a multiprocessor.
+    num_programs: int
 
     def upload(self, values: Array) -> torch.Tensor:
         """A new tensor of ``values``, which may change as soon as this returns."""
@@ -64,6 +66,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.num_programs = 4
 
     def upload(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(np.array(values))
@@ -96,6 +99,8 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.num_programs = 2 * int(properties.multi_processor_count)
         self._side = _stream(self.torch_device)
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -117,6 +117,10 @@ class DeviceRunner:
         self._buffers = _Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
         self._recorded = RecordedSteps()
 
+    @property
+    def host_device(self) -> torch.device:
+        return torch.device("cpu")
+
     def record(self) -> None:
         """Record the steps that will come again and again."""
         shapes = ladder(self._bounds.num_sequences, self._bounds.num_tokens)
@@ -143,6 +147,13 @@ class DeviceRunner:
 
         Launching a plan again gives the same: it only writes the cache where it wrote before.
         """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self._state.distrust()
+            raise
+
+    def _launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
         layout = lay_out(plan)
         rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
         exact = exact_shape(layout)
@@ -266,7 +277,11 @@ class DeviceRunner:
         wait = self._device.read_back(made)
 
         def read() -> ChosenTokens:
-            arrays = wait()
+            try:
+                arrays = wait()
+            except BaseException:
+                self._state.distrust()
+                raise
             numbers = arrays[0]
             flags = numbers[count:].astype(np.bool_)
             tokens: list[int] = numbers[:count].tolist()

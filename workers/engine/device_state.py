@@ -74,6 +74,12 @@ class DeviceState:
                 self._free.append(self._rows.pop(sequence).number)
         return self._free.pop()
 
+    def distrust(self) -> None:
+        """A launch or a read has failed: who knows what the device has of anybody."""
+        for row in self._rows.values():
+            row.begun = False
+            row.table = None
+
     def send(self) -> None:
         """Bring the device what was noted since the last time."""
         if not self._unsent:

@@ -27,9 +27,10 @@ from workers.engine.live import LiveRequests
 from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
 from workers.engine.planner import Planner
 from workers.engine.receiver import Receiver
-from workers.engine.runner import ModelRunner
+from workers.engine.runners import Runner, load_runner
 from workers.engine.sampler import Sampler
 from workers.engine.sequence import SequenceState
+from workers.engine.settings import settled
 from workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 _log = logging.getLogger(__name__)
@@ -53,15 +54,16 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         config: EngineConfig,
         *,
         seed_source: Callable[[], int] = draw_seed,
         monotonic: Callable[[], float] = time.perf_counter,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
+        config = settled(config, runner.cache.data.device)
         self._runner = runner
-        self._sampler = Sampler(runner.config.vocab_size, runner.cache.data.device, tokenizer)
+        self._sampler = Sampler(runner.config.vocab_size, runner.host_device, tokenizer)
         costs = CostModel()
         host_memory = PlainHostMemory(runner.cache, config.host_cache_bytes)
         self._host = HostCache(host_memory, monotonic=monotonic)
@@ -112,7 +114,7 @@ class Engine:
     def load(cls, path: Path, config: EngineConfig) -> Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
         check_config(config)
-        runner = ModelRunner.load(path, config)
+        runner = load_runner(path, config)
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path))
         engine._grammars.prepare()
         return engine
@@ -224,6 +226,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
+            max_num_sequences=self._planner.max_num_sequences,
             num_running=len(self._planner.running),
             num_waiting=self._planner.num_waiting,
             num_blocks=self._pool.num_blocks,

@@ -12,7 +12,7 @@ from workers.engine.grammar import Grammars
 from workers.engine.launched import LaunchedStep
 from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.receiver import Chunk, Receiver
-from workers.engine.runner import ModelRunner
+from workers.engine.runners import Runner
 from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
 from workers.engine.types import EngineOutput
 
@@ -42,7 +42,7 @@ class Executor:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: Runner,
         planner: Planner,
         grammars: Grammars,
         receiver: Receiver,

@@ -9,6 +9,7 @@ import torch
 
 from registry.checkpoint import ModelConfig
 from schemas.errors import ConfigError
+from workers.kernels.gpu.device_batch import CacheLayer
 
 
 class KVCache:
@@ -40,6 +41,7 @@ class KVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
+        self.scales: torch.Tensor | None = None
         try:
             self.data = _zeros(shape, dtype, device)
         except (RuntimeError, OSError, OverflowError) as error:
@@ -48,6 +50,10 @@ class KVCache:
                 f"The KV cache of {num_blocks} blocks takes {size_bytes} bytes, which {device} "
                 f"does not have. Lower engine.kv_cache_bytes or engine.num_blocks."
             ) from error
+
+    def layer(self, index: int) -> CacheLayer:
+        """One layer, as kernels see it."""
+        return CacheLayer(self.data[index], None if self.scales is None else self.scales[index])
 
     @torch.inference_mode()
     def scrub(self, blocks: list[int]) -> None:
@@ -85,6 +91,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept as: ``name`` as in ``EngineConfig.kv_cache_dtype``, ``dtype``
+    that of the weights."""
+    return torch.float8_e4m3fn if name == "fp8" else dtype
+
+
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
     """The size of one block over all layers."""
     values = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
@@ -111,7 +123,7 @@ def choose_num_blocks(
     fitting = kv_cache_bytes // size_bytes
     if fitting < 1:
         raise ConfigError(
-            f"kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} tokens "
+            f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} tokens "
             f"takes {size_bytes} bytes for this model."
         )
     per_sequence = -(-config.context_window_tokens // block_size_tokens)

@@ -20,9 +20,11 @@ from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.planner import ScheduledSequence
 from workers.engine.pooling import pool_rows
 from workers.engine.sampling.prompt_logprobs import score_rows
+from workers.engine.settings import choose_device, settled
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
+from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
 
 _log = logging.getLogger(__name__)
@@ -55,9 +57,16 @@ class ModelRunner:
     def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
         """Load a checkpoint. Raises CheckpointError or ConfigError."""
         config = read_model_config(path)
-        device = _choose_device(engine.device)
+        device = choose_device(engine.device)
+        engine = settled(engine, device)
         dtype = choose_dtype(config, engine.dtype, device)
-        weights = load_weights(path, config, dtype=dtype, device=device)
+        if engine.kv_cache_dtype != "auto" or engine.deterministic:
+            raise ConfigError(
+                "engine.kv_cache_dtype and engine.deterministic are for the kernels of a GPU: set "
+                "engine.kernels to 'triton', or to 'reference' for a try on a CPU."
+            )
+        source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
+        weights = load_weights(path, config, dtype=dtype, device=device, source=source)
         cache = KVCache(
             config,
             num_blocks=choose_num_blocks(
@@ -96,6 +105,10 @@ class ModelRunner:
             decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
         return cls(config, decoder, cache)
 
+    @property
+    def host_device(self) -> torch.device:
+        return self._device
+
     def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
 
@@ -123,10 +136,8 @@ def _cpu_kernels(
 ) -> CpuKernels | None:
     """The compiled kernels, if they are wanted and can be had.
 
-    Raises ConfigError for an unknown choice, and for "native" where there are none.
+    Raises ConfigError for "native" where there are none.
     """
-    if choice not in ("auto", "native", "torch"):
-        raise ConfigError(f"engine.kernels is {choice!r}; choose auto, native or torch.")
     why = f"they do not compute {config.architecture} of this shape in {dtype} on {device}."
     if choice != "torch" and suits(config, dtype, device):
         try:
@@ -137,15 +148,3 @@ def _cpu_kernels(
     if choice == "native":
         raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
     return None
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device is {name!r}; choose auto, cpu or cuda.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device is {name!r}, but this machine has no CUDA device.")
-    return device

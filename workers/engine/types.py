@@ -73,6 +73,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
     tokens of prompt and longest completion whose keys and values are not computed yet.
+    ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. ``busy_s`` is the time spent in steps that ran the model.
 
@@ -84,6 +85,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     the preemptions kept their work so.
     """
 
+    max_num_sequences: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0

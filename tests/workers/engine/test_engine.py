@@ -331,14 +331,23 @@ def test_priority_is_admitted_first(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("max_num_sequences", 0),
-        ("max_batch_tokens", 0),
+        ("max_num_sequences", -1),
+        ("max_batch_tokens", -1),
         ("block_size_tokens", 0),
         ("num_blocks", -1),
         ("num_blocks", 10**12),
-        ("kv_cache_bytes", 0),
+        ("kv_cache_bytes", -1),
+        ("kv_cache_bytes", 1),
         ("dtype", "int3"),
         ("device", "abacus"),
+        ("device", "cuda"),
+        ("kernels", "wheat"),
+        ("load_format", "guess"),
+        ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", "fp8"),
+        ("deterministic", True),
+        ("gpu_memory_fraction", 0.0),
+        ("gpu_memory_fraction", 1.5),
     ],
 )
 def test_a_bad_setting_is_named(make_engine: MakeEngine, setting: str, value: object) -> None:

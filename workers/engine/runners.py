@@ -1,0 +1,54 @@
+"""Which runner an engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from registry.checkpoint import ModelConfig, read_model_config
+from schemas.config import EngineConfig
+from workers.engine.device import device_of
+from workers.engine.device_loading import load_device_runner
+from workers.engine.kv_cache import KVCache
+from workers.engine.launched import LaunchedStep
+from workers.engine.planner import ScheduledSequence
+from workers.engine.runner import ModelRunner
+from workers.engine.settings import choose_device, settled
+
+
+class Runner(Protocol):
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
+
+    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
+    step may be launched before. ``host_device``: where the logits are that the host chooses from.
+    """
+
+    overlaps: bool
+
+    @property
+    def host_device(self) -> torch.device: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+        """Have a plan's tokens computed."""
+
+
+def load_runner(path: Path, engine: EngineConfig) -> Runner:
+    """Load a checkpoint for a device that is told what to do, or for the CPU.
+
+    Raises CheckpointError or ConfigError.
+    """
+    device = choose_device(engine.device)
+    on_cuda = device.type == "cuda"
+    if engine.kernels in ("triton", "reference") or (on_cuda and engine.kernels == "auto"):
+        config = read_model_config(path)
+        return load_device_runner(path, config, settled(engine, device), device_of(device))
+    return ModelRunner.load(path, engine)

@@ -1,0 +1,41 @@
+"""The engine's settings, with what they leave to the device decided."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+
+# Two cores compute 384 rows at the best rate, each of 512 takes a fifth longer.
+_CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE_BYTES = 64, 384, 1 << 30
+# A GPU's weights are read once a step for however many sequences, and a few thousand rows keep
+# its matrix units busy.
+_CUDA_SEQUENCES, _CUDA_TOKENS = 256, 4096
+
+
+def settled(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """``config`` without zeros that stand for a choice by the device; a KV cache that is sized by
+    the device's memory stays 0."""
+    on_cuda = device.type == "cuda"
+    return msgspec.structs.replace(
+        config,
+        max_num_sequences=config.max_num_sequences
+        or (_CUDA_SEQUENCES if on_cuda else _CPU_SEQUENCES),
+        max_batch_tokens=config.max_batch_tokens or (_CUDA_TOKENS if on_cuda else _CPU_TOKENS),
+        kv_cache_bytes=config.kv_cache_bytes or (0 if on_cuda else _CPU_CACHE_BYTES),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device by name; for "auto" a GPU if there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device is {name!r}; choose auto, cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {name!r}, but this machine has no CUDA device.")
+    return device
