@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cli.engine_options import add_engine_options, engine_config
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError, MillraceError
+from schemas.errors import ConfigError
 from schemas.pooling import Pooling
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cli.engine_options import DEFAULTS, add_engine_options, engine_config
 from schemas.config import EngineConfig
-from schemas.errors import ConfigError, MillraceError
+from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from cli.batch_file import BadLine

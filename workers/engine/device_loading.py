@@ -63,7 +63,7 @@ def load_device_runner(
     if engine.cuda_graphs:
         runner.record()
     _log.info(
-        "%s in %s on %s by %s kernels with %d KV blocks of %d tokens in %s, ready after %.1f s more",
+        "%s in %s on %s by %s kernels, %d KV blocks of %d tokens in %s, ready after %.1f s more",
         config.architecture,
         str(dtype).removeprefix("torch."),
         where,

@@ -123,8 +123,8 @@ def choose_num_blocks(
     fitting = kv_cache_bytes // size_bytes
     if fitting < 1:
         raise ConfigError(
-            f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} tokens "
-            f"takes {size_bytes} bytes for this model."
+            f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} "
+            f"tokens takes {size_bytes} bytes for this model."
         )
     per_sequence = -(-config.context_window_tokens // block_size_tokens)
     return min(fitting, per_sequence * max_num_sequences)

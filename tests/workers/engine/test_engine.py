@@ -337,7 +337,6 @@ def test_priority_is_admitted_first(make_engine: MakeEngine) -> None:
         ("num_blocks", -1),
         ("num_blocks", 10**12),
         ("kv_cache_bytes", -1),
-        ("kv_cache_bytes", 1),
         ("dtype", "int3"),
         ("device", "abacus"),
         ("device", "cuda"),
