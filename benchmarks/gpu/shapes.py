@@ -79,13 +79,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 # What makes any of them small enough for an interpreter.
 _TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 16,
-    "vocab_size": 256,
+    "vocab_size": 64,
     "max_position_embeddings": 256,
     "rope_scaling": None,
     "bos_token_id": 0,

@@ -1,0 +1,178 @@
+"""An engine with random weights, and what can be timed of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts
+from benchmarks.gpu.scope import Scope, WrongResultError
+from benchmarks.gpu.shapes import write_config
+from schemas.config import EngineConfig
+from schemas.sampling import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.types import EngineOutput, EngineRequest
+
+MOST_SEQUENCES = 256
+_BATCH_TOKENS = 8192
+_SMOKE_SEQUENCES = 2
+_SMOKE_BATCH_TOKENS = 16
+_WARM_STEPS, _SMOKE_WARM_STEPS = 4, 1
+
+
+class DecodeSteps(NamedTuple):
+    """Each step's seconds from the one before, and how many tokens were in the KV cache of the
+    batch in the middle of them."""
+
+    steps_s: list[float]
+    num_cached_tokens: int
+
+
+class Throughput(NamedTuple):
+    """``whole``: the load was served to its end."""
+
+    num_tokens: int
+    elapsed_s: float
+    whole: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+
+def engine_config(scope: Scope, *, kernels: str = "triton", **changes: Any) -> EngineConfig:
+    """For the device of the scope: as large as is useful there, or tiny, in the CPU's place with
+    ``kernels``. There is no second cache in the host's memory."""
+    settings: dict[str, Any] = {
+        "device": scope.device.type,
+        "dtype": str(scope.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "kernels": kernels,
+        "max_num_sequences": _SMOKE_SEQUENCES if scope.smoke else MOST_SEQUENCES,
+        "max_batch_tokens": _SMOKE_BATCH_TOKENS if scope.smoke else _BATCH_TOKENS,
+        "num_blocks": 32 if scope.smoke else 0,
+        "host_cache_bytes": 0,
+        "num_threads": 1 if scope.smoke else 0,
+    }
+    return EngineConfig(**(settings | changes))
+
+
+class EngineRun:
+    """An engine of a model of ``shapes`` and the requests in it. ``start_s``: from its files to
+    the first step that it can make."""
+
+    def __init__(
+        self, scope: Scope, model: str, folder: Path, config: EngineConfig, **shape: Any
+    ) -> None:
+        self.model = write_config(folder, model, tiny=scope.smoke, **shape)
+        self._scope = scope
+        begin_s = time.perf_counter()
+        self.engine = Engine.load(folder, config)
+        if scope.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.start_s = time.perf_counter() - begin_s
+        self._num_added = 0
+        self._lengths: dict[str, int] = {}
+
+    def add(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        num_output_tokens: Sequence[int],
+        temperature: float = TEMPERATURE,
+    ) -> list[str]:
+        """Their ids. They run to their end, whatever they say."""
+        ids = []
+        for prompt, max_tokens in zip(prompts, num_output_tokens, strict=True):
+            request_id = str(self._num_added)
+            self._num_added += 1
+            self._lengths[request_id] = len(prompt)
+            ids.append(request_id)
+            sampling = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                ignore_eos=True,
+                seed=self._num_added,
+            )
+            self.engine.add(
+                EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+            )
+        return ids
+
+    def step(self) -> list[EngineOutput]:
+        """One step. Raises RuntimeError if a request failed."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+            self._lengths[output.request_id] += len(output.token_ids)
+            if output.finished:
+                del self._lengths[output.request_id]
+        return outputs
+
+    def grow(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Have as many sequences decode, by adding new ones with random prompts."""
+        running = len(self._lengths)
+        prompts = self.prompts(num_sequences - running, num_prompt_tokens)
+        longest = self.engine.max_tokens_per_request - num_prompt_tokens
+        waiting = set(self.add(prompts, [longest] * len(prompts)))
+        while waiting:
+            waiting.difference_update(o.request_id for o in self.step() if o.token_ids)
+
+    def shrink(self, num_sequences: int) -> None:
+        """Cancel all but the first ones."""
+        for request_id in list(self._lengths)[num_sequences:]:
+            self.engine.cancel(request_id)
+            del self._lengths[request_id]
+
+    def decode_steps(self, num_steps: int) -> DecodeSteps:
+        """Time steps in which all sequences decode. Raises WrongResultError if they did not."""
+        for _ in range(_SMOKE_WARM_STEPS if self._scope.smoke else _WARM_STEPS):
+            self.step()
+        before = sum(self._lengths.values())
+        times_s = [time.perf_counter()]
+        for _ in range(num_steps):
+            self.step()
+            times_s.append(time.perf_counter())
+        after = sum(self._lengths.values())
+        if after - before != num_steps * len(self._lengths):
+            raise WrongResultError(
+                f"{after - before} tokens came of {num_steps} steps of {len(self._lengths)}"
+            )
+        steps_s = [end - begin for begin, end in pairwise(times_s)]
+        return DecodeSteps(steps_s, (before + after) // 2)
+
+    def prefill_s(self, count: int, num_tokens: int) -> float:
+        """From ``count`` new prompts to the last one's first token, with nobody else there."""
+        prompts = self.prompts(count, num_tokens)
+        begin_s = time.perf_counter()
+        self.add(prompts, [1] * count)
+        while self._lengths:
+            self.step()
+        return time.perf_counter() - begin_s
+
+    def serve(self, load: Load, limit_s: float) -> Throughput:
+        """Serve a load, all requests at once, for at most ``limit_s``."""
+        begin_s = time.perf_counter()
+        self.add(
+            [request.prompt for request in load.requests],
+            [request.num_output_tokens for request in load.requests],
+        )
+        num_tokens = 0
+        while self._lengths and time.perf_counter() - begin_s < limit_s:
+            num_tokens += sum(len(output.token_ids) for output in self.step())
+        elapsed_s = time.perf_counter() - begin_s
+        whole = not self._lengths
+        if whole and num_tokens != load.num_output_tokens:
+            raise WrongResultError(f"{num_tokens} tokens came, not {load.num_output_tokens}")
+        self.shrink(0)
+        return Throughput(num_tokens, elapsed_s, whole)
+
+    def prompts(self, count: int, num_tokens: int) -> list[tuple[int, ...]]:
+        """Such that none was there before."""
+        seed = self._scope.seed * 1_000_003 + self._num_added
+        return random_prompts(count, num_tokens, self.model.vocab_size, seed)
