@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.triton_products import bfloat16_products
 from tests.support.triton_rounding import hardware_rounding
 
 
 @pytest.fixture(autouse=True)
-def _rounding() -> Iterator[None]:
-    """The interpreter rounds as a GPU does."""
-    with hardware_rounding():
+def _numbers() -> Iterator[None]:
+    """The interpreter rounds and multiplies as a GPU does."""
+    with hardware_rounding(), bfloat16_products():
         yield
 
 
