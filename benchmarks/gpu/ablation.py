@@ -1,0 +1,69 @@
+"""What recorded graphs and overlapped steps give: the same decode steps without them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.engine_runs import EngineRun, engine_config
+from benchmarks.gpu.goals import QWEN_06B
+from benchmarks.gpu.scope import Scope
+
+_CONTEXT, _SMOKE_CONTEXT = 1024, 3
+_BATCHES, _SMOKE_BATCHES = (8, 128), (1, 2)
+_STEPS, _SMOKE_STEPS = 32, 2
+# Of the device's memory, so that an engine that has just been dropped is in nobody's way.
+_MEMORY = 0.4
+
+
+class Mode(NamedTuple):
+    name: str
+    cuda_graphs: bool
+    overlap: bool
+
+
+_MODES = (
+    Mode("eager", cuda_graphs=False, overlap=False),
+    Mode("graphs", cuda_graphs=True, overlap=False),
+    Mode("eager, overlapped", cuda_graphs=False, overlap=True),
+    Mode("graphs, overlapped", cuda_graphs=True, overlap=True),
+)
+
+
+def run(scope: Scope) -> None:
+    base_s: dict[int, float] = {}
+    for mode in _MODES:
+        with scope.case(mode.name):
+            _measure(scope, mode, base_s)
+        gc.collect()
+        if scope.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(scope: Scope, mode: Mode, base_s: dict[int, float]) -> None:
+    """Rows beside those of the first mode, which ``base_s`` has by batch."""
+    config = engine_config(
+        scope,
+        kernels="reference" if scope.smoke else "triton",
+        cuda_graphs=mode.cuda_graphs,
+        overlap=mode.overlap,
+        gpu_memory_fraction=_MEMORY,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        engine = EngineRun(scope, QWEN_06B, Path(folder), config)
+    for batch in _SMOKE_BATCHES if scope.smoke else _BATCHES:
+        engine.grow(batch, _SMOKE_CONTEXT if scope.smoke else _CONTEXT)
+        measured = engine.decode_steps(_SMOKE_STEPS if scope.smoke else _STEPS)
+        median_s = statistics.median(measured.steps_s)
+        first_s = base_s.setdefault(batch, median_s)
+        scope.emit(
+            f"{QWEN_06B} decode step, batch {batch}: {mode.name}",
+            median_s * 1e3,
+            "ms",
+            details={"note": f"{first_s / median_s:.2f}x", "start_s": engine.start_s},
+        )

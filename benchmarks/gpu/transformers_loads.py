@@ -1,0 +1,170 @@
+"""The engine's loads on the continuous batching of ``transformers``: the same model, in bfloat16,
+with random weights, by its best attention that needs no further package."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.engine_runs import Throughput
+from benchmarks.gpu.goals import LLAMA_8B, QWEN_06B, QWEN_8B, over
+from benchmarks.gpu.loads import TEMPERATURE, Load, nano_load, thousand_load
+from benchmarks.gpu.report import Detail
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.shapes import write_config
+
+_NO_TOKEN = -1
+_WARM_UP_TOKENS = 4
+_WARM_UP_S = 60.0
+_POLL_S = 0.2
+# A run shorter than this says nothing.
+_LEAST_RUN_S = 3.0
+
+
+class Setting(NamedTuple):
+    """Options of its ContinuousBatchingConfig; ``page_tokens`` None leaves the cache to it."""
+
+    name: str
+    max_requests_per_batch: int
+    max_batch_tokens: int | None = None
+    page_tokens: int | None = None
+    num_pages: int | None = None
+
+
+# Without flash attention every query of a batch is multiplied by the keys of all of it, so fewer
+# requests at a time may be faster; the better one counts.
+_SETTINGS = (
+    Setting("64 at a time", 64, max_batch_tokens=2048, page_tokens=256, num_pages=1024),
+    Setting("sized by itself", 256),
+)
+_SMOKE_SETTINGS = (Setting("2 at a time", 2, max_batch_tokens=16, page_tokens=16, num_pages=16),)
+
+
+def run(scope: Scope, name: str) -> None:
+    model, vocab_size = _random_model(scope, name)
+    load = (
+        thousand_load(smoke=scope.smoke, vocab_size=vocab_size, seed=scope.seed)
+        if name == LLAMA_8B
+        else nano_load(smoke=scope.smoke, vocab_size=vocab_size)
+    )
+    settings = _SMOKE_SETTINGS if scope.smoke else _SETTINGS
+    best = 0.0
+    for index, setting in enumerate(settings):
+        with scope.case(f"{load.name}, {setting.name}"):
+            limit_s = max(_LEAST_RUN_S, scope.left_s / (len(settings) - index) - _LEAST_RUN_S)
+            best = max(best, _measure(scope, model, load, setting, limit_s))
+        gc.collect()
+        if scope.device.type == "cuda":
+            torch.cuda.empty_cache()
+    own = scope.value_of(name, load.name)
+    if best and own is not None:
+        scope.emit(over(load.name), own / best, "x")
+
+
+def _random_model(scope: Scope, name: str) -> tuple[Any, int]:
+    assert name in (LLAMA_8B, QWEN_06B, QWEN_8B)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = write_config(Path(folder), name, tiny=scope.smoke).vocab_size
+        config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(scope.seed)
+    with torch.device(scope.device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=scope.dtype, attn_implementation="sdpa"
+        )
+    return model.eval(), vocab_size
+
+
+def _measure(scope: Scope, model: Any, load: Load, setting: Setting, limit_s: float) -> float:
+    """Emit a row; its tokens per second."""
+    begin_s = time.perf_counter()
+    manager = _manager(model, setting)
+    attention = str(model.config._attn_implementation)
+    manager.start()
+    try:
+        _warm_up(manager)
+        left_s = limit_s - (time.perf_counter() - begin_s)
+        served = _serve(manager, load, max(_LEAST_RUN_S, left_s))
+    finally:
+        if manager.is_running():
+            manager.stop(block=True, timeout=30.0, hard_stop=True)
+        manager.destroy()
+    details: dict[str, Detail] = {
+        "attention": attention,
+        "num_output_tokens": served.num_tokens,
+        "elapsed_s": served.elapsed_s,
+        "note": attention if served.whole else f"{attention}, cut after {served.elapsed_s:.0f} s",
+    }
+    scope.emit(f"{load.name}, {setting.name}", served.tokens_per_s, "tokens/s", details=details)
+    return served.tokens_per_s
+
+
+def _manager(model: Any, setting: Setting) -> Any:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    # Its name for the tokens of a page was another one before 5.18.
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page = "page_size" if "page_size" in fields else "block_size"
+    wanted = {
+        "max_requests_per_batch": setting.max_requests_per_batch,
+        "max_batch_tokens": setting.max_batch_tokens,
+        "num_blocks": setting.num_pages,
+        page: setting.page_tokens,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return model.init_continuous_batching(
+        generation_config=GenerationConfig(
+            do_sample=True,
+            temperature=TEMPERATURE,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=_NO_TOKEN,
+            pad_token_id=0,
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(**given),
+    )
+
+
+def _warm_up(manager: Any) -> None:
+    manager.add_request([1, 2, 3], max_new_tokens=_WARM_UP_TOKENS)
+    _checked(manager.get_result(timeout=_WARM_UP_S))
+
+
+def _serve(manager: Any, load: Load, limit_s: float) -> Throughput:
+    """All requests at once; those that are not done by ``limit_s`` are ended, and their tokens
+    count."""
+    begin_s = time.perf_counter()
+    for request in load.requests:
+        manager.add_request(list(request.prompt), max_new_tokens=request.num_output_tokens)
+    num_left, num_tokens = len(load.requests), 0
+    while num_left and time.perf_counter() - begin_s < limit_s:
+        output = manager.get_result(timeout=_POLL_S)
+        if output is None:
+            if not manager.is_running():
+                raise RuntimeError("transformers' continuous batching has stopped")
+        elif output.is_finished():
+            num_tokens += len(_checked(output).generated_tokens)
+            num_left -= 1
+    elapsed_s = time.perf_counter() - begin_s
+    if num_left:
+        manager.stop(block=True, timeout=30.0, hard_stop=True)
+        # What each had generated comes with its failure.
+        outputs = manager.output_router.output_queue
+        while not outputs.empty():
+            num_tokens += len(outputs.get_nowait().generated_tokens)
+    return Throughput(num_tokens, elapsed_s, whole=not num_left)
+
+
+def _checked(output: Any) -> Any:
+    if output is None:
+        raise RuntimeError("transformers' continuous batching made nothing")
+    if output.error is not None:
+        raise RuntimeError(f"transformers failed on a request: {output.error}")
+    return output
