@@ -129,7 +129,7 @@ class DeviceSampler:
         sent = copy(np.concatenate(parts))
         num_entries = sum(map(len, entries))
         sizes = [len(rows), len(records), len(penalised), num_entries, num_entries]
-        row, record, cleared, place, entry = sent.split(sizes)
+        row, record, cleared, place, entry = torch.split(sent, sizes)
         params, counts = self._state
         params.index_copy_(0, row, record.view(-1, RECORD_WORDS))
         if len(penalised):
@@ -174,10 +174,11 @@ class DeviceSampler:
     def _counted(self, sequence: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The tokens that a penalised sequence has, and their entries of the counts."""
         ids = np.array(sequence.token_ids, dtype=np.int64)
-        prompt, output = np.split(ids, [sequence.num_prompt_tokens])
-        entries = np.bincount(output, minlength=self._vocab_size).clip(max=MOST_COUNTED)
+        num_prompt_tokens = sequence.num_prompt_tokens
+        output = np.bincount(ids[num_prompt_tokens:], minlength=self._vocab_size)
+        entries = output.clip(max=MOST_COUNTED)
         if sequence.request.sampling.repetition_penalty != 1:
-            entries[prompt] += IN_PROMPT
+            entries[ids[:num_prompt_tokens]] += IN_PROMPT
         tokens = entries.nonzero()[0]
         return tokens, entries[tokens]
 

@@ -18,18 +18,20 @@ from workers.kernels.gpu.sampler_state import SamplerState, num_groups
 
 
 class SamplingTiles(NamedTuple):
-    """``summary_groups`` of 64 tokens are summarised by a program. Narrowing looks among the
-    ``likeliest_groups`` first, and sorts out at most ``capacity`` tokens at a time. All are powers
-    of two."""
+    """A program summarises ``summary_groups`` of 64 tokens, in parts of ``part_groups`` where they
+    are penalised. Narrowing looks among the ``likeliest_groups`` first, then reads ``pass_groups``
+    at a time, and bisects among at most ``capacity`` tokens. All are powers of two."""
 
     summary_groups: int = 64
+    part_groups: int = 16
     likeliest_groups: int = 64
+    pass_groups: int = 32
     capacity: int = 4096
 
 
 _TILES = SamplingTiles()
 _SUMMARY_WARPS = 4
-_CHOICE_WARPS = 8
+_CHOICE_WARPS = 16
 
 
 def choose_tokens(
@@ -63,6 +65,7 @@ def choose_tokens(
         *(logits, state_rows, state.params, state.counts, tops, masses),
         *(logits.stride(0), vocab_size, groups),
         BLOCK_GROUPS=tiles.summary_groups,
+        PART_GROUPS=tiles.part_groups,
         num_warps=_SUMMARY_WARPS,
         enable_fp_fusion=False,  # penalties round as they do on the CPU
     )
@@ -70,7 +73,8 @@ def choose_tokens(
         *(logits, state_rows, token_indices, state.params, state.counts, tops, masses),
         *(listing, gathered, tokens_out, logits.stride(0), vocab_size, groups),
         ALL_GROUPS=_power_of_two(groups),
-        TILE_GROUPS=tiles.likeliest_groups,
+        LIKELIEST_GROUPS=tiles.likeliest_groups,
+        TILE_GROUPS=tiles.pass_groups,
         CAPACITY=tiles.capacity,
         num_warps=_CHOICE_WARPS,
         enable_fp_fusion=False,

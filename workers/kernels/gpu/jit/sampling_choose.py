@@ -38,7 +38,7 @@ def _first_largest(values, places):
 def _group(logits, counts, record, vocab_size, group):
     """Logits of one group: [64]."""
     groups = tl.zeros((1,), tl.int32) + group
-    values = group_logits(logits, counts, record, groups, groups >= 0, vocab_size)
+    values = group_logits(logits, counts, record, groups, groups >= 0, vocab_size, True)
     return tl.reshape(values, (GROUP,))
 
 
@@ -50,12 +50,14 @@ def _kept_weights(values, best, temperature, edge):
 
 
 @triton.jit
-def _draw(
+def _race_groups(
     key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks, weights, groups
 ):
-    """A race for the group, then one within it: the largest weight over an exponential variate
-    wins. ``weights`` are those of the groups before narrowing: they bound the groups' own, which
-    are computed of those that may win."""
+    """The group of the token that is drawn: the largest weight over an exponential variate wins.
+
+    ``weights`` are those of the groups before narrowing: they bound the groups' own, which are
+    computed of those that may win.
+    """
     times = exponentials(key, index, groups + GROUP)
     most = tl.where(peaks <= edge, weights, 0.0).to(tl.float64) * (1 + _SLACK) / times
     largest = tl.max(most)
@@ -71,19 +73,15 @@ def _draw(
         score = tl.where(ahead, own, score)
         most = tl.where(groups == group, 0.0, most)
         largest = tl.max(most)
-    values = _group(logits, counts, record, vocab_size, winner)
-    members = tl.arange(0, GROUP)
-    weights = _kept_weights(values, best, temperature, edge).to(tl.float64)
-    member = _first_largest(weights / exponentials(key, index, members), members)
-    return winner * GROUP + member
+    return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_rows", "token_indices", "tokens_out"])
 def choose_kernel(
     logits,
     state_rows,
     token_indices,
-    params,
+    records,
     counts,
     tops,
     masses,
@@ -94,12 +92,13 @@ def choose_kernel(
     vocab_size,
     num_groups,
     ALL_GROUPS: tl.constexpr,
+    LIKELIEST_GROUPS: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     state_row = tl.load(state_rows + row).to(tl.int64)
-    record = params + state_row * RECORD_WORDS
+    record = records + state_row * RECORD_WORDS
     logits += row * row_stride
     counts += state_row * vocab_size
     groups = tl.arange(0, ALL_GROUPS)
@@ -108,35 +107,40 @@ def choose_kernel(
     group_tops = tl.load(tops + own, mask=inside, other=-float("inf"))
     best = tl.max(group_tops)
     temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
+    key = word(record, KEY)
+    index = tl.load(token_indices + row)
     token = tl.full((), -1, tl.int32)
     if tl.abs(best) < float("inf"):
+        edge = tl.full((), INF_BITS, tl.int32)
         if temperature > 0:
             peaks = tl.where(inside, gap_bits(group_tops, best, temperature), NO_GAP)
             relative = tl.load(masses + own, mask=inside, other=0.0)
             weights = tl.where(peaks < INF_BITS, relative * weights_of(peaks), 0.0)
-            limit = -half_word(record, LOG_MIN_P).to(tl.float32, bitcast=True)
-            edge = tl.abs(limit).to(tl.int32, bitcast=True)
             top_k = half_word(record, TOP_K)
             top_p = word(record, TOP_P).to(tl.float64, bitcast=True)
             if (top_k < vocab_size) | (top_p < 1):
-                narrowed = largest_gap(
+                edge = largest_gap(
                     top_k, top_p, tl.sum(weights.to(tl.float64)), peaks, groups, num_groups,
                     logits, counts, record, vocab_size, best, temperature,
                     listing + row * num_groups, gathered + row * CAPACITY,
-                    TILE_GROUPS, CAPACITY,
+                    LIKELIEST_GROUPS, TILE_GROUPS, CAPACITY,
                 )  # fmt: skip
-                edge = tl.minimum(edge, narrowed)
-            key = word(record, KEY)
-            index = tl.load(token_indices + row)
-            token = _draw(
+            farthest = tl.abs(half_word(record, LOG_MIN_P).to(tl.float32, bitcast=True))
+            edge = tl.minimum(edge, farthest.to(tl.int32, bitcast=True))
+            group = _race_groups(
                 key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks,
                 weights, groups,
             )  # fmt: skip
         else:
             group = _first_largest(group_tops, groups)
-            members = tl.arange(0, GROUP)
-            values = _group(logits, counts, record, vocab_size, group)
-            token = group * GROUP + _first_largest(values, members)
+        members = tl.arange(0, GROUP)
+        values = _group(logits, counts, record, vocab_size, group)
+        if temperature > 0:
+            kept = _kept_weights(values, best, temperature, edge).to(tl.float64)
+            member = _first_largest(kept / exponentials(key, index, members), members)
+        else:
+            member = _first_largest(values, members)
+        token = group * GROUP + member
         penalised, _, _, _ = penalties(record)
         if penalised:
             tl.debug_barrier()  # nobody reads the counts any more

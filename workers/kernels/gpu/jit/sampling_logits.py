@@ -59,17 +59,18 @@ def _penalised(values, entries, repetition, presence, frequency):
 
 
 @triton.jit
-def group_logits(logits, counts, record, groups, listed, vocab_size):
+def group_logits(logits, counts, record, groups, listed, vocab_size, PENALISED: tl.constexpr):
     """Logits of some ``groups`` [N] of one row: float32 [N, 64]; -inf past the vocabulary and in
-    groups that are not ``listed``, +inf for NaN."""
+    groups that are not ``listed``, +inf for NaN. Not PENALISED: the row is known to be not."""
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = listed[:, None] & (tokens < vocab_size)
     values = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(tl.float32)
     values = tl.where(values != values, float("inf"), values)
-    penalised, repetition, presence, frequency = penalties(record)
-    if penalised:
-        entries = tl.load(counts + tokens, mask=inside, other=0).to(tl.int32)
-        values = _penalised(values, entries, repetition, presence, frequency)
+    if PENALISED:
+        penalised, repetition, presence, frequency = penalties(record)
+        if penalised:
+            entries = tl.load(counts + tokens, mask=inside, other=0).to(tl.int32)
+            values = _penalised(values, entries, repetition, presence, frequency)
     return values
 
 

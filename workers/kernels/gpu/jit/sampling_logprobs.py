@@ -6,7 +6,7 @@ import triton.language as tl
 from workers.kernels.gpu.jit.sampling_logits import GROUP, NO_GAP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["picked", "tokens"])
 def logprobs_kernel(
     logits,
     picked,
@@ -42,7 +42,7 @@ def logprobs_kernel(
     lanes = tl.arange(0, GROUP)
     last_value = tl.full((), float("inf"), tl.float32)
     last_token = tl.full((), -1, tl.int32)
-    for rank in range(0, num_top):
+    for rank in range(num_top):
         largest = tl.max(remaining)
         group = tl.min(tl.where((remaining == largest) & unfinished, groups, NO_GAP))
         ids = group * GROUP + lanes

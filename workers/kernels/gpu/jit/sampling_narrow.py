@@ -2,7 +2,7 @@
 
 Both ask for the least gap up to which enough tokens lie, or enough of their mass. It is found by
 bisection on the bits of gaps, among the likeliest groups in registers; that nearly always does.
-If not, passes over all groups that may matter cut the range in nine until few tokens are in it.
+If not, passes over all groups that may matter cut the range in eight until few tokens are in it.
 Sums are taken in an order that depends on the row alone.
 """
 
@@ -70,23 +70,53 @@ def _listed_gaps(
     places = start + tl.arange(0, TILE_GROUPS)
     listed = places < num_listed
     groups = tl.load(listing + places, mask=listed, other=0)
-    values = group_logits(logits, counts, record, groups, listed, vocab_size)
+    values = group_logits(logits, counts, record, groups, listed, vocab_size, True)
     return gap_bits(values, best, temperature)
 
 
 @triton.jit
-def _measure(bits, BY_MASS: tl.constexpr):
+def _measure(bits, by_mass):
     """What tokens count for: their weights, or 1 for each that is possible."""
-    if BY_MASS:
-        return weights_of(bits)
-    else:  # noqa: RET505 (Triton compiles what is behind an if)
-        return (bits < INF_BITS).to(tl.float32)
+    return tl.where(by_mass, weights_of(bits), (bits < INF_BITS).to(tl.float32))
+
+
+@triton.jit
+def _among_likeliest(bits, bound, top_k, top_p, by_count, mass):
+    """(the largest gap kept, whether it is sure) by the ``bits`` of tokens among which are all
+    that are not beyond the ``bound``."""
+    edge = bound
+    found = bound >= 0
+    for phase in range(2):
+        by_mass = phase == 1
+        if found & tl.where(by_mass, top_p < 1, by_count):
+            weights = _measure(bits, by_mass).to(tl.float64)
+            inside = tl.sum(tl.where(bits <= edge, weights, 0.0))
+            share = top_p * tl.where(by_count, inside, mass)
+            target = tl.where(by_mass, share, top_k.to(tl.float64))
+            found = (bound == INF_BITS) | (inside >= target)
+            low = tl.full((), -1, tl.int32)
+            nothing = tl.full((), 0.0, tl.float64)
+            edge = _least_reaching(bits, weights, nothing, target, low, edge)
+    return edge, found
+
+
+@triton.jit
+def _pivots(low, high, by_value):
+    """8 values in (low, high], the last of them ``high``, that cut it evenly, as numbers or as
+    bits, in rising order."""
+    parts = tl.arange(0, 8) + 1
+    bits = low + ((high - low).to(tl.int64) * parts // 8).to(tl.int32)
+    first = tl.maximum(low, 0).to(tl.float32, bitcast=True)
+    last = tl.minimum(high.to(tl.float32, bitcast=True), _WEIGHTLESS)
+    values = first + (tl.maximum(last, first) - first) * (parts.to(tl.float32) / 8)
+    bits = tl.where(by_value & (parts < 8), values.to(tl.int32, bitcast=True), bits)
+    return tl.minimum(tl.maximum(bits, low), high)
 
 
 @triton.jit
 def _sums_up_to(
-    pivots, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
-    BY_MASS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    pivots, by_mass, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
+    TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The measure of the listed tokens up to each of 8 ``pivots``: float64 [8]."""
     sums = tl.zeros((8, TILE_GROUPS, 8), tl.float64)
@@ -97,85 +127,91 @@ def _sums_up_to(
         )  # fmt: skip
         # The 8 that a thread has are added up there.
         bits = tl.reshape(bits, (TILE_GROUPS, 8, 8))
-        weights = _measure(bits, BY_MASS)
+        weights = _measure(bits, by_mass)
         inside = bits[None, :, :, :] <= pivots[:, None, None, None]
         sums += tl.sum(tl.where(inside, weights[None, :, :, :], 0.0), 3).to(tl.float64)
     return tl.sum(tl.sum(sums, 2), 1)
 
 
 @triton.jit
-def _pivots(low, high, by_value):
-    """8 values in [low, high] that cut it evenly, as numbers or as bits, in rising order."""
-    parts = tl.arange(0, 8) + 1
-    bits = low + ((high - low).to(tl.int64) * parts // 9).to(tl.int32)
-    first = tl.maximum(low, 0).to(tl.float32, bitcast=True)
-    last = tl.minimum(high.to(tl.float32, bitcast=True), _WEIGHTLESS)
-    values = first + (tl.maximum(last, first) - first) * (parts.to(tl.float32) / 9)
-    bits = tl.where(by_value, values.to(tl.int32, bitcast=True), bits)
-    return tl.minimum(tl.maximum(bits, low), high)
+def _gather(
+    low, high, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
+    gathered, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The listed tokens' gaps in (low, high], of which there are at most CAPACITY, then NO_GAP."""
+    num_gathered = tl.full((), 0, tl.int32)
+    tl.debug_barrier()  # nobody reads what was gathered before any more
+    for start in range(0, num_listed, TILE_GROUPS):
+        bits = _listed_gaps(
+            logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,
+            TILE_GROUPS,
+        )  # fmt: skip
+        bits = tl.reshape(bits, (TILE_GROUPS * GROUP,))
+        inside = (bits > low) & (bits <= high)
+        ones = inside.to(tl.int32)
+        places = num_gathered + tl.cumsum(ones, 0) - 1
+        tl.store(gathered + places, bits, mask=inside & (places < CAPACITY))
+        num_gathered += tl.sum(ones)
+    tl.debug_barrier()
+    places = tl.arange(0, CAPACITY)
+    return tl.load(gathered + places, mask=places < num_gathered, other=NO_GAP)
 
 
 @triton.jit
-def _search(
-    target, high, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
-    gathered,
-    BY_MASS: tl.constexpr, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
+def _among_listed(
+    edge, top_k, top_p, by_count, mass, logits, counts, record, vocab_size, best, temperature,
+    listing, num_listed, gathered, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """``_least_reaching`` up to ``high`` of all listed tokens, of which any number may be there.
+    """The largest gap kept, which is not beyond the ``edge``, by all listed tokens.
 
     Passes cut the range evenly as numbers, then as bits, in turn: so it narrows fast where gaps
-    are spread as usual, and however they are spread there are at most 20 passes.
+    are spread as usual, and however they are spread there are at most 22 passes.
     """
-    low = tl.full((), -1, tl.int32)
-    before = tl.full((), 0.0, tl.float64)
-    upto = tl.full((), float("inf"), tl.float64)
-    num_inside = upto
-    by_value = tl.full((), 1, tl.int32)
-    while (high - low > 1) & (num_inside > CAPACITY):
-        pivots = _pivots(low, high, by_value == 1)
-        by_value = 1 - by_value
-        sums = _sums_up_to(
-            pivots, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
-            BY_MASS, TILE_GROUPS,
-        )  # fmt: skip
-        reached = sums >= target
-        high = tl.min(tl.where(reached, pivots, high))
-        low = tl.max(tl.where(reached, low, pivots))
-        before = tl.max(tl.where(reached, before, sums))
-        upto = tl.min(tl.where(reached, sums, upto))
-        num_inside = upto - before
-        if BY_MASS:
-            # None of those inside weighs less than at the range's end.
-            farthest = tl.minimum(high.to(tl.float32, bitcast=True), 2 * _WEIGHTLESS)
-            num_inside = (num_inside + _ROUNDING * upto) * tl.exp(farthest.to(tl.float64))
-    if high - low > 1:
-        num_gathered = tl.full((), 0, tl.int32)
-        tl.debug_barrier()  # nobody reads what an earlier search gathered any more
-        for start in range(0, num_listed, TILE_GROUPS):
-            bits = _listed_gaps(
-                logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,
-                TILE_GROUPS,
-            )  # fmt: skip
-            bits = tl.reshape(bits, (TILE_GROUPS * GROUP,))
-            inside = (bits > low) & (bits <= high)
-            ones = inside.to(tl.int32)
-            places = num_gathered + tl.cumsum(ones, 0) - 1
-            tl.store(gathered + places, bits, mask=inside & (places < CAPACITY))
-            num_gathered += tl.sum(ones)
-        tl.debug_barrier()
-        places = tl.arange(0, CAPACITY)
-        bits = tl.load(gathered + places, mask=places < num_gathered, other=NO_GAP)
-        bits = tl.where(places < num_gathered, bits, NO_GAP)
-        weights = tl.where(bits == NO_GAP, 0.0, _measure(bits, BY_MASS)).to(tl.float64)
-        high = _least_reaching(bits, weights, before, target, low, high)
-    return high
+    for phase in range(2):
+        by_mass = phase == 1
+        if tl.where(by_mass, top_p < 1, by_count):
+            # Of what top-k leaves, the mass comes with the first pass.
+            share = tl.where(by_count, float("nan"), top_p * mass)
+            target = tl.where(by_mass, share, top_k.to(tl.float64))
+            low = tl.full((), -1, tl.int32)
+            high = edge
+            before = tl.full((), 0.0, tl.float64)
+            upto = tl.full((), float("inf"), tl.float64)
+            num_inside = upto
+            by_value = low < 0
+            while (high - low > 1) & (num_inside > CAPACITY):
+                pivots = _pivots(low, high, by_value)
+                sums = _sums_up_to(
+                    pivots, by_mass, logits, counts, record, vocab_size, best, temperature,
+                    listing, num_listed, TILE_GROUPS,
+                )  # fmt: skip
+                target = tl.where(target != target, top_p * tl.max(sums), target)
+                reached = sums >= target
+                high = tl.min(tl.where(reached, pivots, high))
+                low = tl.max(tl.where(reached, low, pivots))
+                before = tl.max(tl.where(reached, before, sums))
+                upto = tl.min(tl.where(reached, sums, upto))
+                # None of those inside weighs less than at the range's end.
+                farthest = tl.minimum(high.to(tl.float32, bitcast=True), 2 * _WEIGHTLESS)
+                most = (upto - before + _ROUNDING * upto) * tl.exp(farthest.to(tl.float64))
+                num_inside = tl.where(by_mass, most, upto - before)
+                by_value = not by_value
+            if high - low > 1:
+                bits = _gather(
+                    low, high, logits, counts, record, vocab_size, best, temperature, listing,
+                    num_listed, gathered, TILE_GROUPS, CAPACITY,
+                )  # fmt: skip
+                weights = tl.where(bits == NO_GAP, 0.0, _measure(bits, by_mass)).to(tl.float64)
+                high = _least_reaching(bits, weights, before, target, low, high)
+            edge = high
+    return edge
 
 
 @triton.jit
 def largest_gap(
     top_k, top_p, mass, peaks, groups, num_groups, logits, counts, record, vocab_size, best,
     temperature, listing, gathered,
-    TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
+    LIKELIEST_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest gap that top-k, then top-p, leave of a row.
 
@@ -183,32 +219,19 @@ def largest_gap(
     ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
     """
     by_count = top_k < vocab_size
-    below = tl.full((), -1, tl.int32)
-    nothing = tl.full((), 0.0, tl.float64)
-    # Among the tile of likeliest groups first: all up to its bound are in it.
+    # The likeliest of tokens are in the groups with the least gaps.
     bound = tl.full((), INF_BITS, tl.int32)
-    if num_groups > TILE_GROUPS:
-        bound = _peak_rank(peaks, tl.minimum(top_k, TILE_GROUPS))
+    if num_groups > LIKELIEST_GROUPS:
+        bound = _peak_rank(peaks, tl.minimum(top_k, LIKELIEST_GROUPS))
     num_listed = _list_groups(listing, peaks <= bound, groups)
-    found = num_listed <= TILE_GROUPS
     edge = bound
+    found = num_listed <= LIKELIEST_GROUPS
     if found:
         bits = _listed_gaps(
             logits, counts, record, vocab_size, best, temperature, listing, 0, num_listed,
-            TILE_GROUPS,
+            LIKELIEST_GROUPS,
         )  # fmt: skip
-        weights = weights_of(bits).to(tl.float64)
-        if by_count:
-            found = (bound == INF_BITS) | (tl.sum((bits <= bound).to(tl.int32)) >= top_k)
-            if found:
-                ones = _measure(bits, False)
-                edge = _least_reaching(bits, ones, nothing, top_k, below, bound)
-        if found & (top_p < 1):
-            inside = tl.sum(tl.where(bits <= edge, weights, 0.0))
-            target = top_p * tl.where(by_count, inside, mass)
-            found = (bound == INF_BITS) | (inside >= target)
-            if found:
-                edge = _least_reaching(bits, weights, nothing, target, below, edge)
+        edge, found = _among_likeliest(bits, bound, top_k, top_p, by_count, mass)
     if not found:
         edge = tl.full((), INF_BITS, tl.int32)
         if by_count:
@@ -220,22 +243,8 @@ def largest_gap(
             farthest = tl.maximum(-tl.log(spare), 0.0) + _SLACK
             edge = farthest.to(tl.float32).to(tl.int32, bitcast=True)
         num_listed = _list_groups(listing, peaks <= edge, groups)
-        if by_count:
-            edge = _search(
-                top_k.to(tl.float64), edge, logits, counts, record, vocab_size, best, temperature,
-                listing, num_listed, gathered, False, TILE_GROUPS, CAPACITY,
-            )  # fmt: skip
-        if top_p < 1:
-            left = mass
-            if by_count:
-                pivots = tl.zeros((8,), tl.int32) + edge
-                sums = _sums_up_to(
-                    pivots, logits, counts, record, vocab_size, best, temperature, listing,
-                    num_listed, True, TILE_GROUPS,
-                )  # fmt: skip
-                left = tl.max(sums)
-            edge = _search(
-                top_p * left, edge, logits, counts, record, vocab_size, best, temperature,
-                listing, num_listed, gathered, True, TILE_GROUPS, CAPACITY,
-            )  # fmt: skip
+        edge = _among_listed(
+            edge, top_k, top_p, by_count, mass, logits, counts, record, vocab_size, best,
+            temperature, listing, num_listed, gathered, TILE_GROUPS, CAPACITY,
+        )  # fmt: skip
     return edge

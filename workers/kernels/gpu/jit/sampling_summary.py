@@ -12,6 +12,7 @@ from workers.kernels.gpu.jit.sampling_logits import (
     TEMPERATURE,
     group_logits,
     half_word,
+    penalties,
 )
 
 
@@ -23,10 +24,26 @@ def _relative_mass(values, tops, sharpness):
 
 
 @triton.jit
+def _summarise(
+    logits, counts, record, tops, masses, groups, num_groups, vocab_size, PENALISED: tl.constexpr
+):
+    """Of some ``groups`` of one row."""
+    inside = groups < num_groups
+    values = group_logits(logits, counts, record, groups, inside, vocab_size, PENALISED)
+    group_tops = tl.max(values, 1)
+    tl.store(tops + groups, group_tops, mask=inside)
+    temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
+    if temperature > 0:
+        # A temperature so small that its inverse is infinite must not make NaN of 0.
+        sharpness = tl.minimum(tl.div_rn(1.0, temperature), 3.0e38)
+        tl.store(masses + groups, _relative_mass(values, group_tops, sharpness), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["state_rows"])
 def summarise_kernel(
     logits,
     state_rows,
-    params,
+    records,
     counts,
     tops,
     masses,
@@ -34,29 +51,34 @@ def summarise_kernel(
     vocab_size,
     num_groups,
     BLOCK_GROUPS: tl.constexpr,
+    PART_GROUPS: tl.constexpr,
 ):
     """Largest logit of each group after penalties, and for rows that are drawn the group's mass
     relative to it."""
     row = tl.program_id(1).to(tl.int64)
-    groups = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    first = tl.program_id(0) * BLOCK_GROUPS
     state_row = tl.load(state_rows + row).to(tl.int64)
-    record = params + state_row * RECORD_WORDS
-    inside = groups < num_groups
-    values = group_logits(
-        logits + row * row_stride, counts + state_row * vocab_size, record, groups, inside,
-        vocab_size,
-    )  # fmt: skip
-    group_tops = tl.max(values, 1)
-    out = row * num_groups + groups
-    tl.store(tops + out, group_tops, mask=inside)
-    temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
-    if temperature > 0:
-        # A temperature so small that its inverse is infinite must not make NaN of 0.
-        sharpness = tl.minimum(tl.div_rn(1.0, temperature), 3.0e38)
-        tl.store(masses + out, _relative_mass(values, group_tops, sharpness), mask=inside)
+    record = records + state_row * RECORD_WORDS
+    logits += row * row_stride
+    counts += state_row * vocab_size
+    tops += row * num_groups
+    masses += row * num_groups
+    penalised, _, _, _ = penalties(record)
+    if penalised:
+        # In parts, so that the registers that this takes do not slow the other rows down.
+        for start in range(0, BLOCK_GROUPS, PART_GROUPS):
+            groups = first + start + tl.arange(0, PART_GROUPS)
+            _summarise(
+                logits, counts, record, tops, masses, groups, num_groups, vocab_size, True
+            )  # fmt: skip
+    else:
+        groups = first + tl.arange(0, BLOCK_GROUPS)
+        _summarise(
+            logits, counts, record, tops, masses, groups, num_groups, vocab_size, False
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["picked"])
 def summarise_raw_kernel(
     logits,
     picked,

@@ -117,5 +117,3 @@ def _count(
     entries = counts[rows, tokens]
     grown = torch.where((entries & MOST_COUNTED) < MOST_COUNTED, entries + 1, entries)
     counts[rows, tokens] = torch.where(counted, grown, entries)
-
-
