@@ -10,6 +10,7 @@ import torch
 
 from schemas.errors import ConfigError
 from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from workers.kernels.gpu.sorted_choices import SortedChoices
 
 
 class Attention(Protocol):
@@ -30,10 +31,42 @@ class Attention(Protocol):
         """Attention of ``queries`` [num_tokens, num_heads, head_dim] into ``out``."""
 
 
+class ExpertKernels(Protocol):
+    """What the modules ``experts`` both are; see ``workers.kernels.gpu.experts``."""
+
+    def route(
+        self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def sort_by_expert(self, chosen: torch.Tensor, num_experts: int) -> SortedChoices: ...
+
+    def gate_up(
+        self,
+        rows: torch.Tensor,
+        stack: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        fixed: bool = False,
+    ) -> torch.Tensor: ...
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        stack: torch.Tensor,
+        choices: SortedChoices,
+        weights: torch.Tensor,
+        *,
+        fixed: bool = False,
+    ) -> torch.Tensor: ...
+
+    def add_choices(self, total: torch.Tensor, results: torch.Tensor) -> torch.Tensor: ...
+
+
 class KernelSet(NamedTuple):
     """Functions of tensors on one device, documented where they are: in ``workers.kernels.gpu`` the
-    modules ``inputs``, ``rows``, ``heads``, ``matmul`` and ``attention``, and the same of
-    ``reference``. Triton's neither wait for the device nor read from it on the host."""
+    modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention`` and ``experts``, and the same
+    of ``reference``. Triton's neither wait for the device nor read from it on the host."""
 
     name: str
     prepare_inputs: Callable[..., None]
@@ -44,6 +77,7 @@ class KernelSet(NamedTuple):
     linear: Callable[..., torch.Tensor]
     prefers_skinny: Callable[[int, int, int], bool]
     attention: Callable[..., Attention]
+    experts: ExpertKernels
 
 
 def choose_kernels(name: str, device: torch.device) -> KernelSet:
@@ -59,7 +93,7 @@ def choose_kernels(name: str, device: torch.device) -> KernelSet:
 
 
 def _triton_kernels() -> KernelSet:
-    from workers.kernels.gpu import attention, heads, inputs, matmul, rows
+    from workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
 
     return KernelSet(
         name="triton",
@@ -71,11 +105,12 @@ def _triton_kernels() -> KernelSet:
         linear=matmul.linear,
         prefers_skinny=matmul.prefers_skinny,
         attention=attention.PagedAttention,
+        experts=experts,
     )
 
 
 def _reference_kernels() -> KernelSet:
-    from workers.kernels.gpu.reference import attention, heads, inputs, matmul, rows
+    from workers.kernels.gpu.reference import attention, experts, heads, inputs, matmul, rows
 
     return KernelSet(
         name="reference",
@@ -87,6 +122,7 @@ def _reference_kernels() -> KernelSet:
         linear=matmul.linear,
         prefers_skinny=_never,
         attention=attention.ReferenceAttention,
+        experts=experts,
     )
 
 

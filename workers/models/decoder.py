@@ -8,7 +8,7 @@ import torch
 
 from registry.checkpoint import ModelConfig
 from workers.engine.operations import BatchT_contra, HeadNorms, MetadataT, Operations, Product
-from workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
+from workers.models.mlp import MLP, GatedMLP, plus_mlp
 from workers.models.rope import Rope
 
 
@@ -20,7 +20,7 @@ class LayerWeights(NamedTuple):
     head_norms: HeadNorms | None
     output: Product
     mlp_norm: torch.Tensor
-    mlp: GatedMLP | MixtureOfExperts
+    mlp: MLP
 
 
 class DecoderWeights(NamedTuple):
@@ -78,7 +78,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         self,
         hidden: torch.Tensor,
         normed: torch.Tensor,
-        mlp: GatedMLP | MixtureOfExperts,
+        mlp: MLP,
         following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``mlp`` makes of the rows, and its norm by the weight of the ``following`` layer."""

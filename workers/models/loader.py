@@ -14,8 +14,9 @@ from registry.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
 from workers.engine.operations import HeadNorms, Product
 from workers.models.decoder import DecoderWeights, LayerWeights
-from workers.models.mlp import GatedMLP, MixtureOfExperts
+from workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
+from workers.models.stacked_experts import StackedExperts
 
 _PREFIX = "model."
 _HEAD = "lm_head.weight"
@@ -80,6 +81,8 @@ class TensorSource(Protocol):
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
+# Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
+MakeExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]
 # Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
@@ -92,9 +95,11 @@ def load_weights(
     device: torch.device,
     source: TensorSource | None = None,
     product: MakeProduct = Projection,
+    experts: MakeExperts | None = None,
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
-    or the checkpoint at ``path``; linear maps are made by ``product``.
+    or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
+    of one product after the other.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder.
@@ -102,7 +107,7 @@ def load_weights(
     index = open_tensors(path) if source is None else source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
-    reader = _Reader(index, dtype, device, product)
+    reader = _Reader(index, dtype, device, product, experts)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     embedding = reader.tensor(prefix + "embed_tokens.weight", (vocabulary, hidden))
     layers = tuple(
@@ -152,9 +157,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) 
     )
 
 
-def _load_mlp(
-    reader: _Reader, config: ModelConfig, number: int, prefix: str
-) -> GatedMLP | MixtureOfExperts:
+def _load_mlp(reader: _Reader, config: ModelConfig, number: int, prefix: str) -> MLP:
     hidden = config.hidden_size
     if config.experts is not None and number in config.experts.layers:
         return _load_experts(reader, config, config.experts, prefix)
@@ -170,23 +173,22 @@ def _load_mlp(
 
 def _load_experts(
     reader: _Reader, config: ModelConfig, experts: ExpertsConfig, prefix: str
-) -> MixtureOfExperts:
+) -> MixtureOfExperts | StackedExperts:
     family = family_of(config.architecture)
     is_mixtral = family is not None and family.experts is Experts.MIXTRAL
     block = prefix + ("block_sparse_moe." if is_mixtral else "mlp.")
     names = _MIXTRAL_NAMES if is_mixtral else _USUAL_NAMES
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    router = reader.tensor(block + "gate.weight", (experts.num_experts, hidden))
+    prefixes = [f"{block}experts.{expert}." for expert in range(experts.num_experts)]
+    if reader.experts is not None:
+        gate_up = reader.stack(prefixes, {names.gate: inner, names.up: inner}, num_inputs=hidden)
+        down = reader.stack(prefixes, {names.down: hidden}, num_inputs=inner)
+        return reader.experts(router, gate_up, down, experts)
     return MixtureOfExperts(
-        router=reader.tensor(block + "gate.weight", (experts.num_experts, config.hidden_size)),
+        router=router,
         experts=tuple(
-            _load_gated(
-                reader,
-                f"{block}experts.{expert}.",
-                names,
-                config.hidden_size,
-                experts.intermediate_size,
-                has_bias=False,
-            )
-            for expert in range(experts.num_experts)
+            _load_gated(reader, own, names, hidden, inner, has_bias=False) for own in prefixes
         ),
         num_chosen=experts.num_chosen,
         normalized=experts.normalized,
@@ -208,10 +210,16 @@ class _Reader:
     """Loads tensors and remembers which, so that none is left over unnoticed."""
 
     def __init__(
-        self, index: TensorSource, dtype: torch.dtype, device: torch.device, product: MakeProduct
+        self,
+        index: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: MakeProduct,
+        experts: MakeExperts | None,
     ) -> None:
         self._index = index
         self._product = product
+        self.experts = experts
         self._dtype = dtype
         self._device = device
         self._left = set(index)
@@ -238,6 +246,19 @@ class _Reader:
             return self._product(weight, None)
         biases = [self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()]
         return self._product(weight, torch.cat(biases))
+
+    def stack(
+        self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int
+    ) -> torch.Tensor:
+        """The weights behind each prefix, of the named outputs one behind the other:
+        [len(prefixes), sum of outputs, num_inputs]."""
+        shape = (len(prefixes), sum(outputs.values()), num_inputs)
+        stack = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for prefix, own in zip(prefixes, stack, strict=True):
+            parts = own.split(list(outputs.values()))
+            for (name, size), part in zip(outputs.items(), parts, strict=True):
+                part.copy_(self.tensor(f"{prefix}{name}.weight", (size, num_inputs)))
+        return stack
 
     def refuse_leftovers(self) -> None:
         if self._left:

@@ -1,4 +1,8 @@
-"""The feed-forward part of a layer: one gated MLP, or a mixture of them."""
+"""The feed-forward part of a layer: one gated MLP, or a mixture of them.
+
+A mixture computes expert after expert where the host may look at who chose whom, as on a CPU; where
+it must not, the experts are stacked.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from workers.engine.operations import Product
+from workers.models.stacked_experts import StackedExperts
 
 
 class GatedMLP(NamedTuple):
@@ -27,19 +32,22 @@ class MixtureOfExperts(NamedTuple):
     normalized: bool
 
 
+MLP = GatedMLP | MixtureOfExperts | StackedExperts
 SwiGLU = Callable[[torch.Tensor], torch.Tensor]
 
 
 def plus_mlp(
     total: torch.Tensor,
     rows: torch.Tensor,
-    mlp: GatedMLP | MixtureOfExperts,
+    mlp: MLP,
     swiglu: SwiGLU,
 ) -> torch.Tensor:
     """``total`` and what ``mlp`` makes of ``rows``, all [num_rows, hidden_size]; ``total`` may be
     overwritten. ``swiglu``: see ``Operations``."""
     if isinstance(mlp, GatedMLP):
         return mlp.down.plus(total, swiglu(mlp.gate_up(rows)))
+    if isinstance(mlp, StackedExperts):
+        return mlp.plus(total, rows, swiglu)
     return total.add_(_mixed(rows, mlp, swiglu))
 
 
