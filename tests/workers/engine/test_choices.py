@@ -14,6 +14,8 @@ from tests.workers.engine.support import drain, prompt, request
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput
 
+RUNNERS = ("host", "device")
+
 NUM_CHOICES = 5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ from tests.workers.engine.support import (
 from workers.engine.engine import Engine
 from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineRequest
+
+RUNNERS = ("host", "device")
 
 MIXED: list[EngineRequest] = [
     request(
@@ -343,8 +346,6 @@ def test_priority_is_admitted_first(make_engine: MakeEngine) -> None:
         ("kernels", "wheat"),
         ("load_format", "guess"),
         ("kv_cache_dtype", "int4"),
-        ("kv_cache_dtype", "fp8"),
-        ("deterministic", True),
         ("gpu_memory_fraction", 0.0),
         ("gpu_memory_fraction", 1.5),
     ],
@@ -352,6 +353,12 @@ def test_priority_is_admitted_first(make_engine: MakeEngine) -> None:
 def test_a_bad_setting_is_named(make_engine: MakeEngine, setting: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"engine.{setting}"):
         make_engine(**{setting: value})
+
+
+def test_what_only_a_gpus_kernels_can_do_is_refused(llama: tuple[Path, Any]) -> None:
+    for settings in (EngineConfig(kv_cache_dtype="fp8"), EngineConfig(deterministic=True)):
+        with pytest.raises(ConfigError, match=r"engine.kernels to 'triton'"):
+            Engine.load(llama[0], msgspec.structs.replace(settings, device="cpu"))
 
 
 def test_the_cache_is_sized_by_bytes_but_no_larger_than_of_use(make_engine: MakeEngine) -> None:

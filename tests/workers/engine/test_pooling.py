@@ -18,6 +18,8 @@ from tests.workers.engine.support import drain, last_by_request, prompt, request
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
+RUNNERS = ("host", "device")
+
 PROMPTS = [prompt(seed, length) for seed, length in ((1, 100), (2, 1), (3, 33), (4, 16), (5, 47))]
 
 

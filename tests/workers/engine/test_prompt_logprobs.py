@@ -13,6 +13,8 @@ from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request
 from workers.engine.types import EngineOutput
 
+RUNNERS = ("host", "device")
+
 
 def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
     """[num_tokens - 1, vocab_size]: row i is of token i + 1."""
