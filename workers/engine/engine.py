@@ -22,7 +22,7 @@ from workers.engine.cost_model import CostModel
 from workers.engine.executor import Executor
 from workers.engine.grammar import Grammars
 from workers.engine.host_cache import HostCache
-from workers.engine.host_memory import PlainHostMemory
+from workers.engine.host_memory import host_memory_of
 from workers.engine.live import LiveRequests
 from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
 from workers.engine.planner import Planner
@@ -65,7 +65,7 @@ class Engine:
         self._runner = runner
         self._sampler = Sampler(runner.config.vocab_size, runner.host_device, tokenizer)
         costs = CostModel()
-        host_memory = PlainHostMemory(runner.cache, config.host_cache_bytes)
+        host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
         self._host = HostCache(host_memory, monotonic=monotonic)
         self._tables = BlockTables.make(
             runner.cache.num_blocks,

@@ -18,10 +18,17 @@ _BYTES_AT_A_TIME = 16 << 20
 
 
 class HostMemory(Protocol):
-    """Memory for blocks beside the cache's own; ``workers.engine.host_memory`` has the one."""
+    """Memory for blocks beside the cache's own; ``workers.engine.host_memory`` makes it.
+
+    ``bytes_per_s`` is what recent copies ran at, where they go on after the call that begins them;
+    None where the call is the copy.
+    """
 
     num_slots: int
     block_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float | None: ...
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Copy blocks of the cache into slots. Raises RuntimeError if there is no memory."""
@@ -149,7 +156,10 @@ class HostCache:
                 self._slot_of[key] = self._pinned.pop(key)
 
     def _measure(self, num_blocks: int, copy_s: float) -> None:
-        if copy_s > 0:
+        known = self._memory.bytes_per_s
+        if known is not None:
+            self.bytes_per_s = known
+        elif copy_s > 0:
             measured = num_blocks * self._memory.block_bytes / copy_s
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
 

@@ -10,34 +10,46 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workers.engine.host_cache import HostMemory
 from workers.engine.kv_cache import KVCache
 
 # A thread more is worth starting for so many blocks.
 _BLOCKS_PER_THREAD = 16
 
 
+def host_memory_of(cache: KVCache, host_bytes: int) -> HostMemory:
+    """Memory for blocks of a cache, wherever that lies. Raises ConfigError if a device's cannot be
+    had."""
+    if not cache.blocks.is_cuda:
+        return PlainHostMemory(cache, host_bytes)
+    # Needs Triton, which there is for Linux only.
+    from workers.engine.locked_host_memory import LockedHostMemory
+
+    return LockedHostMemory(cache, host_bytes)
+
+
 class PlainHostMemory:
-    """One allocation in the layout of the cache, made when it is first written to.
+    """For a cache in the host's memory, too: one allocation in its layout, made when it is first
+    written to.
 
     ``store`` and ``load`` copy runs of neighbouring blocks at once, in all layers: about 5 us a
     run beside the bytes.
     """
 
+    bytes_per_s = None
+
     def __init__(self, cache: KVCache, host_bytes: int) -> None:
-        layers, _, *block = cache.data.shape
-        self.block_bytes = cache.data[:, 0].numel() * cache.data.itemsize
+        num_layers, _, layer_bytes = cache.blocks.shape
+        self.block_bytes = num_layers * layer_bytes
         self.num_slots = host_bytes // self.block_bytes
-        self._cache = cache.data
-        self._shape = (layers, self.num_slots, *block)
+        self._cache = cache.blocks
+        self._shape = (num_layers, self.num_slots, layer_bytes)
         self._slots: torch.Tensor | None = None
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Copy blocks of the cache into slots. Raises RuntimeError if there is no memory."""
         if self._slots is None:
-            # Pages are taken as they are written; a GPU copies only to and from locked ones.
-            self._slots = torch.empty(
-                self._shape, dtype=self._cache.dtype, pin_memory=self._cache.is_cuda
-            )
+            self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
         _copy_blocks(self._cache, blocks, self._slots, slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
@@ -58,15 +70,9 @@ def _copy_blocks(
     source: torch.Tensor, sources: list[int], target: torch.Tensor, targets: list[int]
 ) -> None:
     runs = _runs(sources, targets)
-    if source.is_cuda or target.is_cuda:
-        with torch.inference_mode():
-            for run in runs:
-                into = target[:, run.target : run.target + run.length]
-                into.copy_(source[:, run.source : run.source + run.length])
-        return
     # Plain threads, each with runs of its own: torch would split every copy over its threads, and
     # with anything else on the machine these wait for one another 2 MiB at a time.
-    copy = partial(_copy_runs, _bytes_of(source), _bytes_of(target))
+    copy = partial(_copy_runs, source.numpy(), target.numpy())
     num_threads = min(torch.get_num_threads(), len(sources) // _BLOCKS_PER_THREAD + 1)
     shares = _shares(runs, len(sources), num_threads)
     if len(shares) == 1:
@@ -104,12 +110,6 @@ def _shares(runs: list[_Run], num_blocks: int, num_shares: int) -> list[list[_Ru
             shares[-1].append(_Run(source, target, part))
             source, target, count, room = source + part, target + part, count - part, room - part
     return shares
-
-
-def _bytes_of(blocks: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """[num_layers, num_blocks, bytes of a block in a layer], the same memory."""
-    flat: npt.NDArray[np.uint8] = blocks.flatten(2).view(torch.uint8).numpy()
-    return flat
 
 
 def _copy_runs(

@@ -25,6 +25,7 @@ class Shelf:
     """Host memory that holds the number of the block that was put there."""
 
     block_bytes = 100
+    bytes_per_s = None
 
     def __init__(self, num_slots: int, *, fails: bool = False) -> None:
         self.num_slots = num_slots
