@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.grammar import Grammars
-from workers.engine.launched import LaunchedStep
+from workers.engine.launched import ChosenTokens, LaunchedStep
 from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.receiver import Chunk, Receiver
 from workers.engine.runners import Runner
@@ -114,13 +114,12 @@ class Executor:
         is undone, since it may have gone on from what is lost; its sequences are planned again.
         """
         step, receiver = flight.step, self._receiver
-        try:
-            chosen = step.read()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        chosen = _read(step)
+        if isinstance(chosen, Exception):
             if behind is not None:
                 self._undo(behind)
             self._undo(flight)
-            self._halve(flight.plan, error, outputs)
+            self._halve(flight.plan, chosen, outputs)
             return False
         if chosen.finite is None:
             receiver.look_and_seal(flight.chunks, outputs)
@@ -185,6 +184,14 @@ class Executor:
         for sequence in live:
             has_any = UNREAD_TOKEN in sequence.token_ids
             assert has_any == (sequence in unread), "a placeholder is without its step"
+
+
+def _read(step: LaunchedStep) -> ChosenTokens | Exception:
+    """What the device chose; what reading it fails with if it does."""
+    try:
+        return step.read()
+    except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        return error
 
 
 def _chunks(plan: list[ScheduledSequence]) -> list[Chunk]:
