@@ -50,7 +50,8 @@ class DeviceCache:
     def __init__(self, num_blocks: int, block_size_tokens: int, finish: Callable[[], None]) -> None:
         self.num_blocks = self.null_block = num_blocks
         self.block_size_tokens = block_size_tokens
-        self.data = torch.zeros(1, num_blocks + 1, block_size_tokens, 2, 1, 1)
+        self.blocks = torch.zeros(1, num_blocks + 1, block_size_tokens * 8, dtype=torch.uint8)
+        self.data = self.blocks.view(torch.float32)
         self.slots = self.data.view(-1, 2).numpy()
         self._finish = finish
 
