@@ -17,8 +17,8 @@ from benchmarks.gpu.scope import Scope
 _CONTEXT, _SMOKE_CONTEXT = 1024, 3
 _BATCHES, _SMOKE_BATCHES = (8, 128), (1, 2)
 _STEPS, _SMOKE_STEPS = 32, 2
-# Of the device's memory, so that an engine that has just been dropped is in nobody's way.
-_MEMORY = 0.4
+# Room for the largest batch; an engine that has just been dropped is in nobody's way.
+_BLOCKS, _SMOKE_BLOCKS = 12_288, 16
 
 
 class Mode(NamedTuple):
@@ -52,7 +52,7 @@ def _measure(scope: Scope, mode: Mode, base_s: dict[int, float]) -> None:
         kernels="reference" if scope.smoke else "triton",
         cuda_graphs=mode.cuda_graphs,
         overlap=mode.overlap,
-        gpu_memory_fraction=_MEMORY,
+        num_blocks=_SMOKE_BLOCKS if scope.smoke else _BLOCKS,
     )
     with tempfile.TemporaryDirectory() as folder:
         engine = EngineRun(scope, QWEN_06B, Path(folder), config)

@@ -86,23 +86,28 @@ def run(scope: Scope) -> None:
 
 
 def _measure(scope: Scope, case: Case) -> Timing | None:
-    rows = sum(case.num_rows) * case.heads.num_heads * case.heads.head_dim
-    cost = Cost(
-        bytes_read(case.heads, case.lengths, fp8=case.fp8, dtype=scope.dtype)
-        + 2 * rows * scope.dtype.itemsize,
-        attention_flops(case.heads, case.lengths, case.num_rows),
-    )
     return measure(
         scope,
         case.name,
-        partial(_work, scope, case),
-        cost,
+        partial(work, scope, case),
+        cost_of(scope, case),
         bound_by="bytes" if max(case.num_rows) == 1 else "flops",
         tolerance=FP8_ERROR if case.fp8 else BF16_ERROR,
     )
 
 
-def _work(scope: Scope, case: Case, number: int) -> Work:
+def cost_of(scope: Scope, case: Case) -> Cost:
+    """Keys and values, queries and results; two products for each pair of row and key."""
+    rows = sum(case.num_rows) * case.heads.num_heads * case.heads.head_dim
+    return Cost(
+        bytes_read(case.heads, case.lengths, fp8=case.fp8, dtype=scope.dtype)
+        + 2 * rows * scope.dtype.itemsize,
+        attention_flops(case.heads, case.lengths, case.num_rows),
+    )
+
+
+def work(scope: Scope, case: Case, number: int) -> Work:
+    """The attention of one layer on random inputs."""
     given = attention_input(
         case.heads,
         case.lengths,
@@ -114,7 +119,7 @@ def _work(scope: Scope, case: Case, number: int) -> Work:
     kernels = paged_attention(
         scope.device, case.heads, len(case.lengths), deterministic=case.deterministic
     )
-    return attention_work(kernels, given)
+    return _attention_work(kernels, given)
 
 
 def paged_attention(
@@ -141,7 +146,7 @@ def num_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def attention_work(kernels: PagedAttention, given: AttentionInput) -> Work:
+def _attention_work(kernels: PagedAttention, given: AttentionInput) -> Work:
     """One layer's attention; how it is cut is prepared before, as it is once for all layers."""
     queries, cache, batch = given
     prepared = kernels.prepare(batch)

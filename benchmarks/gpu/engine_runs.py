@@ -46,8 +46,9 @@ class Throughput(NamedTuple):
 
 
 def engine_config(scope: Scope, *, kernels: str = "triton", **changes: Any) -> EngineConfig:
-    """For the device of the scope: as large as is useful there, or tiny, in the CPU's place with
-    ``kernels``. There is no second cache in the host's memory."""
+    """For the device of the scope: as large as is useful there, or tiny on the CPU. The KV cache
+    takes what is left of the device's memory, unless ``changes`` say how many blocks it has; there
+    is no second one in the host's memory."""
     settings: dict[str, Any] = {
         "device": scope.device.type,
         "dtype": str(scope.dtype).removeprefix("torch."),
@@ -56,6 +57,7 @@ def engine_config(scope: Scope, *, kernels: str = "triton", **changes: Any) -> E
         "max_num_sequences": _SMOKE_SEQUENCES if scope.smoke else MOST_SEQUENCES,
         "max_batch_tokens": _SMOKE_BATCH_TOKENS if scope.smoke else _BATCH_TOKENS,
         "num_blocks": 32 if scope.smoke else 0,
+        "kv_cache_bytes": 0,
         "host_cache_bytes": 0,
         "num_threads": 1 if scope.smoke else 0,
     }

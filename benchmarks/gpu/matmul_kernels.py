@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import Call
-from workers.kernels.gpu.matmul import linear
+from workers.kernels.gpu.matmul import linear, tiled_linear
+from workers.kernels.gpu.tiles import ProductTile
 
 
 class Shape(NamedTuple):
@@ -30,7 +31,7 @@ class Shape(NamedTuple):
         return Cost(elements * itemsize, 2 * num_rows * self.num_outputs * self.num_inputs)
 
 
-LLAMA_SHAPES = (
+_LLAMA_SHAPES = (
     Shape("qkv", 6144, 4096),
     Shape("output", 4096, 4096),
     Shape("gate_up", 28_672, 4096),
@@ -41,12 +42,15 @@ _SMOKE_SHAPES = (Shape("qkv", 96, 64),)
 SKINNY_ROWS = (1, 4, 16)
 
 
+def shapes(*, smoke: bool) -> tuple[Shape, ...]:
+    return _SMOKE_SHAPES if smoke else _LLAMA_SHAPES
+
+
 def run(scope: Scope) -> None:
-    shapes = _SMOKE_SHAPES if scope.smoke else LLAMA_SHAPES
     for num_rows in SKINNY_ROWS[:2] if scope.smoke else SKINNY_ROWS:
-        for shape in shapes:
+        for shape in shapes(smoke=scope.smoke):
             _measure(scope, f"linear {shape.name}, {num_rows} rows", shape, num_rows, "bytes")
-    shape = shapes[0] if scope.smoke else LLAMA_SHAPES[2]
+    shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
     for num_rows in (20,) if scope.smoke else (256, 8192):
         name = f"linear {shape.name}, {num_rows} rows"
         _measure(scope, name, shape, num_rows, "flops")
@@ -66,7 +70,7 @@ def _measure(
     )
 
 
-def operands(
+def _operands(
     scope: Scope, shape: Shape, num_rows: int, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random rows and weights, of the sizes that they have in a model."""
@@ -81,7 +85,7 @@ def operands(
 
 
 def _linear(scope: Scope, shape: Shape, num_rows: int, fixed: bool, number: int) -> Work:
-    rows, weight = operands(scope, shape, num_rows, number)
+    rows, weight = _operands(scope, shape, num_rows, number)
     return Work(
         lambda: linear(rows, weight, None, fixed=fixed),
         returned,
@@ -89,6 +93,16 @@ def _linear(scope: Scope, shape: Shape, num_rows: int, fixed: bool, number: int)
     )
 
 
+def tiled_work(scope: Scope, shape: Shape, num_rows: int, tile: ProductTile, number: int) -> Work:
+    """The product by a tile of choice."""
+    rows, weight = _operands(scope, shape, num_rows, number)
+    return Work(
+        lambda: tiled_linear(rows, weight, None, None, tile),
+        returned,
+        lambda: [rows.float() @ weight.float().t()],
+    )
+
+
 def _torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
-    rows, weight = operands(scope, shape, num_rows, number)
+    rows, weight = _operands(scope, shape, num_rows, number)
     return lambda: F.linear(rows, weight)

@@ -27,8 +27,17 @@ from workers.kernels.gpu.reference import rows as reference_rows
 _EPSILON = 1e-5
 
 
+def widths(*, smoke: bool) -> tuple[int, int]:
+    """Of hidden states, and between gate and down projection."""
+    return (64, 96) if smoke else (4096, 14_336)
+
+
+def layer_heads(*, smoke: bool) -> Heads:
+    return Heads(4, 2, 32) if smoke else Heads(32, 8, 128)
+
+
 def run(scope: Scope) -> None:
-    hidden, inner = (64, 96) if scope.smoke else (4096, 14_336)
+    hidden, inner = widths(smoke=scope.smoke)
     for num_rows in (3,) if scope.smoke else (256, 8192):
         _norms_and_gates(scope, num_rows, hidden, inner)
         _heads(scope, num_rows)
@@ -41,19 +50,19 @@ def _norms_and_gates(scope: Scope, num_rows: int, hidden: int, inner: int) -> No
     measure(
         scope,
         f"rms_norm, {shape}",
-        partial(_rms_norm, scope, num_rows, hidden),
+        partial(rms_norm_work, scope, num_rows, hidden),
         Cost(2 * elements * scope.dtype.itemsize),
     )
     measure(
         scope,
         f"add_rms_norm, {shape}",
-        partial(_add_rms_norm, scope, num_rows, hidden),
+        partial(add_rms_norm_work, scope, num_rows, hidden),
         Cost(4 * elements * scope.dtype.itemsize),
     )
     measure(
         scope,
         f"swiglu, {num_rows} x {inner}",
-        partial(_swiglu, scope, num_rows, inner),
+        partial(swiglu_work, scope, num_rows, inner),
         Cost(3 * num_rows * inner * scope.dtype.itemsize),
     )
 
@@ -63,7 +72,7 @@ def _normal(scope: Scope, number: int, *shape: int) -> torch.Tensor:
     return numbers.normal_(generator=scope.generator(number))
 
 
-def _rms_norm(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     values = _normal(scope, 2 * number, num_rows, width)
     weight = _normal(scope, 2 * number + 1, width)
     return Work(
@@ -73,7 +82,7 @@ def _rms_norm(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     )
 
 
-def _add_rms_norm(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def add_rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     total = _normal(scope, 3 * number, num_rows, width)
     delta = _normal(scope, 3 * number + 1, num_rows, width)
     weight = _normal(scope, 3 * number + 2, width)
@@ -89,7 +98,7 @@ def _add_rms_norm(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     )
 
 
-def _swiglu(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     values = _normal(scope, number, num_rows, 2 * width)
     return Work(
         lambda: rows.swiglu(values),
@@ -100,29 +109,33 @@ def _swiglu(scope: Scope, num_rows: int, width: int, number: int) -> Work:
 
 def _heads(scope: Scope, num_rows: int) -> None:
     """QK-norm, rotation and the cache's part, as Qwen3 and as Llama with an fp8 cache have it."""
-    layer = Heads(4, 2, 32) if scope.smoke else Heads(32, 8, 128)
-    num_heads = layer.num_heads + 2 * layer.num_kv_heads
-    tables = num_rows * layer.head_dim * 4
-    moved = (
-        num_rows * layer.head_dim * (num_heads + layer.num_heads) * scope.dtype.itemsize + tables
-    )
-    stored = num_rows * layer.head_dim * 2 * layer.num_kv_heads
+    layer = layer_heads(smoke=scope.smoke)
     measure(
         scope,
         f"rotate_store with norms, {num_rows} tokens",
-        partial(_rotate_store, scope, layer, num_rows, True, False),
-        Cost(moved + stored * scope.dtype.itemsize),
+        partial(rotate_store_work, scope, layer, num_rows, True, False),
+        rotate_store_cost(scope, layer, num_rows, fp8=False),
     )
     measure(
         scope,
         f"rotate_store, fp8 cache, {num_rows} tokens",
-        partial(_rotate_store, scope, layer, num_rows, False, True),
-        Cost(moved + stored + num_rows * 2 * layer.num_kv_heads * 4),
+        partial(rotate_store_work, scope, layer, num_rows, False, True),
+        rotate_store_cost(scope, layer, num_rows, fp8=True),
         tolerance=FP8_ERROR,
     )
 
 
-def _rotate_store(
+def rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool) -> Cost:
+    """All heads are read, queries written back, keys and values written to the cache."""
+    num_pairs = 2 * layer.num_kv_heads
+    heads_moved = 2 * layer.num_heads + num_pairs
+    stored = num_pairs * ((layer.head_dim + 4) if fp8 else layer.head_dim * scope.dtype.itemsize)
+    tables = 2 * (layer.head_dim // 2) * 4
+    moved = heads_moved * layer.head_dim * scope.dtype.itemsize + stored + tables
+    return Cost(num_tokens * moved)
+
+
+def rotate_store_work(
     scope: Scope, layer: Heads, num_tokens: int, normed: bool, fp8: bool, number: int
 ) -> Work:
     generator = scope.generator(number)

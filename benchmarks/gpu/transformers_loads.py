@@ -86,10 +86,10 @@ def _measure(scope: Scope, model: Any, load: Load, setting: Setting, limit_s: fl
     """Emit a row; its tokens per second."""
     begin_s = time.perf_counter()
     manager = _manager(model, setting)
-    attention = str(model.config._attn_implementation)
     manager.start()
     try:
         _warm_up(manager)
+        attention = str(model.config._attn_implementation)
         left_s = limit_s - (time.perf_counter() - begin_s)
         served = _serve(manager, load, max(_LEAST_RUN_S, left_s))
     finally:
