@@ -28,8 +28,6 @@ from workers.engine.sequence import UNREAD_TOKEN, Sequence
 VOCAB_SIZE = 192
 POISON = 190
 CONTEXT_WINDOW_TOKENS = 512
-# Of so many contexts, one has no finite logits.
-_NOT_FINITE_EVERY = 211
 _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 40, CONTEXT_WINDOW_TOKENS)
 _CPU = torch.device("cpu")
 
@@ -97,7 +95,8 @@ class _Step:
 class DeviceRunner:
     """``chooses``: it samples what suits it, else all is the host's. ``says_finite``: it tells
     what is finite. ``faults`` by the prompt of the request; ``breaks`` says of each launch and
-    each read whether it fails whatever it is of."""
+    each read whether it fails whatever it is of. One of ``not_finite_every`` contexts that end in
+    the completion has no finite logits; 0 is none."""
 
     def __init__(
         self,
@@ -108,6 +107,7 @@ class DeviceRunner:
         says_finite: bool = True,
         faults: dict[tuple[int, ...], Fault] | None = None,
         breaks: Callable[[], bool] = lambda: False,
+        not_finite_every: int = 0,
     ) -> None:
         self.config = ModelConfig(
             architecture="Double",
@@ -130,6 +130,7 @@ class DeviceRunner:
         self._says_finite = says_finite
         self._faults = faults or {}
         self._breaks = breaks
+        self._not_finite_every = not_finite_every
         self._queue: list[_Step] = []
         self._unread: list[_Step] = []
         self._failed = False
@@ -232,7 +233,8 @@ class DeviceRunner:
             ordered = bool((context[:, 1] == np.arange(end)).all())
             self._check(ordered, "a block holds other positions")
             code = int(((context[:, 0] + 1) * _WEIGHTS[:end]).sum() % (1 << 31))
-            if end > item.first_output and code % _NOT_FINITE_EVERY == 0:
+            every = self._not_finite_every
+            if every and end > item.first_output and code % every == 0:
                 slots[places[-1], 1] = np.nan
                 finite = False
         if item.samples:

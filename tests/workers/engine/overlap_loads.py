@@ -157,7 +157,7 @@ class World:
             for number, arrival in enumerate(arrivals)
             if (fault := arrival.fault_of(number)) is not None
         }
-        self.runner = DeviceRunner(faults=faults, **runner_options)
+        self.runner = DeviceRunner(faults=faults, not_finite_every=211, **runner_options)
         self.engine = Engine(
             self.runner,  # type: ignore[arg-type]
             EngineConfig(device="cpu", **config),
