@@ -20,7 +20,7 @@ _PREFILLS = ((1, 2048), (8, 1024), (1, 32_768))
 _SMOKE_CONTEXT = 3
 _SMOKE_BATCHES = (1, 2)
 _SMOKE_PREFILLS = ((2, 3),)
-_STEPS, _SMOKE_STEPS = 32, 2
+_STEPS, _SMOKE_STEPS = 32, 1
 _REPEATS, _SMOKE_REPEATS = 3, 1
 # What is left of the section when a load has to end: decode steps are still to come.
 _AFTER_LOADS_S = 25.0

@@ -44,7 +44,7 @@ def nano_load(*, smoke: bool, vocab_size: int) -> Load:
     """256 requests whose prompts and answers have 100 … 1024 tokens, as nano-vllm draws them: from
     Python's generator with seed 0, all prompts, each after its length, then all lengths of answers.
     """
-    count, least, most = (2, 1, 3) if smoke else (256, 100, 1024)
+    count, least, most = (2, 1, 2) if smoke else (256, 100, 1024)
     source = random.Random(0)
     largest = min(_NUM_IDS, vocab_size - 1)
     prompts = []
@@ -57,7 +57,7 @@ def nano_load(*, smoke: bool, vocab_size: int) -> Load:
 
 def thousand_load(*, smoke: bool, vocab_size: int, seed: int) -> Load:
     """256 requests of 1000 tokens with 1000 tokens for an answer."""
-    count, length = (2, 3) if smoke else (256, 1000)
+    count, length = (2, 2) if smoke else (256, 1000)
     return Load(
         THOUSAND,
         [Prompted(prompt, length) for prompt in random_prompts(count, length, vocab_size, seed)],

@@ -22,6 +22,13 @@ Keep = Callable[[Item], None]
 _GRACE_S = 10.0
 # Loaded once, then there in every section's process; none of them touches a device.
 _PRELOADED = ["torch", "triton", "benchmarks.gpu.scope"]
+# These may look for a device, which is then lost to the processes: without one that is no matter.
+_SMOKE_PRELOADED = [
+    *_PRELOADED,
+    "transformers.generation.continuous_batching",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 
 
 class Section(NamedTuple):
@@ -70,7 +77,7 @@ class SectionProcesses:
 
     def __init__(self, *, smoke: bool, seed: int) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(_SMOKE_PRELOADED if smoke else _PRELOADED)
         self._smoke = smoke
         self._seed = seed
 

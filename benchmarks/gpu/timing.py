@@ -15,7 +15,6 @@ _CACHES = 4
 _MOST_SETS = 128
 _LEAST_CALLS = 8
 _REPLAYS = 20
-_CPU_CALLS = 3
 
 
 class Timing(NamedTuple):
@@ -28,7 +27,7 @@ class Timing(NamedTuple):
 def num_sets(device: torch.device, bytes_per_set: int) -> int:
     """How many sets of inputs timed calls have to rotate among to find none of it in the cache."""
     if device.type != "cuda":
-        return 2
+        return 1
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     wanted = -(-_CACHES * cache_bytes // max(bytes_per_set, 1))
     return max(1, min(_MOST_SETS, wanted))
@@ -85,12 +84,9 @@ def _timed_by_events(run: Callable[[], None], num_calls: int, replays: int) -> T
 
 
 def _timed_on_cpu(calls: Sequence[Call]) -> Timing:
-    times_s = []
-    for i in range(_CPU_CALLS):
-        begin_s = time.perf_counter()
-        calls[i % len(calls)]()
-        times_s.append(time.perf_counter() - begin_s)
-    return _timing(times_s)
+    begin_s = time.perf_counter()
+    calls[0]()
+    return _timing([time.perf_counter() - begin_s])
 
 
 def _timing(times_s: Sequence[float]) -> Timing:

@@ -1,0 +1,61 @@
+"""The benchmark of GPUs runs to its end without one, with tiny models in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.sections import SECTIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> str:
+    """What a module of the benchmark prints; it must end well."""
+    finished = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_sections_run_and_are_right(tmp_path: Path) -> None:
+    output = run("benchmarks.gpu", "--smoke", "--out", str(tmp_path))
+    report = msgspec.json.decode((tmp_path / "gpu.json").read_bytes(), type=Report)
+    assert report.smoke
+    assert list(report.section_s) == [section.name for section in SECTIONS]
+    assert {row.section for row in report.rows} == set(report.section_s)
+    assert not [row for row in report.rows if row.failure]
+    assert report.environment is not None
+    assert report.ceilings is not None
+    assert (tmp_path / "gpu.txt").read_text() == output
+    assert "not judged in a smoke run" in output
+
+
+def test_candidates_are_timed_beside_the_present_tile(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    output = run(
+        *("benchmarks.gpu.tiles", "--smoke", "--save", str(path)),
+        *("--only", "decode attention, 64", "rms_norm"),
+    )
+    swept = msgspec.json.decode(path.read_bytes())
+    assert [sweep["name"] for sweep in swept][1:] == ["rms_norm, 3 x 64", "add_rms_norm, 3 x 64"]
+    for sweep in swept:
+        assert sweep["present"]["rate"] > 0
+        assert sweep["others"][0]["rate"] > 0
+    assert "present" in output
+    assert "best" in output
