@@ -75,6 +75,7 @@ class KernelSet(NamedTuple):
     swiglu: Callable[[torch.Tensor], torch.Tensor]
     rotate_store: Callable[..., None]
     linear: Callable[..., torch.Tensor]
+    gated_linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     prefers_skinny: Callable[[int, int, int], bool]
     attention: Callable[..., Attention]
     experts: ExpertKernels
@@ -103,6 +104,7 @@ def _triton_kernels() -> KernelSet:
         swiglu=rows.swiglu,
         rotate_store=heads.rotate_store,
         linear=matmul.linear,
+        gated_linear=matmul.gated_linear,
         prefers_skinny=matmul.prefers_skinny,
         attention=attention.PagedAttention,
         experts=experts,
@@ -120,6 +122,7 @@ def _reference_kernels() -> KernelSet:
         swiglu=rows.swiglu,
         rotate_store=heads.rotate_store,
         linear=matmul.linear,
+        gated_linear=matmul.gated_linear,
         prefers_skinny=_never,
         attention=attention.ReferenceAttention,
         experts=experts,

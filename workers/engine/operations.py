@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from workers.engine.batch import FlatBatch
 
 BatchT_contra = TypeVar("BatchT_contra", bound="TokenBatch", contravariant=True)
 MetadataT = TypeVar("MetadataT")
+# silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first.
+SwiGLU = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenBatch(Protocol):
@@ -33,6 +36,9 @@ class Product(Protocol):
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+
+    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+        """``swiglu`` of the product."""
 
 
 class Rotation(NamedTuple):

@@ -84,7 +84,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         """What ``mlp`` makes of the rows, and its norm by the weight of the ``following`` layer."""
         operations = self._operations
         if isinstance(mlp, GatedMLP):
-            gated = operations.swiglu(mlp.gate_up(normed))
+            gated = mlp.gate_up.gated(normed, operations.swiglu)
             return operations.add_norm(hidden, gated, mlp.down, following)
         hidden = plus_mlp(hidden, normed, mlp, operations.swiglu)
         return hidden, operations.rms_norm(hidden, following)

@@ -6,13 +6,12 @@ it must not, the experts are stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.operations import Product
+from workers.engine.operations import Product, SwiGLU
 from workers.models.stacked_experts import StackedExperts
 
 
@@ -33,7 +32,6 @@ class MixtureOfExperts(NamedTuple):
 
 
 MLP = GatedMLP | MixtureOfExperts | StackedExperts
-SwiGLU = Callable[[torch.Tensor], torch.Tensor]
 
 
 def plus_mlp(
@@ -45,7 +43,7 @@ def plus_mlp(
     """``total`` and what ``mlp`` makes of ``rows``, all [num_rows, hidden_size]; ``total`` may be
     overwritten. ``swiglu``: see ``Operations``."""
     if isinstance(mlp, GatedMLP):
-        return mlp.down.plus(total, swiglu(mlp.gate_up(rows)))
+        return mlp.down.plus(total, mlp.gate_up.gated(rows, swiglu))
     if isinstance(mlp, StackedExperts):
         return mlp.plus(total, rows, swiglu)
     return total.add_(_mixed(rows, mlp, swiglu))
@@ -64,7 +62,7 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
     sorted_rows = rows.index_select(0, order // mixture.num_chosen)
     counts = flat.bincount(minlength=len(mixture.experts)).tolist()
     computed = [
-        expert.down(swiglu(expert.gate_up(own)))
+        expert.down(expert.gate_up.gated(own, swiglu))
         for expert, own in zip(mixture.experts, torch.split(sorted_rows, counts), strict=True)
         if len(own)
     ]

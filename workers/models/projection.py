@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
+from workers.engine.operations import SwiGLU
+
 # How many rows oneDNN is told to expect when it lays weights out. The layout for this many is as
 # fast as the best for any other number from 1 to 512.
 _EXPECTED_ROWS = 64
@@ -47,3 +49,7 @@ class Projection:
             return _linear_with(rows, total, self._weight, self._bias, "add")
         total.addmm_(rows, self._weight.t())
         return total if self._bias is None else total.add_(self._bias)
+
+    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+        """``swiglu`` of the projection of ``rows``."""
+        return swiglu(self(rows))

@@ -9,6 +9,7 @@ from workers.kernels.gpu.tiles import (
     MAX_SKINNY_ROWS,
     ProductTile,
     fixed_product_tile,
+    gated_product_tile,
     product_tile,
 )
 
@@ -40,6 +41,14 @@ def linear(
     return tiled_linear(rows, weight, bias, residual, tile)
 
 
+def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [num_rows, width] of the product of ``rows`` and ``weight`` [2 * width,
+    num_inputs], the gates first. Summed in float32 and rounded once, at the end."""
+    width = weight.shape[0] // 2
+    tile = gated_product_tile(rows.shape[0], width, rows.shape[1], rows.itemsize)
+    return tiled_linear(rows, weight, None, None, tile, gated=True)
+
+
 def prefers_skinny(num_rows: int, num_outputs: int, num_inputs: int) -> bool:
     """Whether ``linear`` should take less time than the vendor's library for 16-bit weights.
 
@@ -54,9 +63,12 @@ def tiled_linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     tile: ProductTile,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
-    """``linear`` by a tile of choice; one of a single row is for a single row."""
-    (num_rows, num_inputs), num_outputs = rows.shape, weight.shape[0]
+    """``linear``, or ``gated_linear``, by a tile of choice; one of a single row is for a single
+    row."""
+    (num_rows, num_inputs), num_outputs = rows.shape, weight.shape[0] // (1 + gated)
     out = rows.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return out
@@ -69,6 +81,7 @@ def tiled_linear(
         "EVEN": num_inputs % tile.inputs == 0,
         "BIASED": bias is not None,
         "ADDED": residual is not None,
+        "GATED": gated,
         "num_warps": tile.num_warps,
     }
     if tile.rows == 1:

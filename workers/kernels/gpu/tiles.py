@@ -107,3 +107,18 @@ def fixed_product_tile(num_inputs: int, element_bytes: int) -> ProductTile:
     if element_bytes == 4:
         return ProductTile(32, 32, 64, 4, 2)
     return ProductTile(64, 64, 128, 4, 3)
+
+
+def gated_product_tile(
+    num_rows: int, width: int, num_inputs: int, element_bytes: int
+) -> ProductTile:
+    """For ``width`` gates and as many outputs that they gate: half of each in a tile, and smaller
+    tiles for many rows, which have two sums in registers."""
+    if num_rows > 64 and element_bytes == 2 and num_inputs % 16 == 0:
+        return ProductTile(64, 64, 64, 4, 4)
+    tile = product_tile(num_rows, 2 * width, num_inputs, element_bytes)
+    if tile.rows == 1:
+        return tile._replace(outputs=max(tile.outputs // 2, 4))
+    # Two warps have enough to do with 16 outputs.
+    outputs = max(tile.outputs // 2, 16)
+    return tile._replace(outputs=outputs, num_warps=min(tile.num_warps, outputs // 8))

@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
 from workers.engine.kernel_set import ExpertKernels
+from workers.engine.operations import SwiGLU
 from workers.kernels.gpu import experts as triton_experts
 from workers.kernels.gpu.reference import experts as reference_experts
 from workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
@@ -145,6 +146,9 @@ def test_a_fixed_order_makes_of_a_row_the_same_in_any_company(
 
         def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             return total + self(rows)
+
+        def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+            return swiglu(self(rows))
 
     def of(part: slice) -> torch.Tensor:
         rows = drawn.rows[part]

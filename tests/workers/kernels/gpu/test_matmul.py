@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.kernels.gpu.matmul import linear, tiled_linear
+from workers.kernels.gpu.matmul import gated_linear, linear, tiled_linear
+from workers.kernels.gpu.reference.matmul import gated_linear as reference_gated_linear
 from workers.kernels.gpu.reference.matmul import linear as reference_linear
-from workers.kernels.gpu.tiles import fixed_product_tile, product_tile
+from workers.kernels.gpu.tiles import fixed_product_tile, gated_product_tile, product_tile
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,26 @@ def test_fixed_products_of_a_row_do_not_depend_on_others(
         assert torch.equal(reference_linear(rows[some], weight, fixed=True), referred[some])
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    num_rows=st.sampled_from([0, 1, 1, 2, 16, 17, 66]),
+    width=st.sampled_from([1, 16, 33, 96]),
+    num_inputs=st.sampled_from([16, 40, 127, 528]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1 << 30),
+)
+def test_gated_products(
+    num_rows: int, width: int, num_inputs: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows = drawn(num_rows, num_inputs, 0, dtype)
+    weight = drawn(2 * width, num_inputs, 3, dtype) * num_inputs**-0.5
+    gate, up = (rows.double() @ weight.double().t()).chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate) * up).to(dtype)
+    for function in (gated_linear, reference_gated_linear):
+        assert_close(function(rows, weight), expected)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_what_is_not_finite_stays_in_its_row(num_rows: int) -> None:
     rows = torch.randn(num_rows, 64)
@@ -122,7 +143,8 @@ def test_what_is_not_finite_stays_in_its_row(num_rows: int) -> None:
 @pytest.mark.parametrize("num_inputs", [1000, 4096])
 def test_tiles_are_what_a_processor_takes(num_inputs: int, element_bytes: int) -> None:
     tiles = [
-        product_tile(num_rows, num_outputs, num_inputs, element_bytes)
+        choose(num_rows, num_outputs, num_inputs, element_bytes)
+        for choose in (product_tile, gated_product_tile)
         for num_rows in (1, 2, 16, 17, 64, 65, 4096)
         for num_outputs in (256, 1024, 4096, 28672, 128256)
     ]

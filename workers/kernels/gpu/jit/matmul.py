@@ -1,5 +1,8 @@
 """Products of rows and weights [num_outputs, num_inputs]. A program takes some outputs, of which it
-alone sums over all inputs, in order: a result depends on nothing but tile shapes."""
+alone sums over all inputs, in order: a result depends on nothing but tile shapes.
+
+With GATED, the weights have twice as many outputs, the second half of which is gated by the first.
+"""
 
 import triton
 import triton.language as tl
@@ -21,13 +24,16 @@ def row_product_kernel(
     EVEN: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """One row. Products are summed by input modulo BLOCK_INPUTS first, then over those."""
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inside = output < num_outputs
     inputs = tl.arange(0, BLOCK_INPUTS)
     lines = weight + tl.where(inside, output, 0).to(tl.int64)[:, None] * weight_stride
+    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to what it gates
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS), tl.float32)
+    ups = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS), tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):
         at = start + inputs
         if EVEN:
@@ -38,7 +44,15 @@ def row_product_kernel(
             weights = tl.load(lines + at[None, :], mask=there[None, :], other=0.0)
             values = tl.load(row + at, mask=there, other=0.0)
         sums += weights.to(tl.float32) * values.to(tl.float32)[None, :]
+        if GATED:
+            if EVEN:
+                weights = tl.load(lines + behind + at[None, :], eviction_policy="evict_first")
+            else:
+                weights = tl.load(lines + behind + at[None, :], mask=there[None, :], other=0.0)
+            ups += weights.to(tl.float32) * values.to(tl.float32)[None, :]
     result = tl.sum(sums, 1)
+    if GATED:
+        result = result * tl.sigmoid(result) * tl.sum(ups, 1)
     if BIASED:
         result += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     if ADDED:
@@ -67,6 +81,7 @@ def product_kernel(
     EVEN: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Tiles of rows and outputs. Neighbouring programs take GROUP tiles of rows with the same
     weights, which then come from the cache."""
@@ -87,7 +102,9 @@ def product_kernel(
     # where reading rows that are not there would cost as much as reading those that are.
     row_lines = rows + tl.where(has_row, row, 0).to(tl.int64)[:, None] * row_stride
     lines = weight + tl.where(has_output, output, 0).to(tl.int64)[None, :] * weight_stride
+    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to what it gates
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+    ups = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):
         at = start + inputs
         if EVEN:
@@ -102,6 +119,14 @@ def product_kernel(
             values = tl.load(row_lines + at[None, :], mask=wanted, other=0.0)
             weights = tl.load(lines + at[:, None], mask=there[:, None], other=0.0)
         sums = tl.dot(values, weights, sums, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                weights = tl.load(lines + behind + at[:, None])
+            else:
+                weights = tl.load(lines + behind + at[:, None], mask=there[:, None], other=0.0)
+            ups = tl.dot(values, weights, ups, input_precision="ieee")
+    if GATED:
+        sums = sums * tl.sigmoid(sums) * ups
     if BIASED:
         biases = tl.load(bias + output, mask=has_output, other=0.0)
         sums += biases.to(tl.float32)[None, :]

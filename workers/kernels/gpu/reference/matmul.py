@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from workers.kernels.gpu.reference.rows import swiglu
+
 
 def linear(
     rows: torch.Tensor,
@@ -27,3 +29,8 @@ def linear(
     if residual is not None:
         result += residual.float()
     return result.to(rows.dtype)
+
+
+def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See ``workers.kernels.gpu.matmul``."""
+    return swiglu(linear(rows.float(), weight)).to(rows.dtype)
