@@ -1,10 +1,12 @@
 """Python's part of a step: planning, laying out the batch, keeping the books, handing tokens over.
 
-    python -m benchmarks.planning [--sequences 32 256] [--profile]
+    python -m benchmarks.planning [--sequences 32 256] [--gpu-runner] [--profile]
 
 All sequences decode. Of each step's time, the model's and the sampler's are taken out; what is
 left is the rest, for which the goals are 1.0 ms at 32 sequences and 3 ms at 256. The sampler's own
-time, kernels and Python, stands beside it.
+time, kernels and Python, stands beside it. With --gpu-runner it is the rest of a step of the runner
+of GPUs, which only launches a recorded step here and chooses tokens in it: what a GPU's own time
+for a step has to cover.
 """
 
 from __future__ import annotations
@@ -52,9 +54,13 @@ class _Stopwatch:
     def __init__(self, profile: cProfile.Profile | None) -> None:
         self.elapsed_s = 0.0
         self._profile = profile
+        self._is_running = False
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return function(*args, **kwargs)
+            self._is_running = True
             if self._profile is not None:
                 self._profile.disable()
             begin_s = time.perf_counter()
@@ -62,6 +68,7 @@ class _Stopwatch:
                 return function(*args, **kwargs)
             finally:
                 self.elapsed_s += time.perf_counter() - begin_s
+                self._is_running = False
                 if self._profile is not None:
                     self._profile.enable()
 
@@ -78,6 +85,7 @@ def _watched(
     profile: cProfile.Profile | None,
 ) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
     """Stopwatches of the model and of the sampler."""
+    from workers.engine.device_graphs import RecordedSteps
     from workers.engine.sampler import Sampler
     from workers.models.decoder import Decoder
 
@@ -87,11 +95,18 @@ def _watched(
             watched = model.around(getattr(Decoder, name))
             stack.enter_context(patch.object(Decoder, name, watched))
         stack.enter_context(patch.object(Sampler, "sample", sampler.around(Sampler.sample)))
+        replay = model.around(RecordedSteps.replay)
+        stack.enter_context(patch.object(RecordedSteps, "replay", replay))
         yield model, sampler
 
 
 def measure(
-    path: Path, num_sequences: int, num_steps: int, profile: cProfile.Profile | None
+    path: Path,
+    num_sequences: int,
+    num_steps: int,
+    profile: cProfile.Profile | None,
+    *,
+    kernels: str = "auto",
 ) -> StepTimes:
     """Decode ``num_sequences`` sequences, and time ``num_steps`` steps of it."""
     from registry.checkpoint import read_model_config
@@ -101,9 +116,14 @@ def measure(
     num_steps = -(-num_steps // _BLOCK_TOKENS) * _BLOCK_TOKENS
     total_tokens = _PROMPT_TOKENS + num_steps + _TOKENS_BEFORE
     blocks = num_sequences * (total_tokens // _BLOCK_TOKENS + 2)
-    engine = Engine.load(
-        path, EngineConfig(device="cpu", max_num_sequences=num_sequences, num_blocks=blocks * 2)
+    config = EngineConfig(
+        device="cpu",
+        kernels=kernels,
+        max_num_sequences=num_sequences,
+        max_batch_tokens=max(384, num_sequences),
+        num_blocks=blocks * 2,
     )
+    engine = Engine.load(path, config)
     vocab_size = read_model_config(path).vocab_size
     prompts = distinct_prompts(num_sequences, _PROMPT_TOKENS, vocab_size, seed=num_sequences)
     # Of different lengths, so that not all take a new block in the same step.
@@ -167,6 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     parser.add_argument(
+        "--gpu-runner", action="store_true", help="the runner of GPUs instead of the CPU's"
+    )
+    parser.add_argument(
         "--profile", action="store_true", help="print the functions that the rest is spent in"
     )
     parsed = parser.parse_args(arguments)
@@ -175,11 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = parsed.model or write_llama(Path(folder))
+        kernels = "reference" if parsed.gpu_runner else "auto"
         for num_sequences in parsed.sequences:
-            print(_line(num_sequences, measure(path, num_sequences, parsed.steps, None)))
+            times = measure(path, num_sequences, parsed.steps, None, kernels=kernels)
+            print(_line(num_sequences, times))
             if parsed.profile:
                 profile = cProfile.Profile()
-                measure(path, num_sequences, parsed.steps, profile)
+                measure(path, num_sequences, parsed.steps, profile, kernels=kernels)
                 pstats.Stats(profile).sort_stats("tottime").print_stats(_NUM_FUNCTIONS)
 
 

@@ -61,6 +61,8 @@ def loads_of(model: str, *, smoke: bool, engine: EngineRun, seed: int) -> list[L
 def _prefill(scope: Scope, engine: EngineRun, count: int, num_tokens: int) -> None:
     """The matrix rate that prompts are computed at, attention included."""
     name = prefill(count, num_tokens)
+    if scope.out_of_time(name):
+        return
     with scope.case(name):
         engine.prefill_s(count, num_tokens)
         repeats = _SMOKE_REPEATS if scope.smoke else _REPEATS
@@ -82,8 +84,10 @@ def _prefill(scope: Scope, engine: EngineRun, count: int, num_tokens: int) -> No
 
 
 def _load(scope: Scope, engine: EngineRun, load: Load) -> None:
+    if scope.out_of_time(load.name, _AFTER_LOADS_S):
+        return
     with scope.case(load.name):
-        served = engine.serve(load, max(1.0, scope.left_s - _AFTER_LOADS_S))
+        served = engine.serve(load, scope.left_s - _AFTER_LOADS_S)
         best = ideal(engine.model, load.requests, scope.ceilings)
         details: dict[str, Detail] = {
             "num_output_tokens": served.num_tokens,
@@ -105,6 +109,8 @@ def _load(scope: Scope, engine: EngineRun, load: Load) -> None:
 def _decode(scope: Scope, engine: EngineRun, batch: int) -> None:
     """A step beside reading all weights and the batch's KV cache once."""
     name = decode(batch)
+    if scope.out_of_time(name):
+        return
     with scope.case(name):
         engine.grow(batch, _SMOKE_CONTEXT if scope.smoke else _CONTEXT)
         measured = engine.decode_steps(_SMOKE_STEPS if scope.smoke else _STEPS)
@@ -131,6 +137,8 @@ def _busy(scope: Scope, engine: EngineRun, name: str) -> None:
     """What a step's kernels take by the driver's trace of them, over what a step takes untraced:
     tracing makes the gaps between kernels longer, not the kernels."""
     num_steps = _SMOKE_STEPS if scope.smoke else _STEPS
+    if scope.out_of_time(name):
+        return
     with scope.case(name):
         step_s = statistics.mean(engine.decode_steps(num_steps).steps_s)
 

@@ -90,6 +90,13 @@ class Scope:
     def fail(self, name: str, failure: str) -> None:
         self._hand_over(Row(section=self.section, name=name, failure=failure))
 
+    def out_of_time(self, name: str, needed_s: float = 0.0) -> bool:
+        """Whether less than ``needed_s`` is left, which is then said in a row."""
+        if self.left_s > needed_s:
+            return False
+        self.fail(name, "the section's time was over")
+        return True
+
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
         """What goes wrong inside becomes a failed row, and the section goes on; but for an error

@@ -58,18 +58,6 @@ def timed(device: torch.device, calls: Sequence[Call], *, replays: int = _REPLAY
     return _timed_by_events(graph.replay, len(repeated), replays)
 
 
-def timed_by_launches(calls: Sequence[Call], *, replays: int = _REPLAYS) -> Timing:
-    """Time on CUDA what cannot be recorded, or is long enough for launches not to matter."""
-    for call in calls:
-        call()
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return _timed_by_events(run, len(calls), replays)
-
-
 def _timed_by_events(run: Callable[[], None], num_calls: int, replays: int) -> Timing:
     pairs = []
     torch.cuda.synchronize()

@@ -1,0 +1,85 @@
+"""Compile every kernel for GPUs and print what it takes of one: registers, shared memory.
+
+    python -m benchmarks.gpu_compile [--model NAME ...] [--formats bf16|fp8|fp32 ...] [--json]
+
+Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared memory than
+there is, or is compiled anew for another length of a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu_compile.models import CONFIGS, model_config
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_compile.compiling import Variant
+
+FORMATS = ("bf16", "fp8", "fp32")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_compile", description=__doc__)
+    parser.add_argument("--model", choices=CONFIGS, action="append", help="default: all")
+    parser.add_argument("--formats", choices=FORMATS, action="append", help="default: all")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    # Read when a kernel is defined, by the imports below.
+    if os.environ.pop("TRITON_INTERPRET", "0") == "1":
+        print("TRITON_INTERPRET is ignored: what is interpreted is not compiled.", file=sys.stderr)
+    from benchmarks.gpu_compile.compiling import Compilation
+    from benchmarks.gpu_compile.steps import compile_model, never_compiled
+
+    compilation = Compilation()
+    start = time.perf_counter()
+    for name in args.model or CONFIGS:
+        for formats in args.formats or FORMATS:
+            for deterministic in (False, True):
+                compile_model(
+                    compilation,
+                    name,
+                    model_config(name),
+                    formats=formats,
+                    deterministic=deterministic,
+                )
+    took_s = time.perf_counter() - start
+    variants = sorted(compilation.variants.values())
+    problems = [
+        f"{variant.kernel} ({variant.constants}; {variant.users[0]}): {variant.problem}"
+        for variant in variants
+        if variant.problem
+    ]
+    problems += [*compilation.failures, *compilation.specialised()]
+    if args.model is None:
+        problems += never_compiled(compilation)
+    if args.json:
+        found = {"variants": [variant._asdict() for variant in variants], "problems": problems}
+        print(json.dumps(found, indent=1))
+        return 1 if problems else 0
+    _print_table(variants)
+    num_kernels = len({variant.kernel for variant in variants})
+    print(f"{len(variants)} variants of {num_kernels} kernels in {took_s:.0f} s")
+    for problem in problems:
+        print(f"PROBLEM {problem}")
+    return 1 if problems else 0
+
+
+def _print_table(variants: list[Variant]) -> None:
+    print(f"{'kernel':24} {'registers':>9} {'spilled':>7} {'shared':>7} wgmma  variant; first user")
+    for variant in variants:
+        wgmma = "yes" if variant.has_wgmma else "-"
+        more = f" +{len(variant.users) - 1}" if len(variant.users) > 1 else ""
+        print(
+            f"{variant.kernel.removesuffix('_kernel'):24} {variant.registers:9} "
+            f"{variant.spilled_bytes:7} {variant.shared_bytes:7} {wgmma:5}  {variant.constants}; "
+            f"{variant.users[0]}{more}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
