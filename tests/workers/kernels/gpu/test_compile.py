@@ -1,0 +1,105 @@
+"""Every kernel, compiled as a Hopper GPU would have it, by the tool for that.
+
+In processes of their own: in this one kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Kernels of one's own that have what the tool is there to find.
+BROKEN = """
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.gpu_compile.compiling import Compilation
+
+
+@triton.jit
+def copy_kernel(source, target, count, WIDTH: tl.constexpr):
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(target + places, tl.load(source + places, mask=places < count), mask=places < count)
+
+
+@triton.jit
+def spread_kernel(numbers, WIDTH: tl.constexpr):
+    values = tl.load(numbers + tl.arange(0, WIDTH))
+    tl.store(numbers + tl.arange(0, WIDTH), values - tl.max(values))
+
+
+compilation = Compilation()
+compilation.user = "test"
+numbers = torch.empty(99, device="meta")
+with compilation.instead_of_launching():
+    for count in (33, 34):
+        copy_kernel[(1,)](numbers, numbers, count, WIDTH=64)
+    assert not compilation.failures
+    assert not compilation.specialised()
+    assert len(compilation.variants) == 1
+    copy_kernel[(1,)](numbers, numbers, 48, WIDTH=64)
+    copy_kernel[(1, 70_000)](numbers, numbers, 33, WIDTH=64)
+    copy_kernel[(1,)](numbers, numbers, 33, WIDTH=65)
+    spread_kernel[(1,)](numbers, WIDTH=1 << 14, num_warps=1)
+for sentence in (*compilation.specialised(), *compilation.failures):
+    print(sentence)
+print(*(variant.problem for variant in compilation.variants.values() if variant.problem))
+"""
+
+
+def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[4]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "formats", "kernels_with_wgmma"),
+    [
+        pytest.param("Qwen3-0.6B", "bf16", {"prefill_kernel", "product_kernel"}, id="bf16"),
+        pytest.param(
+            "Qwen3-30B-A3B", "fp8", {"prefill_kernel", "expert_products_kernel"}, id="experts-fp8"
+        ),
+    ],
+)
+def test_what_an_engine_launches_compiles_once_for_any_length(
+    tmp_path: Path, model: str, formats: str, kernels_with_wgmma: set[str]
+) -> None:
+    done = run(
+        tmp_path, "-m", "benchmarks.gpu_compile", "--model", model, "--formats", formats, "--json"
+    )
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert done.returncode == 0
+    with_wgmma = {variant["kernel"] for variant in found["variants"] if variant["has_wgmma"]}
+    assert kernels_with_wgmma <= with_wgmma
+
+
+def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    done = run(tmp_path / "cache", script)
+    assert done.returncode == 0, done.stderr
+    again, grid, width, spill = done.stdout.splitlines()
+    assert again == ("test: copy_kernel was compiled 2 times for WIDTH=64, with 33 and with 48")
+    assert grid == "test: copy_kernel (WIDTH=64): its grid has 70000 programs along axis 1"
+    assert width.startswith("test: copy_kernel (WIDTH=65): ")
+    assert spill.startswith("spills ")
