@@ -138,7 +138,7 @@ class PagedAttention:
         num_sequences = len(batch.lengths)
         if batch.num_single and not self.deterministic:
             self._decode(window, queries, cache, batch, work, out)
-        if self.deterministic or num_sequences > batch.num_single:
+        if num_sequences > (0 if self.deterministic else batch.num_single):
             self._prefill(window, queries, cache, batch, out)
 
     def _decode(

@@ -31,10 +31,18 @@ def decode_tokens(head_dim: int) -> int:
 
 
 def decode_tile(head_dim: int, group: int, cache_dtype: torch.dtype) -> AttentionTile:
-    """Of such a size that two programs fit one multiprocessor, each with two tiles of keys and
+    """Of such a size that two programs fit one multiprocessor, each with three tiles of keys and
     values on their way."""
-    stages = {1: 4, 2: 3}.get(cache_dtype.itemsize, 2)
-    return AttentionTile(padded(group), decode_tokens(head_dim), 4, stages)
+    tokens = decode_tokens(head_dim)
+    rows = padded(group)
+    if cache_dtype.itemsize == 4:
+        return AttentionTile(rows, tokens, 8, 2)
+    if cache_dtype.itemsize == 1:
+        # Bytes become numbers on their way from shared memory to shared memory, whence the
+        # instruction for 64 rows takes them; for that of 16 each thread would gather bytes singly.
+        rows = max(rows, 64)
+        return AttentionTile(rows, tokens, 4, 4)
+    return AttentionTile(rows, tokens, 4, 4 if rows <= 32 else 3)
 
 
 def prefill_tile(
@@ -45,7 +53,8 @@ def prefill_tile(
     width = padded(head_dim)
     rows = padded(group)
     if dtype.itemsize == 4:
-        return AttentionTile(max(rows, 32), 32 if width <= 128 else 16, 4, 2)
+        return AttentionTile(max(rows, 32), 32 if width <= 64 else 16, 8, 2)
+    tokens = 32 if width > 128 else 64
     if deterministic:
-        return AttentionTile(max(rows, 64), 64 if width <= 128 else 32, 4, 3)
-    return AttentionTile(max(rows, 128), 128 if width <= 64 else 64, 8, 3 if width <= 128 else 2)
+        return AttentionTile(max(rows, 64), tokens, 4, 3)
+    return AttentionTile(max(rows, 128), 128 if width <= 64 else tokens, 8, 3)
