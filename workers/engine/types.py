@@ -75,7 +75,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens of prompt and longest completion whose keys and values are not computed yet.
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
-    preemption counts as prefill. ``busy_s`` is the time spent in steps that ran the model.
+    preemption counts as prefill. ``busy_s`` is the time during which a step that runs the model was
+    under way, from its launch until what it made was handed over.
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``

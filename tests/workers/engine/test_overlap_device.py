@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schemas.config import EngineConfig
+from tests.workers.engine import grammars
 from tests.workers.engine.support import (
     drain,
     last_by_request,
@@ -81,6 +82,24 @@ def test_overlap_changes_no_token(llama: tuple[Path, Any], seed: int) -> None:
         assert all(token >= 0 for output in outputs for token in output.token_ids)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_free_blocks == 14
+
+
+def test_sequences_under_a_grammar_come_and_go_among_others(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = grammars.save_checkpoint(tmp_path_factory.mktemp("grammars"))
+    items = [
+        grammars.ask("number", grammars.regex("[0-9]{3,9}")),
+        grammars.ask("free", None, max_tokens=60),
+        grammars.ask("penalised", None, max_tokens=40, frequency_penalty=0.3),
+        grammars.ask("word", grammars.regex("(yes|no)")),
+    ]
+    told = []
+    for overlap in (False, True):
+        engine = grammars.load_engine(path, kernels="reference", overlap=overlap)
+        told.append(_told(_serve(engine, items)))
+    assert told[0] == told[1]
+    assert set(told[0]) == {(item.request_id, 0) for item in items}
 
 
 def test_after_a_failure_the_device_knows_everybody_anew(
