@@ -22,6 +22,8 @@ MOST_SEQUENCES = 256
 _BATCH_TOKENS = 8192
 _SMOKE_SEQUENCES = 2
 _SMOKE_BATCH_TOKENS = 16
+# More than all that is timed of one sequence.
+_MOST_DECODED = 2048
 _WARM_STEPS, _SMOKE_WARM_STEPS = 4, 1
 
 
@@ -106,10 +108,11 @@ class EngineRun:
         return ids
 
     def step(self) -> list[EngineOutput]:
-        """One step. Raises RuntimeError if a request failed."""
+        """One step. Raises RuntimeError if a request failed, with nobody left in the engine."""
         outputs = self.engine.step()
         for output in outputs:
             if output.error is not None:
+                self.shrink(0)
                 raise RuntimeError(f"request {output.request_id} failed: {output.error}")
             self._lengths[output.request_id] += len(output.token_ids)
             if output.finished:
@@ -121,7 +124,7 @@ class EngineRun:
         running = len(self._lengths)
         prompts = self.prompts(num_sequences - running, num_prompt_tokens)
         longest = self.engine.max_tokens_per_request - num_prompt_tokens
-        waiting = set(self.add(prompts, [longest] * len(prompts)))
+        waiting = set(self.add(prompts, [min(longest, _MOST_DECODED)] * len(prompts)))
         while waiting:
             waiting.difference_update(o.request_id for o in self.step() if o.token_ids)
 

@@ -91,7 +91,10 @@ def check(
     """The largest error of what a work writes. Raises WrongResultError."""
     expected = [tensor.clone() for tensor in work.expected()]
     with poisoned_allocations():
-        actual = work.written(work.run())
+        result = work.run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # it may have written the host's memory
+    actual = work.written(result)
     worst = max(error(one, other) for one, other in zip(actual, expected, strict=True))
     if not worst <= tolerance:
         raise WrongResultError(f"the error is {worst:.3g}, more than {tolerance}")

@@ -102,13 +102,14 @@ class SectionProcesses:
             if not ended:
                 reason = f"ended after {limit_s + _GRACE_S:.0f} s"
                 keep(Row(section=section.name, name="the rest of it", failure=reason))
+            else:
+                process.join(_GRACE_S)
         finally:
-            if process.is_alive():
-                process.join(1.0)
+            exit_code = process.exitcode
             process.kill()
             process.join()
-        if ended and process.exitcode:
-            reason = f"its process ended with exit code {process.exitcode}"
+        if exit_code:
+            reason = f"its process ended with exit code {exit_code}"
             keep(Row(section=section.name, name="the rest of it", failure=reason))
 
 
