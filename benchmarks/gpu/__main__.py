@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="SECTION")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it (default: 8)")
+    parser.add_argument("--minutes", type=float, default=7.7, help="for all of it (default: 7.7)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--save", type=Path, nargs="?", const=_RESULT, help=f"write results/{_RESULT.name} or PATH"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +17,25 @@ class WrongResultError(Exception):
     """What was computed is not what the reference computes."""
 
 
+class Turns:
+    """Every ``count``-th of what comes is ours, the ``first`` being the first."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self._numbers = itertools.count()
+        self._first = first
+        self._count = count
+
+    def take(self) -> bool:
+        """Whether the next one is ours."""
+        return next(self._numbers) % self._count == self._first
+
+
 class Scope:
     """``smoke``: tiny sizes on the CPU, whose figures mean nothing. ``earlier`` are the rows of the
     sections before. Rows are handed over as they are made, so that those of a section that is
-    killed later are kept."""
+    killed later are kept. With ``rehearsal``, kernels are run once each, as it takes them, so that
+    they are compiled, and nothing is measured.
+    """
 
     def __init__(
         self,
@@ -31,9 +47,11 @@ class Scope:
         ceilings: Ceilings | None,
         earlier: list[Row],
         hand_over: Callable[[Row | Ceilings], None],
+        rehearsal: Turns | None = None,
     ) -> None:
         self.section = section
         self.smoke = smoke
+        self.rehearsal = rehearsal
         self.seed = seed
         self.device = torch.device("cpu" if smoke else "cuda")
         # Triton's interpreter does not multiply matrices of bfloat16.
