@@ -37,8 +37,13 @@ _WARM_UP_STEPS = 4
 # What the first sequences may make while the last ones' prompts are computed.
 _TOKENS_BEFORE = 128
 _NUM_FUNCTIONS = 25
-_TINY = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
-_TINY |= {"num_kv_heads": 1, "head_dim": 16}
+_TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,6 +111,7 @@ class DeviceRunner:
         self._sampler = DeviceSampler(config.vocab_size, num_rows, where, kernels=kernels.name)
         self._state = DeviceState(
             device,
+            self._suits,
             max_num_sequences=bounds.num_sequences,
             max_blocks=bounds.num_blocks,
         )
@@ -187,7 +188,7 @@ class DeviceRunner:
         ):
             state_row = rows[sequence]
             number = self._state.padding_row
-            if self._is_ours(sequence):
+            if state_row.suits and not sequence.forks:
                 number = state_row.number
                 if not state_row.begun:
                     self._sampler.begin(number, sequence)
@@ -202,12 +203,8 @@ class DeviceRunner:
             )
         return choice
 
-    def _is_ours(self, sequence: Sequence) -> bool:
-        return (
-            not sequence.forks
-            and sequence.prompt_logprobs is None
-            and self._sampler.suits(sequence.request.sampling)
-        )
+    def _suits(self, sequence: Sequence) -> bool:
+        return sequence.prompt_logprobs is None and self._sampler.suits(sequence.request.sampling)
 
     def _tell(self, packed: Array) -> None:
         """Bring the device what it needs to know for the next step."""

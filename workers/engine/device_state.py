@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -12,13 +14,14 @@ from workers.kernels.gpu.step_inputs import StepState
 
 class StateRow:
     """A sequence's row. ``table`` is the block table whose first ``num_sent`` entries the device
-    has, ``last_sent`` the last of them. ``begun``: whether the device's sampler knows the sequence
-    and all its tokens."""
+    has, ``last_sent`` the last of them. ``suits``: whether the device's sampler can choose the
+    sequence's tokens; ``begun``: whether it knows the sequence and all its tokens."""
 
-    __slots__ = ("begun", "last_sent", "num_sent", "number", "table")
+    __slots__ = ("begun", "last_sent", "num_sent", "number", "suits", "table")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, suits: bool) -> None:
         self.number = number
+        self.suits = suits
         self.table: list[int] | None = None
         self.num_sent = 0
         self.last_sent = -1
@@ -29,11 +32,20 @@ class DeviceState:
     """Rows of running sequences on the device, see ``StepState``; the last row is for padding.
 
     A sequence keeps its row as long as it runs. Rows of sequences that do not run any more are
-    taken back when one is needed; there are as many as sequences may run.
+    taken back when one is needed; there are as many as sequences may run. ``suits`` says whose
+    tokens the device can choose.
     """
 
-    def __init__(self, device: Device, *, max_num_sequences: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        suits: Callable[[Sequence], bool],
+        *,
+        max_num_sequences: int,
+        max_blocks: int,
+    ) -> None:
         self._device = device
+        self._suits = suits
         self._max_blocks = max_blocks
         self.padding_row = max_num_sequences
         num_rows = max_num_sequences + 1
@@ -50,7 +62,7 @@ class DeviceState:
         """The row of a running sequence; notes what its block table has gained."""
         row = self._rows.get(sequence)
         if row is None:
-            row = self._rows[sequence] = StateRow(self._take_free())
+            row = self._rows[sequence] = StateRow(self._take_free(), suits=self._suits(sequence))
         table = sequence.block_table
         if len(table) != row.num_sent or table is not row.table or table[-1] != row.last_sent:
             self._note(row, table)

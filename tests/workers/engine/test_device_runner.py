@@ -123,7 +123,7 @@ def test_padding_changes_no_logits(llama: tuple[Path, Any]) -> None:
     assert answers(padded, requests) == answers(exact, requests)
 
 
-class _NoWaiting(TorchDispatchMode):
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails on operations that would make a host wait for its device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ def test_a_launch_waits_for_nothing(tmp_path: Path) -> None:
     launch = engine._runner.launch
 
     def watched(plan: Any) -> Any:
-        with _NoWaiting():
+        with _NoWaiting():  # type: ignore[no-untyped-call]
             return launch(plan)
 
     engine._runner.launch = watched  # type: ignore[method-assign]
@@ -203,7 +203,9 @@ class _TableState:
 
     def __init__(self, rng: random.Random, num_rows: int) -> None:
         self.rng = rng
-        self.state = DeviceState(LateDevice(), max_num_sequences=num_rows, max_blocks=12)
+        self.state = DeviceState(
+            LateDevice(), lambda _: True, max_num_sequences=num_rows, max_blocks=12
+        )
         self.running: list[Sequence] = []
         self.num_rows = num_rows
 
