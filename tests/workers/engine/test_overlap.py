@@ -150,16 +150,23 @@ def test_a_preempted_sequence_waits_until_its_token_is_read() -> None:
     assert not runner.broken
 
 
-def test_who_is_about_to_end_is_not_preempted_nor_anybody_for_its_blocks() -> None:
-    """When blocks lack, what the next read sets free is waited for."""
-    engine, _ = make_engine(DeviceRunner(num_blocks=4), max_num_sequences=2, prefix_cache=False)
-    engine.add(request("ends", prompt(1, 30, 190), max_tokens=3))
-    engine.add(request("grows", prompt(2, 31, 190), max_tokens=20))
-    outputs = drain(engine)
-    assert {name: len(ids) for name, ids in tokens_by_request(outputs).items()} == {
-        "ends": 3,
-        "grows": 20,
-    }
+def test_blocks_of_who_is_about_to_end_are_waited_for() -> None:
+    """Blocks lack in the step whose plan knows that another sequence ends with the last one."""
+    grows = request("grows", prompt(1, 30, 190), max_tokens=25)
+    ends = request("ends", prompt(2, 40, 190), max_tokens=19)
+    engine, _ = make_engine(DeviceRunner(num_blocks=7), max_num_sequences=2, prefix_cache=False)
+    engine.add(grows)
+    engine.add(ends)
+    tokens: dict[str, int] = {"grows": 0, "ends": 0}
+    counts = []
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += len(output.token_ids)
+        counts.append((tokens["grows"], tokens["ends"]))
+        engine.check_integrity()
+    # Both run abreast; then there is nothing to launch beside the last read, and one goes on.
+    assert counts[18:22] == [(18, 18), (19, 19), (19, 19), (20, 19)]
+    assert counts[-1] == (25, 19)
     assert engine.stats().num_preemptions == 0
 
 
