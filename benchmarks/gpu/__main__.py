@@ -96,6 +96,8 @@ def _run(sections: list[Section], report: Report, path: Path | None, limit_s: fl
         report.section_s[section.name] = round(time.monotonic() - begin_s, 1)
         if path:
             report.save(path)
+        if report.environment is None:
+            return  # there is no such device: the row of the first section says why
 
 
 def _machine(report: Report) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import time
 
-from benchmarks.gpu import attention_kernels, matmul_kernels, row_kernels, sampling_kernels
+from benchmarks.gpu import (
+    attention_kernels,
+    expert_kernels,
+    matmul_kernels,
+    row_kernels,
+    sampling_kernels,
+)
 from benchmarks.gpu.scope import Scope, Turns
 
 # Compilers beside each other: a kernel takes seconds to compile, and there are dozens.
@@ -23,6 +29,7 @@ def _measure(scope: Scope) -> None:
     matmul_kernels.run(scope)
     row_kernels.run(scope)
     sampling_kernels.run(scope)
+    expert_kernels.run(scope)
 
 
 def _rehearse(scope: Scope) -> None:

@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import Call
-from workers.kernels.gpu.matmul import linear, tiled_linear
+from workers.kernels.gpu.matmul import gated_linear, linear, tiled_linear
+from workers.kernels.gpu.reference.rows import swiglu
 from workers.kernels.gpu.tiles import ProductTile
 
 
@@ -50,11 +51,24 @@ def run(scope: Scope) -> None:
     for num_rows in SKINNY_ROWS[:2] if scope.smoke else SKINNY_ROWS:
         for shape in shapes(smoke=scope.smoke):
             _measure(scope, f"linear {shape.name}, {num_rows} rows", shape, num_rows, "bytes")
+        _measure_gated(scope, num_rows)
     shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
     for num_rows in (20,) if scope.smoke else (256, 8192):
         name = f"linear {shape.name}, {num_rows} rows"
         _measure(scope, name, shape, num_rows, "flops")
         _measure(scope, f"{name}, fixed order", shape, num_rows, "flops", fixed=True)
+
+
+def _measure_gated(scope: Scope, num_rows: int) -> None:
+    """The gate-up projection with the gate in the same pass."""
+    shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
+    measure(
+        scope,
+        f"gated linear {shape.name}, {num_rows} rows",
+        partial(_gated_linear, scope, shape, num_rows),
+        shape.cost(num_rows, scope.dtype.itemsize),
+        rival=partial(_torch_gated_linear, scope, shape, num_rows),
+    )
 
 
 def _measure(
@@ -93,13 +107,37 @@ def _linear(scope: Scope, shape: Shape, num_rows: int, fixed: bool, number: int)
     )
 
 
-def tiled_work(scope: Scope, shape: Shape, num_rows: int, tile: ProductTile, number: int) -> Work:
-    """The product by a tile of choice."""
+def _gated_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Work:
     rows, weight = _operands(scope, shape, num_rows, number)
     return Work(
-        lambda: tiled_linear(rows, weight, None, None, tile),
+        lambda: gated_linear(rows, weight),
         returned,
-        lambda: [rows.float() @ weight.float().t()],
+        lambda: [swiglu(rows.float() @ weight.float().t())],
+    )
+
+
+def _torch_gated_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
+    rows, weight = _operands(scope, shape, num_rows, number)
+
+    def run() -> torch.Tensor:
+        gate, up = F.linear(rows, weight).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    return run
+
+
+def tiled_work(
+    scope: Scope, shape: Shape, num_rows: int, gated: bool, tile: ProductTile, number: int
+) -> Work:
+    """The product by a tile of choice."""
+    rows, weight = _operands(scope, shape, num_rows, number)
+
+    def expected() -> list[torch.Tensor]:
+        product = rows.float() @ weight.float().t()
+        return [swiglu(product) if gated else product]
+
+    return Work(
+        lambda: tiled_linear(rows, weight, None, None, tile, gated=gated), returned, expected
     )
 
 

@@ -115,20 +115,31 @@ def _products(scope: Scope) -> Iterator[Sweep]:
     for shape in shapes:
         for num_rows in few:
             yield _product(scope, shape, num_rows, _skinny_candidates(num_rows), "GB/s")
+    gated = shapes[min(2, len(shapes) - 1)]
+    for num_rows in few:
+        yield _product(scope, gated, num_rows, _skinny_candidates(num_rows), "GB/s", gated=True)
     for num_rows in many:
         yield _product(scope, shapes[0], num_rows, _tiled_candidates(num_rows), "TFLOP/s")
 
 
 def _product(
-    scope: Scope, shape: Shape, num_rows: int, candidates: Sequence[Tile], unit: str
+    scope: Scope,
+    shape: Shape,
+    num_rows: int,
+    candidates: Sequence[Tile],
+    unit: str,
+    *,
+    gated: bool = False,
 ) -> Sweep:
     itemsize = scope.dtype.itemsize
     cost = shape.cost(num_rows, itemsize)
+    width = shape.num_outputs // (1 + gated)
+    table = tiles.gated_product_tile if gated else tiles.product_tile
     return Sweep(
-        name=f"linear {shape.name}, {num_rows} rows",
-        present=tiles.product_tile(num_rows, shape.num_outputs, shape.num_inputs, itemsize),
+        name=f"{'gated ' * gated}linear {shape.name}, {num_rows} rows",
+        present=table(num_rows, width, shape.num_inputs, itemsize),
         candidates=candidates,
-        make=partial(matmul_kernels.tiled_work, scope, shape, num_rows),
+        make=partial(matmul_kernels.tiled_work, scope, shape, num_rows, gated),
         using=nullcontext,
         bytes_moved=cost.bytes_moved,
         amount=cost.bytes_moved / 1e9 if unit == "GB/s" else cost.flops / 1e12,

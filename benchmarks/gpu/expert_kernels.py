@@ -1,0 +1,72 @@
+"""A layer's mixture of experts, from the scores of its router to the residual sum."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.kernel_cases import Cost, Work, measure
+from benchmarks.gpu.scope import Scope
+from workers.kernels.gpu import experts, rows
+from workers.kernels.gpu.reference import experts as reference
+from workers.kernels.gpu.reference import rows as reference_rows
+
+
+class Mixture(NamedTuple):
+    """``num_rows`` rows choose ``num_chosen`` experts each, enough for every expert to be chosen
+    by some."""
+
+    num_rows: int
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    inner: int
+
+    def cost(self, itemsize: int) -> Cost:
+        """Each expert's weights once, and the rows; the choices between are on their way."""
+        weights = self.num_experts * 3 * self.hidden * self.inner
+        moved = weights + 3 * self.num_rows * self.hidden
+        flops = 6 * self.num_rows * self.num_chosen * self.hidden * self.inner
+        return Cost(moved * itemsize, flops)
+
+
+# As Qwen3-30B-A3B has them.
+_MIXTURE = Mixture(256, 128, 8, 2048, 768)
+_SMOKE_MIXTURE = Mixture(3, 4, 2, 32, 32)
+
+
+def run(scope: Scope) -> None:
+    mixture = _SMOKE_MIXTURE if scope.smoke else _MIXTURE
+    name = f"{mixture.num_chosen} of {mixture.num_experts} experts, {mixture.num_rows} rows"
+    measure(scope, name, partial(_work, scope, mixture), mixture.cost(scope.dtype.itemsize))
+
+
+def _work(scope: Scope, mixture: Mixture, number: int) -> Work:
+    num_rows, num_experts, num_chosen, hidden, inner = mixture
+    generator = scope.generator(number)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        numbers = torch.empty(shape, dtype=scope.dtype, device=scope.device)
+        return numbers.normal_(std=std, generator=generator)
+
+    scores = normal(num_rows, num_experts)
+    normed, total = normal(num_rows, hidden), normal(num_rows, hidden)
+    gates = normal(num_experts, 2 * inner, hidden, std=hidden**-0.5)
+    downs = normal(num_experts, hidden, inner, std=inner**-0.5)
+
+    def run() -> torch.Tensor:
+        weights, chosen = experts.route(scores, num_chosen, normalized=True)
+        choices = experts.sort_by_expert(chosen, num_experts)
+        gated = rows.swiglu(experts.gate_up(normed, gates, choices, num_chosen=num_chosen))
+        return experts.add_choices(total, experts.down(gated, downs, choices, weights))
+
+    def expected() -> list[torch.Tensor]:
+        weights, chosen = reference.route(scores, num_chosen, normalized=True)
+        choices = reference.sort_by_expert(chosen, num_experts)
+        wide = reference.gate_up(normed.float(), gates, choices, num_chosen=num_chosen)
+        results = reference.down(reference_rows.swiglu(wide), downs, choices, weights)
+        return [reference.add_choices(total.to(torch.float32, copy=True), results)]
+
+    return Work(run, lambda _: [total], expected)
