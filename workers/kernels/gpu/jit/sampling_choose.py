@@ -50,6 +50,16 @@ def _kept_weights(values, best, temperature, edge):
 
 
 @triton.jit
+def _summary(tops, masses, groups, num_groups, best, temperature):
+    """(the least gap, the weight) of each of a row's groups."""
+    inside = groups < num_groups
+    group_tops = tl.load(tops + groups, mask=inside, other=-float("inf"))
+    peaks = tl.where(inside, gap_bits(group_tops, best, temperature), NO_GAP)
+    relative = tl.load(masses + groups, mask=inside, other=0.0)
+    return peaks, tl.where(peaks < INF_BITS, relative * weights_of(peaks), 0.0)
+
+
+@triton.jit
 def _race_groups(
     key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks, weights, groups
 ):
@@ -102,9 +112,9 @@ def choose_kernel(
     logits += row * row_stride
     counts += state_row * vocab_size
     groups = tl.arange(0, ALL_GROUPS)
-    inside = groups < num_groups
-    own = row * num_groups + groups
-    group_tops = tl.load(tops + own, mask=inside, other=-float("inf"))
+    tops += row * num_groups
+    masses += row * num_groups
+    group_tops = tl.load(tops + groups, mask=groups < num_groups, other=-float("inf"))
     best = tl.max(group_tops)
     temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
     key = word(record, KEY)
@@ -113,12 +123,10 @@ def choose_kernel(
     if tl.abs(best) < float("inf"):
         edge = tl.full((), INF_BITS, tl.int32)
         if temperature > 0:
-            peaks = tl.where(inside, gap_bits(group_tops, best, temperature), NO_GAP)
-            relative = tl.load(masses + own, mask=inside, other=0.0)
-            weights = tl.where(peaks < INF_BITS, relative * weights_of(peaks), 0.0)
             top_k = half_word(record, TOP_K)
             top_p = word(record, TOP_P).to(tl.float64, bitcast=True)
             if (top_k < vocab_size) | (top_p < 1):
+                peaks, weights = _summary(tops, masses, groups, num_groups, best, temperature)
                 edge = largest_gap(
                     top_k, top_p, tl.sum(weights.to(tl.float64)), peaks, groups, num_groups,
                     logits, counts, record, vocab_size, best, temperature,
@@ -127,6 +135,8 @@ def choose_kernel(
                 )  # fmt: skip
             farthest = tl.abs(half_word(record, LOG_MIN_P).to(tl.float32, bitcast=True))
             edge = tl.minimum(edge, farthest.to(tl.int32, bitcast=True))
+            # Read again, which is faster than to keep it in registers.
+            peaks, weights = _summary(tops, masses, groups, num_groups, best, temperature)
             group = _race_groups(
                 key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks,
                 weights, groups,

@@ -94,9 +94,10 @@ def _among_likeliest(bits, bound, top_k, top_p, by_count, mass):
             share = top_p * tl.where(by_count, inside, mass)
             target = tl.where(by_mass, share, top_k.to(tl.float64))
             found = (bound == INF_BITS) | (inside >= target)
-            low = tl.full((), -1, tl.int32)
-            nothing = tl.full((), 0.0, tl.float64)
-            edge = _least_reaching(bits, weights, nothing, target, low, edge)
+            if found:
+                low = tl.full((), -1, tl.int32)
+                nothing = tl.full((), 0.0, tl.float64)
+                edge = _least_reaching(bits, weights, nothing, target, low, edge)
     return edge, found
 
 
@@ -219,19 +220,16 @@ def largest_gap(
     ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
     """
     by_count = top_k < vocab_size
-    # The likeliest of tokens are in the groups with the least gaps.
+    # As many groups as fit, with whatever ties: those before the first that does not.
     bound = tl.full((), INF_BITS, tl.int32)
     if num_groups > LIKELIEST_GROUPS:
-        bound = _peak_rank(peaks, tl.minimum(top_k, LIKELIEST_GROUPS))
+        bound = _peak_rank(peaks, LIKELIEST_GROUPS + 1) - 1
     num_listed = _list_groups(listing, peaks <= bound, groups)
-    edge = bound
-    found = num_listed <= LIKELIEST_GROUPS
-    if found:
-        bits = _listed_gaps(
-            logits, counts, record, vocab_size, best, temperature, listing, 0, num_listed,
-            LIKELIEST_GROUPS,
-        )  # fmt: skip
-        edge, found = _among_likeliest(bits, bound, top_k, top_p, by_count, mass)
+    bits = _listed_gaps(
+        logits, counts, record, vocab_size, best, temperature, listing, 0, num_listed,
+        LIKELIEST_GROUPS,
+    )  # fmt: skip
+    edge, found = _among_likeliest(bits, bound, top_k, top_p, by_count, mass)
     if not found:
         edge = tl.full((), INF_BITS, tl.int32)
         if by_count:
