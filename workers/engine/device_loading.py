@@ -21,6 +21,7 @@ from workers.models.decoder import Decoder, DecoderWeights
 from workers.models.device_product import device_products
 from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
+from workers.models.stacked_experts import stacked_experts
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +48,16 @@ def load_device_runner(
     where = device.torch_device
     dtype = choose_dtype(config, engine.dtype, where)
     kernels = choose_kernels("triton" if engine.kernels == "auto" else engine.kernels, where)
+    fixed = engine.deterministic
+    product = device_products(kernels, fixed=fixed)
     weights = load_weights(
         path,
         config,
         dtype=dtype,
         device=where,
         source=DummyTensors(dtype, where) if engine.load_format == "dummy" else None,
-        product=device_products(kernels, fixed=engine.deterministic),
+        product=product,
+        experts=stacked_experts(kernels.experts, product, fixed=fixed),
     )
     plans = _Plans(
         config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype)
