@@ -64,12 +64,13 @@ def attend_tile(
     scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
     if SCALED:
         scale_rows = cache[4] + block_ids * cache[5] + offsets.to(tl.int64) * cache[6]
+        # Both at once: of fewer elements than it has threads, a program would load copies.
+        scale_pointers = scale_rows[:, None] + tl.arange(0, 2)[None, :] * cache[7]
         if MASKED:
-            key_scales = tl.load(scale_rows, mask=stored, other=0.0)
-            value_scales = tl.load(scale_rows + cache[7], mask=stored, other=0.0)
+            pairs = tl.load(scale_pointers, mask=stored[:, None], other=0.0)
         else:
-            key_scales = tl.load(scale_rows)
-            value_scales = tl.load(scale_rows + cache[7])
+            pairs = tl.load(scale_pointers)
+        key_scales, value_scales = tl.split(pairs)
         scores *= key_scales[None, :]
     if CAPPED:
         # tanh; exact at both ends, where exp2 is 0 or infinite.
