@@ -30,8 +30,8 @@ class Mode(NamedTuple):
 _MODES = (
     Mode("eager", cuda_graphs=False, overlap=False),
     Mode("graphs", cuda_graphs=True, overlap=False),
-    Mode("eager, overlapped", cuda_graphs=False, overlap=True),
     Mode("graphs, overlapped", cuda_graphs=True, overlap=True),
+    Mode("eager, overlapped", cuda_graphs=False, overlap=True),
 )
 
 
