@@ -10,6 +10,7 @@ import torch
 
 from registry.checkpoint import ModelConfig
 from schemas.config import EngineConfig
+from schemas.errors import ConfigError
 from workers.engine.device import Device, Stopwatch
 from workers.engine.device_memory import cache_bytes
 from workers.engine.device_operations import DeviceOperations
@@ -48,6 +49,10 @@ def load_device_runner(
     where = device.torch_device
     dtype = choose_dtype(config, engine.dtype, where)
     kernels = choose_kernels("triton" if engine.kernels == "auto" else engine.kernels, where)
+    if kernels.name == "triton" and where.type == "cpu" and dtype is not torch.float32:
+        raise ConfigError(
+            "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
+        )
     fixed = engine.deterministic
     product = device_products(kernels, fixed=fixed)
     weights = load_weights(

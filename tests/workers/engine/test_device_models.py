@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import transformers
 
 from schemas.config import EngineConfig
+from schemas.errors import ConfigError
 from schemas.frames import TokenLogprob
+from tests.support.triton_products import rows_by_themselves
 from tests.workers.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -105,6 +108,26 @@ def test_eight_bits_of_keys_and_values_are_enough(tmp_path: Path, family: str) -
         assert mean_error(first_logits(engine, token_ids), exact) <= 0.25
 
 
+def test_the_interpreter_is_not_trusted_with_half_precision(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    with pytest.raises(ConfigError, match=r"engine.dtype to float32"):
+        make_engine(tmp_path, kernels="triton", dtype="bfloat16")
+
+
+def test_triton_asks_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        make_engine(tmp_path, kernels="triton")
+
+
+@pytest.fixture
+def _rows_by_themselves() -> Iterator[None]:
+    with rows_by_themselves():
+        yield
+
+
+@pytest.mark.usefixtures("_rows_by_themselves")
 def test_deterministic_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     """Alone, in a crowd, with the prompt cut into chunks, cold and warm: the same bits."""
     save_llama(tmp_path, num_hidden_layers=1, vocab_size=67)
@@ -123,7 +146,7 @@ def test_deterministic_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None
         return make_engine(
             tmp_path,
             kernels="triton",
-            dtype="bfloat16",
+            dtype="float32",
             deterministic=True,
             cuda_graphs=False,
             **config,

@@ -195,5 +195,5 @@ def test_an_engine_without_a_compiler_answers_the_same(
     assert answer("auto") == answer("torch") == compiled
     with pytest.raises(ConfigError, match="there are no kernels: There is no C\\+\\+ compiler"):
         answer("native")
-    with pytest.raises(ConfigError, match="choose auto, native or torch"):
+    with pytest.raises(ConfigError, match="choose auto, native, torch, triton, reference"):
         answer("fast")
