@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from schemas.errors import MillraceError
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest, EngineStats
 from workers.engine_wire import (
     Add,
     Broken,
@@ -132,7 +132,7 @@ def serve(fd: int, parent_pid: int) -> int:
         return 0
     except MillraceError as error:
         return _break(link, error.message)
-    except Exception as error:
+    except (Exception, DeviceLostError) as error:
         logger.exception("the engine failed")
         return _break(link, f"the engine failed: {type(error).__name__}: {error}")
 

@@ -26,6 +26,7 @@ from workers.engine.planner import ScheduledSequence
 from workers.engine.pooling import PooledChunk, pool_rows
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from workers.engine.sequence import Sequence
+from workers.engine.types import DeviceLostError
 from workers.kernels.gpu.device_batch import DeviceBatch
 from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
 from workers.models.decoder import Decoder
@@ -150,9 +151,8 @@ class DeviceRunner:
         """
         try:
             return self._launch(plan)
-        except BaseException:
-            self._state.distrust()
-            raise
+        except Exception as error:
+            raise self._failed(error) from error
 
     def _launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
         layout = lay_out(plan)
@@ -177,6 +177,13 @@ class DeviceRunner:
             read = self._read_back(plan, layout, shape, choice)
             logits = self._host_logits(choice.host_places)
         return LaunchedStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
+
+    def _failed(self, error: Exception) -> BaseException:
+        """What a launch or a read fails with: after an error on the device itself nothing works."""
+        self._state.distrust()
+        if isinstance(error, torch.AcceleratorError):
+            return DeviceLostError(f"the device failed: {error}")
+        return error
 
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
@@ -276,9 +283,8 @@ class DeviceRunner:
         def read() -> ChosenTokens:
             try:
                 arrays = wait()
-            except BaseException:
-                self._state.distrust()
-                raise
+            except Exception as error:
+                raise self._failed(error) from error
             numbers = arrays[0]
             flags = numbers[count:].astype(np.bool_)
             tokens: list[int] = numbers[:count].tolist()

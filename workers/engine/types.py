@@ -146,3 +146,10 @@ class NonFiniteEmbeddingError(MillraceError):
             "The model's hidden states for this prompt are not finite; the checkpoint's weights or "
             "its dtype may be at fault."
         )
+
+
+class DeviceLostError(BaseException):
+    """The device has failed, and nothing that this process asks of it will be done any more.
+
+    No error of one request: it ends the process, in whose place another one is started.
+    """

@@ -28,7 +28,7 @@ from workers.engine.device_state import DeviceState
 from workers.engine.engine import Engine
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.settings import settled
-from workers.engine.types import EngineOutput, EngineRequest
+from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest
 from workers.kernels.gpu.step_inputs import StepShape
 
 CPU = torch.device("cpu")
@@ -179,6 +179,26 @@ def test_a_failed_launch_ends_nobody_else(
     monkeypatch.setattr(runner, "_compute", failing)
     runner._recorded = type(runner._recorded)()
     assert answers(engine, requests) == expected
+
+
+@pytest.mark.parametrize("on_read", [False, True])
+def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read: bool) -> None:
+    """It blames nobody; who keeps the engine's process starts another one."""
+    engine = make_engine(llama[0], max_num_sequences=6)
+    runner = engine._runner
+
+    def lose(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine.add(request("r", prompt(1, 9), max_tokens=9))
+    engine.step()
+    if on_read:
+        runner._device.read_back = lambda _: lose  # type: ignore[attr-defined]
+    else:
+        runner._compute = lose  # type: ignore[attr-defined]
+        runner._recorded.replay = lose  # type: ignore[attr-defined]
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        drain(engine)
 
 
 def test_random_weights_need_a_config_only(llama: tuple[Path, Any], tmp_path: Path) -> None:
