@@ -14,19 +14,14 @@ from cli.main import main
 from registry.tokenizer import Tokenizer
 from tests.support.checkpoints_made import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXTS = [{"id": "a", "text": "mill wheel"}, {"text": "water"}, {"prompt_token_ids": [5, 6, 7]}]
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets these for its process; here they go back."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def embed(

@@ -18,38 +18,10 @@ from registry.tokenizer import Tokenizer
 from schemas.frames import FinishReason
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
-from tests.support.checkpoints_made import write_checkpoint
+from tests.cli.generating import generate
 from workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
-SMALL = ("--kv-cache-bytes", "2000000", "--threads", "1")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets these for its process; here they go back."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def generate(
-    folder: Path, checkpoint: Path, lines: Sequence[Any], *options: str
-) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code and the answers."""
-    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    (folder / "in.jsonl").write_text(text)
-    out = folder / "out.jsonl"
-    code = main(
-        [
-            *("generate", "--model", str(checkpoint), "--input", str(folder / "in.jsonl")),
-            *("--output", str(out), *SMALL, *options),
-        ]
-    )
-    return code, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_file_of_requests(

@@ -12,19 +12,14 @@ import pytest
 from cli.main import main
 from tests.support.checkpoints_made import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _MONTH = "[0-9]{4}-[0-9]{2}"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets these for its process; here they go back."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def generate(folder: Path, checkpoint: Path, *lines: dict[str, Any]) -> tuple[int, list[Any]]:

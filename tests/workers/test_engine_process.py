@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -67,8 +68,11 @@ class _Heard:
         return None
 
 
-async def test_a_process_serves_until_it_is_killed(checkpoint: Path) -> None:
-    client = await EngineClient.start(checkpoint, _CONFIG)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+async def test_a_process_serves_until_it_is_killed(checkpoint: Path, kernels: str) -> None:
+    """On the runner of a CPU, and on that of a GPU, whose steps overlap."""
+    config = msgspec.structs.replace(_CONFIG, kernels=kernels)
+    client = await EngineClient.start(checkpoint, config)
     try:
         heard = _Heard(client)
         await _same_tokens_as_in_this_process(checkpoint, client, heard)
