@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import build_parser
+from schemas.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -55,3 +56,11 @@ def test_python_of_the_readme_compiles() -> None:
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_the_settings_of_an_engine_on_a_gpu_are_there() -> None:
+    section = (ROOT / "README.md").read_text().split("## On a GPU")[1].split("\n## ")[0]
+    names = re.findall(r"`(\w+)(?:: \w+)?`", "".join(re.findall(r"^\| (`.+?) \|", section, re.M)))
+    assert len(names) >= 6
+    assert set(names) <= set(EngineConfig.__struct_fields__)
+    assert str(EngineConfig().gpu_memory_fraction) in section
