@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.engine_options import add_engine_options, engine_config
+from cli.engine_options import add_engine_options, engine_config, print_start_of_engine
 from schemas.errors import ConfigError
 from schemas.pooling import Pooling
 
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("The checkpoint does not say how to pool; choose with --pooling.")
     normalize = defaults.normalize if arguments.normalize is None else arguments.normalize
     texts = read_texts(arguments.input, served)
+    print_start_of_engine()
     engine = Engine.load(served.path, config)
     embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
     if arguments.output is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import logging
+import sys
+from typing import Any, TextIO
 
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 
 DEFAULTS = EngineConfig()
+_PRINTER: logging.StreamHandler[TextIO] = logging.StreamHandler()
 
 
 def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
@@ -86,3 +89,11 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         overlap=not arguments.no_overlap,
         **others,
     )
+
+
+def print_start_of_engine() -> None:
+    """Have what an engine says of its start (weights, memory, recorded steps, times) printed."""
+    _PRINTER.setStream(sys.stderr)
+    said = logging.getLogger("workers.engine")
+    said.addHandler(_PRINTER)
+    said.setLevel(logging.INFO)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.engine_options import DEFAULTS, add_engine_options, engine_config
+from cli.engine_options import DEFAULTS, add_engine_options, engine_config, print_start_of_engine
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 
@@ -113,6 +113,7 @@ def _generate(
     from cli.offline import OfflineBatch
     from workers.engine.engine import Engine
 
+    print_start_of_engine()
     engine = Engine.load(served.path, config)
     batch = OfflineBatch(engine, served.tokenizer, engine.stats().max_num_sequences)
     num_bad = _write_answers(batch, requests, output)

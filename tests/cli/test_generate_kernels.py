@@ -15,14 +15,19 @@ GREEDY = {"prompt": "mill wheel", "max_tokens": 24, "temperature": 0, "ignore_eo
 DRAWN = {"prompt": "race", "max_tokens": 24, "seed": 3, "top_p": 0.9, "ignore_eos": True}
 
 
-def test_the_runner_of_a_gpu_answers_the_same(tmp_path: Path, checkpoint: Path) -> None:
+def test_the_runner_of_a_gpu_answers_the_same(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With plain torch for its kernels, recorded steps and overlap, and without both."""
     _, expected = generate(tmp_path, checkpoint, [GREEDY, DRAWN])
     for options in ((), ("--no-cuda-graphs", "--no-overlap")):
+        caplog.clear()
         code, answers = generate(
             tmp_path, checkpoint, [GREEDY, DRAWN], "--kernels", "reference", *options
         )
         assert (code, answers) == (0, expected)
+        assert "by reference kernels" in caplog.text
+        assert ("warmed up in" in caplog.text) == (not options)
 
 
 def test_keys_and_values_in_eight_bits(tmp_path: Path, checkpoint: Path) -> None:

@@ -60,9 +60,8 @@ def test_python_of_the_readme_compiles() -> None:
 
 def test_the_settings_of_an_engine_on_a_gpu_are_there() -> None:
     section = (ROOT / "README.md").read_text().split("## On a GPU")[1].split("\n## ")[0]
-    names = re.findall(
-        r"`(\w+)(?:: \w+)?`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE))
-    )
+    cells = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
+    names = re.findall(r"`(\w+)(?:: \w+)?`", "".join(cells))
     assert len(names) >= 6
     assert set(names) <= set(EngineConfig.__struct_fields__)
     assert str(EngineConfig().gpu_memory_fraction) in section
