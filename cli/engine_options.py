@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 
 DEFAULTS = EngineConfig()
-_PRINTER: logging.StreamHandler[TextIO] = logging.StreamHandler()
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+_PRINTER = _Printer()
 
 
 def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
@@ -93,7 +100,6 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
 
 def print_start_of_engine() -> None:
     """Have what an engine says of its start (weights, memory, recorded steps, times) printed."""
-    _PRINTER.setStream(sys.stderr)
     said = logging.getLogger("workers.engine")
     said.addHandler(_PRINTER)
     said.setLevel(logging.INFO)
