@@ -15,7 +15,7 @@ from workers.engine.device import Device, Stopwatch
 from workers.engine.device_memory import cache_bytes
 from workers.engine.device_operations import DeviceOperations
 from workers.engine.device_runner import Bounds, DeviceRunner
-from workers.engine.kernel_set import KernelSet, choose_kernels
+from workers.engine.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.engine.kv_cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
 from workers.kernels.gpu.step_inputs import StepShape
 from workers.models.decoder import Decoder, DecoderWeights
@@ -49,7 +49,7 @@ def load_device_runner(
     where = device.torch_device
     dtype = choose_dtype(config, engine.dtype, where)
     kernels = choose_kernels("triton" if engine.kernels == "auto" else engine.kernels, where)
-    if kernels.name == "triton" and where.type == "cpu" and dtype is not torch.float32:
+    if kernels.name == "triton" and is_interpreted() and dtype is not torch.float32:
         raise ConfigError(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
@@ -69,7 +69,8 @@ def load_device_runner(
     )
     _log.info("loaded the weights of %s in %.1f s", config.architecture, watch.lap_s())
     runner = _assemble(plans, _num_blocks(plans))
-    if engine.cuda_graphs:
+    # The references look at what is on their device, which a recording must not.
+    if engine.cuda_graphs and not (kernels.name == "reference" and where.type == "cuda"):
         runner.record()
     _log.info(
         "%s in %s on %s by %s kernels, %d KV blocks of %d tokens in %s, ready after %.1f s more",

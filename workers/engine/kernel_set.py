@@ -85,12 +85,17 @@ def choose_kernels(name: str, device: torch.device) -> KernelSet:
     """The kernels "triton" or "reference". Raises ConfigError where Triton's cannot run."""
     if name == "reference":
         return _reference_kernels()
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and not is_interpreted():
         raise ConfigError(
             "engine.kernels is 'triton', which needs a CUDA device; with TRITON_INTERPRET=1 in the "
             "environment its interpreter runs them on the CPU, very slowly."
         )
     return _triton_kernels()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _triton_kernels() -> KernelSet:
