@@ -1,9 +1,11 @@
 """Compile every kernel for GPUs and print what it takes of one: registers, shared memory.
 
     python -m benchmarks.gpu_compile [--model NAME ...] [--formats bf16|fp8|fp32 ...] [--json]
+    python -m benchmarks.gpu_compile --engine
 
-Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared memory than
-there is, or is compiled anew for another length of a batch.
+The second runs a whole engine of a small model, as it would on a GPU but for what its kernels
+compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared memory
+than there is, or is compiled anew for another length of a batch.
 """
 
 from __future__ import annotations
@@ -27,17 +29,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_compile", description=__doc__)
     parser.add_argument("--model", choices=CONFIGS, action="append", help="default: all")
     parser.add_argument("--formats", choices=FORMATS, action="append", help="default: all")
+    parser.add_argument("--engine", action="store_true", help="an engine instead of models")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     # Read when a kernel is defined, by the imports below.
     if os.environ.pop("TRITON_INTERPRET", "0") == "1":
         print("TRITON_INTERPRET is ignored: what is interpreted is not compiled.", file=sys.stderr)
     from benchmarks.gpu_compile.compiling import Compilation
+    from benchmarks.gpu_compile.engine import SETTINGS, compile_engine
     from benchmarks.gpu_compile.steps import compile_model, never_compiled
 
     compilation = Compilation()
     start = time.perf_counter()
-    for name in args.model or CONFIGS:
+    for name in SETTINGS if args.engine else ():
+        compile_engine(compilation, name)
+    for name in () if args.engine else args.model or CONFIGS:
         for formats in args.formats or FORMATS:
             for deterministic in (False, True):
                 compile_model(
@@ -55,7 +61,7 @@ def main() -> int:
         if variant.problem
     ]
     problems += [*compilation.failures, *compilation.specialised()]
-    if args.model is None:
+    if args.model is None and not args.engine:
         problems += never_compiled(compilation)
     if args.json:
         found = {"variants": [variant._asdict() for variant in variants], "problems": problems}

@@ -90,7 +90,7 @@ def choose_kernels(name: str, device: torch.device) -> KernelSet:
             "engine.kernels is 'triton', which needs a CUDA device; with TRITON_INTERPRET=1 in the "
             "environment its interpreter runs them on the CPU, very slowly."
         )
-    return _triton_kernels()
+    return triton_kernels()
 
 
 def is_interpreted() -> bool:
@@ -98,7 +98,8 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _triton_kernels() -> KernelSet:
+def triton_kernels() -> KernelSet:
+    """Triton's, wherever they then run."""
     from workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
 
     return KernelSet(

@@ -103,3 +103,13 @@ def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path) -> None:
     assert grid == "test: copy_kernel (WIDTH=64): its grid has 70000 programs along axis 1"
     assert width.startswith("test: copy_kernel (WIDTH=65): ")
     assert spill.startswith("spills ")
+
+
+def test_a_whole_engine_compiles_each_kernel_once(tmp_path: Path) -> None:
+    """The runner itself, from its warm-up to the last token, for requests of every kind."""
+    done = run(tmp_path, "-m", "benchmarks.gpu_compile", "--engine", "--json")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert not found["problems"]
+    kernels = {variant["kernel"] for variant in found["variants"]}
+    assert {"prepare_inputs_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} <= kernels

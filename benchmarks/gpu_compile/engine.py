@@ -1,0 +1,94 @@
+"""An engine as it would run on a GPU, from its start to its last token, without what it computes.
+
+All of the runner is real: settings, weights, warm-up, recording, padding, what is sent and read
+back, the addresses and numbers that kernels are called with. They are compiled where they would be
+launched, so tokens and log-probabilities are whatever lay in the memory of their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.gpu_compile.compiling import Compilation
+from schemas.config import EngineConfig
+from schemas.sampling import SamplingParams
+
+# Every width is a multiple of 16, so that a kernel compiled anew is so for another batch.
+_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1008,
+    "tie_word_embeddings": True,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "deterministic": {"deterministic": True},
+    "launched one by one": {"cuda_graphs": False, "overlap": False},
+}
+_SAMPLINGS = (
+    SamplingParams(max_tokens=6, temperature=0.0),
+    SamplingParams(max_tokens=5, temperature=0.7, seed=1),
+    SamplingParams(max_tokens=4, temperature=0.7, seed=2, top_p=0.9, top_k=40, min_p=0.01),
+    SamplingParams(max_tokens=6, temperature=0.7, seed=3, repetition_penalty=1.2),
+    SamplingParams(max_tokens=3, temperature=0.0, logprobs=2),
+    SamplingParams(max_tokens=3, temperature=0.7, seed=4, n=2),
+    SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1),
+    SamplingParams(max_tokens=3, temperature=0.0, logit_bias={5: 1.0}),
+)
+# Garbage may end a request early, never late.
+_MOST_STEPS = 200
+
+
+def compile_engine(compilation: Compilation, name: str) -> int:
+    """Run requests of every kind with the settings ``name``; how many steps that took."""
+    from workers.engine import device_loading
+    from workers.engine.engine import Engine
+    from workers.engine.kernel_set import triton_kernels
+    from workers.engine.types import EngineRequest
+
+    compilation.user = f"engine {name}"
+    config = EngineConfig(
+        device="cpu",
+        dtype="bfloat16",
+        kernels="triton",
+        load_format="dummy",
+        num_blocks=200,
+        max_num_sequences=20,
+        max_batch_tokens=300,
+        **SETTINGS[name],
+    )
+    requests = [
+        EngineRequest(
+            request_id=str(i), prompt_token_ids=tuple(range(1, 30 + 17 * i)), sampling=sampling
+        )
+        for i, sampling in enumerate(_SAMPLINGS)
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(device_loading, "choose_kernels", return_value=triton_kernels()),
+        compilation.instead_of_launching(),
+    ):
+        (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
+        engine = Engine.load(Path(folder), config)
+        for request in requests:
+            engine.add(request)
+        for num_steps in range(_MOST_STEPS):
+            if not engine.has_work:
+                return num_steps
+            engine.step()
+    raise AssertionError(f"the engine has work after {_MOST_STEPS} steps")
