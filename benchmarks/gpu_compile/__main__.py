@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_compile --engine
 
 The second runs a whole engine of a small model, as it would on a GPU but for what its kernels
-compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared memory
-than there is, or is compiled anew for another length of a batch.
+compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared
+memory than there is, or is compiled anew for another length of a batch.
 """
 
 from __future__ import annotations
