@@ -112,7 +112,7 @@ class DeviceRunner:
         self._sampler = DeviceSampler(config.vocab_size, num_rows, where, kernels=kernels.name)
         self._state = DeviceState(
             device,
-            self._suits,
+            _suits,
             max_num_sequences=bounds.num_sequences,
             max_blocks=bounds.num_blocks,
         )
@@ -124,11 +124,18 @@ class DeviceRunner:
         return torch.device("cpu")
 
     def record(self) -> None:
-        """Record the steps that will come again and again."""
+        """Record the steps that will come again and again, and have all kernels ready. Steps of
+        embeddings are never recorded: their hidden states are wanted, which do not stay."""
         shapes = ladder(self._bounds.num_sequences, self._bounds.num_tokens)
         watch = Stopwatch(self._device)
         for shape in shapes:
             self.warm_up(shape)
+        if not self.config.has_head:
+            _log.info("warmed up in %.1f s", watch.lap_s())
+            return
+        with torch.inference_mode():
+            _, _, logits, chosen, _ = self._buffers
+            self._sampler.logprobs(logits, chosen, [0], [1], self._device.upload)
         warm_s = watch.lap_s()
         with torch.inference_mode():
             self._recorded.record(self._device, shapes, self._compute)
@@ -138,7 +145,10 @@ class DeviceRunner:
         )
 
     def warm_up(self, shape: StepShape) -> None:
-        """Compute a step that is padding only, so that all its kernels are there."""
+        """Compute a step that is padding only, so that all its kernels are there; without logits
+        where the model has none."""
+        if not self.config.has_head:
+            shape = shape._replace(num_sampled=0)
         layout = lay_out(())
         with torch.inference_mode():
             self._tell(pack(layout, (), (), shape, self._state.padding_row))
@@ -179,8 +189,15 @@ class DeviceRunner:
         return LaunchedStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _failed(self, error: Exception) -> BaseException:
-        """What a launch or a read fails with: after an error on the device itself nothing works."""
+        """What a launch or a read fails with: after an error on the device itself nothing works.
+
+        Not all who come upon such an error say so by its type, so the device is asked.
+        """
         self._state.distrust()
+        try:
+            self._device.synchronize()
+        except torch.AcceleratorError as lost:
+            return DeviceLostError(f"the device failed: {lost}")
         if isinstance(error, torch.AcceleratorError):
             return DeviceLostError(f"the device failed: {error}")
         return error
@@ -209,9 +226,6 @@ class DeviceRunner:
                 SampledRow(shifted(row, layout, shape), number, sequence.num_output_tokens)
             )
         return choice
-
-    def _suits(self, sequence: Sequence) -> bool:
-        return sequence.prompt_logprobs is None and self._sampler.suits(sequence.request.sampling)
 
     def _tell(self, packed: Array) -> None:
         """Bring the device what it needs to know for the next step."""
@@ -305,3 +319,8 @@ class DeviceRunner:
             return torch.empty(0, self.config.vocab_size)
         rows = self._device.upload(np.array(places, dtype=np.int64))
         return self._buffers.logits.index_select(0, rows).cpu()
+
+
+def _suits(sequence: Sequence) -> bool:
+    """Whether the device can choose a sequence's tokens."""
+    return sequence.prompt_logprobs is None and DeviceSampler.suits(sequence.request.sampling)

@@ -201,6 +201,26 @@ def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read
         drain(engine)
 
 
+def test_who_loses_a_device_need_not_say_so(llama: tuple[Path, Any]) -> None:
+    """Kernels that cannot be launched any more raise what they always do."""
+    engine = make_engine(llama[0], max_num_sequences=6)
+    runner = engine._runner
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    def lost() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine.add(request("r", prompt(1, 9), max_tokens=9))
+    engine.step()
+    runner._compute = fail  # type: ignore[attr-defined]
+    runner._recorded.replay = fail  # type: ignore[attr-defined]
+    runner._device.synchronize = lost  # type: ignore[attr-defined]
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        drain(engine)
+
+
 def test_random_weights_need_a_config_only(llama: tuple[Path, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama[0] / "config.json").read_bytes())
     made = []

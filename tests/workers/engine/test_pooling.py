@@ -85,10 +85,17 @@ def test_a_preempted_embedding_starts_over(
         check(llama[1].model, token_ids, Pooling.MEAN, last[str(i)])
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
-def test_a_checkpoint_without_a_head_embeds_only(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        *((family, "auto") for family in ("Llama", "Qwen2", "Qwen3", "Mistral")),
+        ("Qwen3", "reference"),  # as the runner of a device computes
+    ],
+)
+def test_a_checkpoint_without_a_head_embeds_only(tmp_path: Path, family: str, kernels: str) -> None:
     base = save_base_model(tmp_path, family)
-    engine = Engine.load(tmp_path, EngineConfig(num_blocks=32, device="cpu"))
+    config = EngineConfig(num_blocks=32, device="cpu", kernels=kernels, max_num_sequences=4)
+    engine = Engine.load(tmp_path, config)
     engine.add(embed("mean", PROMPTS[0], Pooling.MEAN))
     engine.add(embed("last", PROMPTS[2], Pooling.LAST))
     engine.add(request("tokens", PROMPTS[1]))
