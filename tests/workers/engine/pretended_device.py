@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +46,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assert name != "lift_fresh", "a recording makes a tensor of values of the host"
         if name in _SINGLE:
             return 1.0 if tensors[0].dtype.is_floating_point else 1
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                tensor.constant = None  # else what it knows of a single number is computed with
         made = func(*args, **(kwargs or {}))
         if self.recording:
             places = {leaf.device.type for leaf in tree_leaves(made) if torch.is_tensor(leaf)}

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def copy_blocks_kernel(
     source,
     target,
