@@ -13,6 +13,8 @@ from tests.support.servers import NatsServer, RedisServer
 
 # Read when a kernel is defined: kernels for GPUs then run on the CPU, one program after the other.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read when torch first looks for a device: on a machine with a GPU the tests test the same.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
