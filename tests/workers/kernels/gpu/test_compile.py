@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,34 @@ for sentence in (*compilation.specialised(), *compilation.failures):
     print(sentence)
 print(*(variant.problem for variant in compilation.variants.values() if variant.problem))
 """
+
+# What the loops over tiles of keys are compiled to, printed.
+LOOPS = """
+import torch
+
+from benchmarks.gpu_compile import compiling
+from benchmarks.gpu_compile.models import model_config
+from benchmarks.gpu_compile.steps import Step, compile_model
+
+
+def printed(name, constants, kernel, own=compiling._variant):
+    if name in ("decode_kernel", "prefill_kernel"):
+        print(kernel.asm["ttgir"])
+    return own(name, constants, kernel)
+
+
+compiling._variant = printed
+for formats in ("bf16", "fp8"):
+    compile_model(
+        compiling.Compilation(),
+        "Qwen3-0.6B",
+        model_config("Qwen3-0.6B"),
+        formats=formats,
+        deterministic=False,
+        steps=[Step(2, 1, 33)],
+    )
+"""
+_RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 
 
 def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -113,3 +142,28 @@ def test_a_whole_engine_compiles_each_kernel_once(tmp_path: Path) -> None:
     assert not found["problems"]
     kernels = {variant["kernel"] for variant in found["variants"]}
     assert {"prepare_inputs_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} <= kernels
+
+
+def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(tmp_path: Path) -> None:
+    script = tmp_path / "loops.py"
+    script.write_text(LOOPS)
+    done = run(tmp_path / "cache", script)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    starts = [index for index, line in enumerate(lines) if " = scf.for " in line]
+    num_loops = 0
+    for start in starts:
+        end = next(i for i in range(start, len(lines)) if lines[i].lstrip().startswith("scf.yield"))
+        loop = [match for match in map(_RESULT.match, lines[start + 1 : end]) if match]
+        if not any("async_copy" in match[2] for match in loop):
+            continue
+        num_loops += 1
+        looked_up: set[str] = set()
+        for match in loop:
+            result, operation = match.groups()
+            is_lookup = "tt.load" in operation and "x!tt.ptr<i32>" in operation
+            if is_lookup or looked_up.intersection(re.findall(r"%\w+", operation)):
+                assert "async_copy" not in operation
+                looked_up.add(result)
+    # One of the decode kernel, and of the prefill kernel with masks and without, by two formats.
+    assert num_loops == 6

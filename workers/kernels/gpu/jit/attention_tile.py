@@ -6,8 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def block_ids_of(table, positions, wanted, BLOCK_SIZE: tl.constexpr):
-    """Which block of the cache each of the positions lies in, as int64; 0 where not wanted."""
-    return tl.load(table + positions // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
+    """Which block of the cache each of the positions lies in, 0 where not wanted.
+
+    As loaded, int32: of a loop that carries a load's own result over to its next step, the compiler
+    begins the load in the step before; of one that carries what was made of it, it does not.
+    """
+    return tl.load(table + positions // BLOCK_SIZE, mask=wanted, other=0)
 
 
 @triton.jit
@@ -17,7 +21,7 @@ def attend_tile(
     sums,  # [rows], of exp2(score - maximum)
     totals,  # [rows, HEAD_DIM_PADDED], of values so weighted
     cache,  # of this head, see below
-    block_ids,  # int64 [BLOCK_TOKENS]
+    block_ids,  # int32 [BLOCK_TOKENS]
     positions,  # int32 [BLOCK_TOKENS]
     stored,  # [BLOCK_TOKENS]: which positions may be read, if MASKED
     visible,  # [rows or 1, BLOCK_TOKENS]: which scores count, if MASKED
@@ -38,6 +42,7 @@ def attend_tile(
     bit by bit.
     """
     data, block_stride, token_stride, pair_stride = cache[0], cache[1], cache[2], cache[3]
+    block_ids = block_ids.to(tl.int64)
     offsets = positions % BLOCK_SIZE
     columns = tl.arange(0, HEAD_DIM_PADDED)
     rows = data + block_ids * block_stride + offsets.to(tl.int64) * token_stride
@@ -60,7 +65,6 @@ def attend_tile(
     if SCALED:
         # By way of float16 and float32 it takes a third of the time that the direct way takes.
         keys = keys.to(tl.float16).to(tl.float32)
-        values = values.to(tl.float16).to(tl.float32)
     scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
     if SCALED:
         scale_rows = cache[4] + block_ids * cache[5] + offsets.to(tl.int64) * cache[6]
@@ -86,6 +90,7 @@ def attend_tile(
     sums = sums * fades + tl.sum(weights, 1)
     if SCALED:
         weights *= value_scales[None, :]
+        values = values.to(tl.float16).to(tl.float32)
     totals = tl.dot(
         weights.to(queries.dtype),
         values.to(queries.dtype),
