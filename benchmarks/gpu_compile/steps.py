@@ -180,9 +180,10 @@ class _Engine:
             (len(blocks), 1000, *blocks.shape[2:]), dtype=torch.uint8, device=_META
         )
         for num_pairs in (1, 2, 16, 33):
-            ids = _longs(num_pairs)
+            # Of one upload, as the host's memory sends them: the second begin anywhere.
+            source_ids, target_ids = _longs(2, num_pairs)
             for source, target in ((blocks, blocks), (blocks, others), (others, blocks)):
-                copy_blocks(source, target, ids, ids)
+                copy_blocks(source, target, source_ids, target_ids)
 
 
 class _Shapes:
