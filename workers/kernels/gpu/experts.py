@@ -108,7 +108,8 @@ def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
     width], in their order and rounded once; in place."""
     num_rows, num_chosen, width = results.shape
     if num_rows:
-        block = min(1024, power_of_two(width))
+        # At least an element for each thread, since the sum takes the place of what it adds to.
+        block = max(128, min(1024, power_of_two(width)))
         add_choices_kernel[(num_rows, -(-width // block))](
             *(total, results, total.stride(0)),
             WIDTH=width,

@@ -18,8 +18,11 @@ class RowTile(NamedTuple):
 
 
 def norm_tile(width: int) -> RowTile:
-    """A whole row, by as many threads as have 16 bytes of it each, within reason."""
-    block = power_of_two(width)
+    """A whole row, by as many threads as have 16 bytes of it each, within reason.
+
+    No element has two threads, of which one might read a sum in place of what the other added to.
+    """
+    block = max(128, power_of_two(width))
     if block <= 1024:
         return RowTile(block, 4)
     if block <= 4096:

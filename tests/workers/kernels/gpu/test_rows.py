@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
 from workers.kernels.gpu import rows as kernels
 from workers.kernels.gpu.reference import rows as reference
+from workers.kernels.gpu.tiles import norm_tile
 
 EPSILON = 1e-6
 SHAPES = {
@@ -75,3 +76,10 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert normed[[0, 2]].isfinite().all()
     assert normed[1].isnan().all()
     assert kernels.swiglu(rows).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("width", [1, 2, 64, 100, 128, 129, 896, 1024, 2560, 4096, 8192])
+def test_no_element_of_a_sum_in_place_has_two_threads(width: int) -> None:
+    tile = norm_tile(width)
+    assert tile.block >= width
+    assert tile.block >= 32 * tile.num_warps
