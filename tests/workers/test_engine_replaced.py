@@ -19,6 +19,7 @@ from workers.engine_keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, Engi
 from workers.engine_process import EngineFailedError
 
 _GAUGES = {
+    "max_num_sequences",
     "num_running",
     "num_waiting",
     "num_blocks",
