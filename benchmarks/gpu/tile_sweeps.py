@@ -58,7 +58,8 @@ def _attention(scope: Scope) -> Iterator[Sweep]:
             present=_decode_present(scope, case)
             if is_decode
             else attention_tiles.prefill_tile(
-                head_dim, group, scope.dtype, deterministic=case.deterministic
+                *(head_dim, group, scope.dtype, _cache_dtype(scope, case)),
+                deterministic=case.deterministic,
             ),
             candidates=_decode_candidates(scope, case) if is_decode else _prefill_candidates(group),
             make=lambda _, number, make=make: make(number),  # type: ignore[misc]
@@ -70,10 +71,13 @@ def _attention(scope: Scope) -> Iterator[Sweep]:
         )
 
 
+def _cache_dtype(scope: Scope, case: Case) -> torch.dtype:
+    return torch.float8_e4m3fn if case.fp8 else scope.dtype
+
+
 def _decode_present(scope: Scope, case: Case) -> AttentionTile:
     group = case.heads.num_heads // case.heads.num_kv_heads
-    dtype = torch.float8_e4m3fn if case.fp8 else scope.dtype
-    return attention_tiles.decode_tile(case.heads.head_dim, group, dtype)
+    return attention_tiles.decode_tile(case.heads.head_dim, group, _cache_dtype(scope, case))
 
 
 def _decode_candidates(scope: Scope, case: Case) -> list[Tile]:

@@ -11,6 +11,7 @@ import torch
 from workers.kernels.gpu.attention_tiles import (
     decode_tile,
     decode_tokens,
+    masks_all_tiles,
     padded,
     prefill_tile,
 )
@@ -184,8 +185,10 @@ class PagedAttention:
         batch: DeviceBatch,
         out: torch.Tensor,
     ) -> None:
+        cache_dtype = cache.data.dtype
         tile = prefill_tile(
-            self.head_dim, self._group, queries.dtype, deterministic=self.deterministic
+            *(self.head_dim, self._group, queries.dtype, cache_dtype),
+            deterministic=self.deterministic,
         )
         num_single = batch.num_single
         first_tile = 0 if self.deterministic else num_single
@@ -199,7 +202,7 @@ class PagedAttention:
             *self._strides(queries, cache, batch, out),
             BLOCK_ROWS=tile.rows,
             BLOCK_TOKENS=tile.tokens,
-            FIXED=self.deterministic,
+            FIXED=self.deterministic or masks_all_tiles(self.head_dim, cache_dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **self._constants(queries, cache, window),
