@@ -37,13 +37,6 @@ _WARM_UP_STEPS = 4
 # What the first sequences may make while the last ones' prompts are computed.
 _TOKENS_BEFORE = 128
 _NUM_FUNCTIONS = 25
-_TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-}
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,11 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parsed = parser.parse_args(arguments)
     configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
-    from benchmarks.checkpoints import LLAMA_100M, write_llama
+    from benchmarks.checkpoints import LLAMA_100M, LlamaShape, write_llama
 
     with tempfile.TemporaryDirectory() as folder:
         # The runner of GPUs is slow here, and its model's time is of no interest.
-        shape = LLAMA_100M._replace(**_TINY) if parsed.gpu_runner else LLAMA_100M
+        tiny = LlamaShape(
+            hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32
+        )
+        shape = tiny if parsed.gpu_runner else LLAMA_100M
         path = parsed.model or write_llama(Path(folder), shape)
         kernels = "reference" if parsed.gpu_runner else "auto"
         for num_sequences in parsed.sequences:

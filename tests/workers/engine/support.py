@@ -6,8 +6,12 @@ import random
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from schemas.sampling import SamplingParams
+from workers.engine.device_runner import DeviceRunner
 from workers.engine.engine import Engine
+from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineOutput, EngineRequest
 
 
@@ -23,6 +27,13 @@ class FakeMemory:
 
     def copy_block(self, source: int, target: int) -> None:
         self.copied.append((source, target))
+
+
+def embedding_of(engine: Engine) -> torch.Tensor:
+    """The embedding of the model that an engine runs: [vocab_size, hidden_size]."""
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner | DeviceRunner)
+    return runner._decoder._weights.embedding
 
 
 def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:

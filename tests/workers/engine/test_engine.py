@@ -16,13 +16,13 @@ from tests.workers.checkpoints import reference_greedy, reference_logits
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
     drain,
+    embedding_of,
     last_by_request,
     prompt,
     request,
     tokens_by_request,
 )
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineRequest
 
 RUNNERS = ("host", "device")
@@ -260,9 +260,9 @@ def test_a_request_with_a_live_id_takes_its_place(make_engine: MakeEngine) -> No
     assert last_by_request(outputs).keys() == {"r"}
 
 
-def poison(runner: ModelRunner, token: int) -> None:
+def poison(engine: Engine, token: int) -> None:
     """Make the embedding of one token NaN."""
-    runner._decoder._weights.embedding[token] = float("nan")
+    embedding_of(engine)[token] = float("nan")
 
 
 @pytest.mark.parametrize("max_batch_tokens", [8, 512])
@@ -279,7 +279,7 @@ def test_nan_logits_end_only_their_own_sequence(
     bad_token = next(token for token in range(199) if token not in seen)
 
     engine = make_engine(num_blocks=16, max_batch_tokens=max_batch_tokens)
-    poison(engine._runner, bad_token)
+    poison(engine, bad_token)
     outputs = []
     for round_ in range(2):  # the second round gets the blocks of the first
         engine.add(request(f"bad{round_}", [5, bad_token, 6] * 6))

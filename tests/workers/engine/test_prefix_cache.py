@@ -14,6 +14,7 @@ from schemas.config import EngineConfig
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
     drain,
+    embedding_of,
     last_by_request,
     prompt,
     request,
@@ -181,7 +182,7 @@ def test_a_preempted_sequence_finds_its_own_blocks(make_engine: MakeEngine, cold
 def test_poison_is_never_cached(make_engine: MakeEngine, cold: Any) -> None:
     clean = [token for token in range(150) if token != 77]
     engine = make_engine(max_batch_tokens=32)
-    embedding = engine._runner._decoder._weights.embedding
+    embedding = embedding_of(engine)
     kept = embedding[77].clone()
     embedding[77] = float("nan")
     token_ids = [*clean[:40], 77, *clean[40:90]]
