@@ -102,26 +102,39 @@ def triton_kernels() -> KernelSet:
     """Triton's, wherever they then run."""
     from workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
 
-    return KernelSet(
-        name="triton",
-        prepare_inputs=inputs.prepare_inputs,
-        rms_norm=rows.rms_norm,
-        add_rms_norm=rows.add_rms_norm,
-        swiglu=rows.swiglu,
-        rotate_store=heads.rotate_store,
-        linear=matmul.linear,
-        gated_linear=matmul.gated_linear,
+    return _gathered(
+        "triton",
+        *(inputs, rows, heads, matmul, experts),
         prefers_skinny=matmul.prefers_skinny,
         attention=attention.PagedAttention,
-        experts=experts,
     )
 
 
 def _reference_kernels() -> KernelSet:
     from workers.kernels.gpu.reference import attention, experts, heads, inputs, matmul, rows
 
+    return _gathered(
+        "reference",
+        *(inputs, rows, heads, matmul, experts),
+        prefers_skinny=_never,
+        attention=attention.ReferenceAttention,
+    )
+
+
+def _gathered(
+    name: str,
+    inputs: Any,
+    rows: Any,
+    heads: Any,
+    matmul: Any,
+    experts: ExpertKernels,
+    *,
+    prefers_skinny: Callable[[int, int, int], bool],
+    attention: Callable[..., Attention],
+) -> KernelSet:
+    """A set from the modules that both sources have."""
     return KernelSet(
-        name="reference",
+        name=name,
         prepare_inputs=inputs.prepare_inputs,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
@@ -129,8 +142,8 @@ def _reference_kernels() -> KernelSet:
         rotate_store=heads.rotate_store,
         linear=matmul.linear,
         gated_linear=matmul.gated_linear,
-        prefers_skinny=_never,
-        attention=attention.ReferenceAttention,
+        prefers_skinny=prefers_skinny,
+        attention=attention,
         experts=experts,
     )
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from schemas.sampling import SamplingParams
 from workers.engine.device_runner import DeviceRunner
@@ -84,3 +85,30 @@ def last_by_request(outputs: list[EngineOutput]) -> dict[str, EngineOutput]:
             assert output.request_id not in last, f"{output.request_id} ended twice"
             last[output.request_id] = output
     return last
+
+
+class SteppingClock:
+    """Every look at it is a hundredth of a second later."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        self._now_s += 0.01
+        return self._now_s
+
+
+def drawn_settings(block_bytes: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Settings that make an engine short of everything, now and then; ``block_bytes`` of a block of
+    its KV cache."""
+    return st.fixed_dictionaries(
+        {
+            "max_batch_tokens": st.sampled_from([5, 24, 64, 300]),
+            "max_num_sequences": st.integers(1, 7),
+            "prefix_cache": st.booleans(),
+            "host_cache_bytes": st.sampled_from([0, 3 * block_bytes, 60 * block_bytes]),
+            "idle_offload_s": st.sampled_from([0.0, 0.5, 30.0]),
+            "ageing_s": st.sampled_from([0.0, 0.3, 10.0]),
+            "itl_bound_ms": st.sampled_from([0.0, 2.0]),
+        }
+    )

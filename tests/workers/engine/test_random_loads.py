@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas.config import EngineConfig
-from tests.workers.engine.support import prompt, request
+from tests.workers.engine.support import SteppingClock, drawn_settings, prompt, request
 from tests.workers.engine.test_host_cache import BLOCK_BYTES
 from workers.engine.engine import Engine
 from workers.engine.planner import MAX_PREEMPTIONS
@@ -71,28 +71,7 @@ ARRIVALS = st.lists(
     min_size=1,
     max_size=12,
 )
-CONFIGS = st.fixed_dictionaries(
-    {
-        "max_batch_tokens": st.sampled_from([5, 24, 64, 300]),
-        "max_num_sequences": st.integers(1, 7),
-        "prefix_cache": st.booleans(),
-        "host_cache_bytes": st.sampled_from([0, 3 * BLOCK_BYTES, 60 * BLOCK_BYTES]),
-        "idle_offload_s": st.sampled_from([0.0, 0.5, 30.0]),
-        "ageing_s": st.sampled_from([0.0, 0.3, 10.0]),
-        "itl_bound_ms": st.sampled_from([0.0, 2.0]),
-    }
-)
-
-
-class SteppingClock:
-    """Every look at it is a hundredth of a second later."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-
-    def __call__(self) -> float:
-        self._now_s += 0.01
-        return self._now_s
+CONFIGS = drawn_settings(BLOCK_BYTES)
 
 
 class World:
