@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -19,11 +20,22 @@ from schemas.frames import FinishReason
 from schemas.sampling import SamplingParams
 from tests.support.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
+from workers import engine_loop
 from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest, EngineStats
 from workers.engine_loop import Link, drive
 from workers.engine_process import EngineClient, EngineFailedError
-from workers.engine_wire import Add, Stepped, Stop, Unpacker, pack, report_decoder
+from workers.engine_wire import (
+    Add,
+    Broken,
+    Load,
+    Ready,
+    Stepped,
+    Stop,
+    Unpacker,
+    pack,
+    report_decoder,
+)
 
 _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_sequences=8)
 
@@ -227,3 +239,27 @@ def test_a_message_larger_than_a_read_comes_whole() -> None:
         for payload in unpacker.feed(data[start : start + 65_536])
     ]
     assert len(payloads) == 2
+
+
+class _Lost(_Counting):
+    def step(self) -> list[EngineOutput]:
+        raise DeviceLostError("the device failed: an illegal memory access")
+
+
+def test_a_process_whose_device_is_lost_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5.0)
+    monkeypatch.setattr(engine_loop, "_load", lambda _: _Lost())
+    monkeypatch.setattr(engine_loop, "_die_with_parent", lambda _: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with ours:
+        ours.sendall(pack(Load("a checkpoint", _CONFIG, shared=False)))
+        ours.sendall(pack([Add(_request("a", 3))]))
+        assert engine_loop.serve(theirs.detach(), os.getpid()) == 1
+        unpacker = Unpacker()
+        reports = [report_decoder.decode(payload) for payload in unpacker.feed(ours.recv(1 << 16))]
+    assert [type(report) for report in reports] == [Ready, Broken]
+    assert "illegal memory access" in reports[1].message

@@ -91,10 +91,7 @@ def _num_blocks(plans: _Plans) -> int:
     config, engine = plans.config, plans.engine
     size_bytes = block_bytes(config, engine.block_size_tokens, plans.cache_dtype)
     kv_cache_bytes = engine.kv_cache_bytes
-    info = None
     if not engine.num_blocks and not kv_cache_bytes:
-        info = plans.device.memory()
-    if info is not None:
         kv_cache_bytes = _profiled_bytes(plans, size_bytes)
     return choose_num_blocks(
         config,
@@ -113,7 +110,7 @@ def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
     largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
     work_bytes = device.peak_bytes(lambda: probe.warm_up(largest))
     info = device.memory()
-    assert info is not None
+    assert info is not None, "settings leave the size to a device without memory of its own"
     _log.info(
         "the largest step needs %.2f GiB beside weights and buffers of %.2f GiB",
         *(work_bytes / 2**30, info.allocated / 2**30),

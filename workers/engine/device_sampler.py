@@ -86,12 +86,6 @@ class DeviceSampler:
             and sampling.typical_p == 1
         )
 
-    @property
-    def state_bytes(self) -> int:
-        """What its rows take of the device's memory."""
-        params, counts = self._state
-        return params.nbytes + counts.nbytes
-
     def begin(self, row: int, sequence: Sequence) -> None:
         """From the next upload on, ``row`` is that of ``sequence`` with the tokens that it has.
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,6 +180,21 @@ def test_a_failed_launch_ends_nobody_else(
     monkeypatch.setattr(runner, "_compute", failing)
     runner._recorded = type(runner._recorded)()
     assert answers(engine, requests) == expected
+
+
+def test_a_request_goes_on_where_the_other_kind_of_runner_left_it(llama: tuple[Path, Any]) -> None:
+    """Drawn and penalised: the random stream and the counts go on too, in both directions."""
+    host = Engine.load(llama[0], EngineConfig(device="cpu", num_blocks=128))
+    device = make_engine(llama[0], max_num_sequences=6)
+    params = {"temperature": 0.9, "seed": 8, "top_p": 0.95, "frequency_penalty": 0.6}
+    whole = request("r", prompt(4, 21), max_tokens=16, **params)
+    host.add(whole)
+    tokens = tokens_by_request(drain(host))["r"]
+    for engine in (host, device):
+        for num_made in (1, 7, 15):
+            made = tuple(tokens[:num_made])
+            engine.add(msgspec.structs.replace(whole, output_token_ids=made))
+            assert tokens_by_request(drain(engine))["r"] == tokens[num_made:]
 
 
 @pytest.mark.parametrize("on_read", [False, True])

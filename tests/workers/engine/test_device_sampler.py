@@ -91,10 +91,6 @@ def test_what_was_begun_is_copied_at_once_and_only_once() -> None:
     assert len(copies) == 1
 
 
-def test_tells_what_memory_its_rows_take() -> None:
-    assert DeviceSampler(150, 4, CPU).state_bytes == 4 * (48 + 2 * 150)
-
-
 def _logprobs(
     sampler: DeviceSampler, logits: torch.Tensor, tokens: list[int], counts: dict[int, int]
 ) -> LogprobBuffers:
