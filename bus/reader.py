@@ -12,10 +12,13 @@ from schemas.frames import (
     Accepted,
     Delta,
     Done,
+    Embedding,
     Frame,
+    PromptLogprobs,
     Queued,
     Started,
     TerminalFrame,
+    TokenLogprob,
     Usage,
 )
 
@@ -31,11 +34,13 @@ class Outcome(Enum):
 
 
 class Progress(NamedTuple):
-    """Tokens gathered since the last ``take``: ``num_tokens`` of them from ``first_index`` on."""
+    """Tokens gathered since the last ``take``: ``num_tokens`` of them from ``first_index`` on,
+    with their log-probabilities if the job asked for them."""
 
     first_index: int
     num_tokens: int
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class StreamReader:
@@ -45,15 +50,23 @@ class StreamReader:
     text given out by ``take`` plus the text that waits is exactly the text of those tokens;
     ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all its
     tokens and the usage are there: until then each further sign of it is a gap.
+
+    With ``first_wanted_index`` the client has the tokens before that already: they are read like
+    the others, but their text goes to ``text_before`` and is not given out by ``take``.
     """
 
     __slots__ = (
+        "_first_wanted_index",
         "_held_end",
+        "_logprobs",
         "_taken",
         "_texts",
+        "_texts_before",
+        "embedding",
         "epoch",
         "num_epochs",
         "pending_bytes",
+        "prompt_logprobs",
         "queued",
         "started",
         "terminal",
@@ -61,7 +74,7 @@ class StreamReader:
         "usage",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, first_wanted_index: int = 0) -> None:
         self.epoch = 0
         self.num_epochs = 0
         self.token_ids: list[int] = []
@@ -70,8 +83,13 @@ class StreamReader:
         self.usage: Usage | None = None
         self.terminal: TerminalFrame | None = None
         self.pending_bytes = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.embedding = b""
         self._texts: list[str] = []
-        self._taken = 0
+        self._texts_before: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._first_wanted_index = first_wanted_index
+        self._taken = first_wanted_index
         self._held_end: Done | None = None
 
     @property
@@ -88,14 +106,22 @@ class StreamReader:
         """The end is known, but not everything before it."""
         return self._held_end is not None and self.terminal is None
 
+    @property
+    def text_before(self) -> str:
+        """The text of the tokens before the first wanted one, as far as they were read."""
+        return "".join(self._texts_before)
+
     def take(self) -> Progress:
         """What was gathered since the last call; it is the client's from now on."""
         index = self._taken
-        self._taken = len(self.token_ids)
+        self._taken = max(index, len(self.token_ids))
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
         self._texts.clear()
         self.pending_bytes = 0
-        return Progress(index, self._taken - index, text)
+        if not self._logprobs:
+            return Progress(index, self._taken - index, text)
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return Progress(index, self._taken - index, text, logprobs)
 
     def feed(self, frame: Frame) -> Outcome:
         """Take one frame in; GAP means that frames from ``next_index`` on must be sent again."""
@@ -117,6 +143,12 @@ class StreamReader:
         if isinstance(frame, Done):
             self._held_end = frame
             return self._end_if_complete()
+        if isinstance(frame, PromptLogprobs):
+            self.prompt_logprobs = self.prompt_logprobs or frame.logprobs
+            return Outcome.NOTHING
+        if isinstance(frame, Embedding):
+            self.embedding = frame.values
+            return Outcome.NOTHING
         assert not isinstance(frame, Delta)
         self.terminal = frame
         return Outcome.END
@@ -151,14 +183,20 @@ class StreamReader:
         num_tokens = len(frame.token_ids)
         if num_known >= num_tokens:
             return Outcome.NOTHING
+        if (num_known or frame.index < self._first_wanted_index) and (
+            len(frame.text_ends) != num_tokens and num_tokens > 1
+        ):
+            return Outcome.GAP
         text = frame.text
         if num_known == 0:
             self.token_ids.extend(frame.token_ids)
         else:
-            if len(frame.text_ends) != num_tokens:
-                return Outcome.GAP
             self.token_ids.extend(frame.token_ids[num_known:])
             text = text[frame.text_ends[num_known - 1] :]
+        if frame.logprobs:
+            self._keep_logprobs(frame)
+        if frame.index < self._first_wanted_index:
+            text = self._cut_before(frame, num_known, text)
         if text:
             self._texts.append(text)
             self.pending_bytes += len(text) if text.isascii() else len(text.encode())
@@ -166,6 +204,27 @@ class StreamReader:
             return Outcome.TOKENS
         outcome = self._end_if_complete()
         return Outcome.TOKENS if outcome is Outcome.GAP else outcome
+
+    def _keep_logprobs(self, frame: Delta) -> None:
+        """Those of tokens that are new and wanted; a resumed run has none of the first tokens."""
+        first_index = frame.index + len(frame.token_ids) - len(frame.logprobs)
+        wanted = max(self._taken + len(self._logprobs), self._first_wanted_index)
+        self._logprobs.extend(frame.logprobs[max(0, wanted - first_index) :])
+
+    def _cut_before(self, frame: Delta, num_known: int, text: str) -> str:
+        """Put the text of tokens that the client has aside; the rest of ``text``, which begins
+        ``num_known`` tokens into the frame."""
+        num_had = min(self._first_wanted_index - frame.index, len(frame.token_ids))
+        if num_had <= num_known:
+            return text
+        if len(frame.token_ids) == 1:
+            end = len(text)
+        else:
+            end = frame.text_ends[num_had - 1] - (
+                frame.text_ends[num_known - 1] if num_known else 0
+            )
+        self._texts_before.append(text[:end])
+        return text[end:]
 
     def _end_if_complete(self) -> Outcome:
         assert self._held_end is not None

@@ -20,6 +20,7 @@ from schemas.openai import (
     Message,
 )
 from schemas.sampling import SamplingParams
+from schemas.tools import ToolChoice, ToolDefinition
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -75,17 +76,25 @@ _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is well formed: what to continue, how, and for whom.
 
-    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given.
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given. ``sampling.n`` choices
+    are made, each by a job of its own. ``tier`` None is the caller's own. ``tools`` are those that
+    the client runs, ``server_tools`` names of those that the gateway runs.
     """
 
     model: str
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    tools: tuple[ToolDefinition, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    server_tools: tuple[str, ...] = ()
     sampling: SamplingParams
-    tier: Tier
-    user: str
-    session_id: str
+    tier: Tier | None = None
+    user: str = ""
+    session_id: str = ""
+    session_keep: int | None = None
+    echo: bool = False
 
     @property
     def num_prompt_characters(self) -> int:

@@ -1,9 +1,9 @@
 """What streams back to the holder of a request.
 
-``Accepted -> Queued -> Started -> Delta* -> Usage -> Done``, or one of ``Shed``, ``Cancelled``,
-``Expired``, ``Failed``: every request ends in exactly one terminal frame. A reader keeps the
-highest epoch it saw, drops frames of an older one, drops token indices that it has and asks for a
-replay when it sees a gap.
+``Accepted -> Queued -> Started -> [PromptLogprobs] -> Delta* -> Usage -> Done``, or one of
+``Shed``, ``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas. Every
+request ends in exactly one terminal frame. A reader keeps the highest epoch it saw, drops frames of
+an older one, drops token indices that it has and asks for a replay when it sees a gap.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_logprobs"):
+    """One entry for each token of the prompt, None for its first; before the first Delta."""
+
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embedding"):
+    """The prompt's embedding as pooled, in little-endian float32; in the place of Deltas."""
+
+    values: bytes
+
+
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
     """Tokens as the worker counted them; nobody else counts."""
 
@@ -107,7 +119,7 @@ class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"
 
 
 TerminalFrame = Done | Cancelled | Expired | Shed | Failed
-Frame = Accepted | Queued | Started | Delta | Usage | TerminalFrame
+Frame = Accepted | Queued | Started | PromptLogprobs | Delta | Embedding | Usage | TerminalFrame
 TERMINAL_FRAMES = (Done, Cancelled, Expired, Shed, Failed)
 
 

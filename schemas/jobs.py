@@ -6,8 +6,10 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.frames import FinishReason, Usage
+from schemas.frames import FinishReason, TokenLogprob, Usage
+from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
+from schemas.tools import ToolCall, ToolDefinition
 
 PUBLIC_MODEL_AUTO = "auto"
 
@@ -35,12 +37,15 @@ class Source(StrEnum):
     BENCH = "bench"
 
 
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One turn of a conversation. ``tool_calls`` are an assistant's; a turn of the role ``tool``
+    is the result of the call ``tool_call_id``."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 class Job(
@@ -55,6 +60,8 @@ class Job(
     empty means that nobody listens. ``batch_frames``: the listener also reads envelopes (see
     ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
     came in as JSON gets. ``store_result`` keeps the final result for 24 h.
+    ``tools`` are described to the model with ``messages``. ``pooling`` asks for the prompt's
+    embedding instead of a completion; nothing of ``sampling`` has a meaning then.
     ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
     when an answer is of no use any more.
 
@@ -66,7 +73,9 @@ class Job(
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    tools: tuple[ToolDefinition, ...] = ()
     sampling: SamplingParams = SamplingParams()
+    pooling: Pooling | None = None
     reply: str = ""
     batch_frames: bool = False
     frames_as_json: bool = False
@@ -102,13 +111,24 @@ def check_length(name: str, value: str, max_characters: int) -> None:
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h."""
+    """The final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h.
+
+    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader who has the
+    first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry for each
+    token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
+    little-endian float32 numbers, as pooled.
+    """
 
     request_id: str
     tenant: str
     model: str
     status: str
     text: str = ""
+    token_ids: tuple[int, ...] = ()
+    text_ends: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    embedding: bytes = b""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error_code: str = ""

@@ -52,6 +52,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex`` and
     ``guided_grammar`` (in Lark's notation or GBNF) are what the whole completion must match.
+    With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
+    its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
     """
 
     model: str
@@ -69,6 +71,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     guided_grammar: str | None = None
     user: str | None = None
     session_id: str | None = None
+    session_keep: int | None = None
     service_tier: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -77,15 +80,45 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     typical_p: float | None = None
     min_tokens: int | None = None
     bad_words: tuple[str, ...] | None = None
-    n: Any = None
-    logprobs: Any = None
-    metadata: Any = None
+    n: int | None = None
+    metadata: dict[str, str] | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """A piece of a message's content."""
 
     text: str
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``arguments`` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call that an assistant made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs. ``parameters`` is the JSON Schema of its arguments."""
+
+    function: FunctionFields
+    type: Literal["function"] = "function"
+
+
+class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said about a function."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,20 +130,26 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
 
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a generation from messages takes, over HTTP or WebSocket."""
+    """What a generation from messages takes, over HTTP or WebSocket.
+
+    ``server_tools`` are names of the gateway's own tools, which it runs itself; ``tool_choice`` is
+    ``auto``, ``none``, ``required`` or an object that names a function.
+    """
 
     max_completion_tokens: int | None = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Any = None
+    tools: tuple[FunctionTool, ...] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    server_tools: tuple[str, ...] | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -131,7 +170,8 @@ class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknow
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list with one of these.
+    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of these: each of them
+    gets ``n`` choices. ``logprobs`` is the number of alternatives for each token.
 
     ``max_tokens`` is 16 if it is not given, as in OpenAI's API.
     """
@@ -139,8 +179,9 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt: Any
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logprobs: int | None = None
     best_of: Any = None
-    echo: Any = None
+    echo: bool | None = None
     suffix: Any = None
 
 
@@ -172,17 +213,52 @@ class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """An alternative to a token; ``bytes`` because tokens need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of the completion with its natural-log probability."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a chat choice."""
+
+    content: tuple[LogprobInfo, ...]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a text choice, one entry for each token; those of the echoed prompt's
+    first token are null."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[dict[str, float] | None, ...] | None
+    text_offset: tuple[int, ...]
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: tuple[MessageToolCall, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: AssistantMessage
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +276,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

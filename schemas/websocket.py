@@ -1,8 +1,15 @@
 """The messages of ``/v1/ws``, subprotocol ``millrace.v1``: JSON objects with a ``type``.
 
 A client names its generations by an ``id`` of its own, unique among those that run on the socket.
-Each ``generate`` is answered by ``accepted``, any ``queued``, ``started`` and ``delta``, and one
-``done``; or by one ``error`` with its id, at any point, after which nothing follows for that id.
+Each ``generate`` and ``resume`` is answered by ``accepted``, any ``queued``, ``started``,
+``delta``, ``tool_call``, ``tool_arguments``, ``tool_step`` and ``choice_done``, and one ``done``;
+or by one ``error`` with its id, at any point, after which nothing follows for that id.
+
+Where keys are demanded, the key comes in the header of the handshake or in a first message
+``authenticate``. A socket that is lost is no end: its generations go on for a while, and any
+gateway continues them after a ``resume`` with the ``request_id`` and the index of the first token
+that the client has not got. ``going_away`` says that the gateway shuts down: connect again, then
+resume.
 """
 
 from __future__ import annotations
@@ -11,7 +18,9 @@ from typing import Any
 
 import msgspec
 
-from schemas.openai import ChatFields, Message, UsageInfo
+from schemas.jobs import Tier
+from schemas.openai import ChatFields, LogprobInfo, Message, UsageInfo
+from schemas.sessions import SessionInfo
 
 SUBPROTOCOL = "millrace.v1"
 
@@ -31,6 +40,35 @@ class Generate(
     prompt: Any = None
 
 
+class Resume(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="resume",
+):
+    """Go on with a request of an earlier socket under a new ``id``. ``next_index`` is the index of
+    the first token that is missing, one for each choice if there are several."""
+
+    id: str
+    request_id: str
+    next_index: int | tuple[int, ...] = 0
+
+
+class Authenticate(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="authenticate",
+):
+    """Answered by ``authenticated``, or by an error and the socket's end (1008)."""
+
+    token: str
+
+
 class CancelGeneration(
     msgspec.Struct,
     frozen=True,
@@ -48,7 +86,7 @@ class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping", forbid_unk
     """Answered by ``pong``."""
 
 
-ClientMessage = Generate | CancelGeneration | Ping
+ClientMessage = Generate | Resume | CancelGeneration | Authenticate | Ping
 
 
 class _ServerMessage(
@@ -57,11 +95,20 @@ class _ServerMessage(
     pass
 
 
+class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticated"):
+    """The key is good."""
+
+    tenant: str
+    tier: Tier
+
+
 class Accepted(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
-    """The request is stored and will be answered, whatever dies."""
+    """The request is stored and will be answered, whatever dies. ``session`` says how the kept
+    conversation was fitted into the context window."""
 
     id: str
     request_id: str
+    session: SessionInfo | None = None
 
 
 class Queued(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="queued"):
@@ -82,18 +129,69 @@ class Started(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     cached_tokens: int = 0
 
 
-class Delta(_ServerMessage, frozen=True, kw_only=True, tag="delta"):
-    """``num_tokens`` more tokens from ``index`` on, and the text that they add."""
+class Delta(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
+    """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add. Tokens
+    of tool calls count, but their text is in ``tool_call`` and ``tool_arguments``."""
 
     id: str
     request_id: str
     index: int
     num_tokens: int
     text: str
+    choice: int = 0
+    logprobs: tuple[LogprobInfo, ...] = ()
+
+
+class ToolCallStarted(
+    _ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_call"
+):
+    """The model calls a tool, the ``call``-th of this choice; its arguments follow."""
+
+    id: str
+    request_id: str
+    call: int
+    call_id: str
+    name: str
+    choice: int = 0
+
+
+class ToolArguments(
+    _ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_arguments"
+):
+    """More of the arguments of a call, which are JSON when all are there."""
+
+    id: str
+    request_id: str
+    call: int
+    text: str
+    choice: int = 0
+
+
+class ToolStep(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_step"):
+    """The gateway has run one of its own tools; the model goes on with the result. ``output`` is
+    what the tool gave, or the error that the model is told."""
+
+    id: str
+    request_id: str
+    call_id: str
+    name: str
+    ok: bool
+    output: str
+    duration_ms: float
+
+
+class ChoiceDone(_ServerMessage, frozen=True, kw_only=True, tag="choice_done"):
+    """One of several choices has ended; ``done`` follows the last of them."""
+
+    id: str
+    request_id: str
+    choice: int
+    finish_reason: str
 
 
 class Done(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
-    """``finish_reason``: stop, length, cancelled. ``usage`` is there unless it was cancelled."""
+    """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled. ``usage`` is of
+    all choices; it is there unless it was cancelled."""
 
     id: str
     request_id: str
@@ -116,4 +214,23 @@ class Pong(_ServerMessage, frozen=True, kw_only=True, tag="pong"):
     pass
 
 
-ServerMessage = Accepted | Queued | Started | Delta | Done | Error | Pong
+class GoingAway(_ServerMessage, frozen=True, kw_only=True, tag="going_away"):
+    """This gateway shuts down; it closes the socket (1012) when its generations have ended or
+    their time is over. Connect again, and resume what has not ended by then."""
+
+
+ServerMessage = (
+    Authenticated
+    | Accepted
+    | Queued
+    | Started
+    | Delta
+    | ToolCallStarted
+    | ToolArguments
+    | ToolStep
+    | ChoiceDone
+    | Done
+    | Error
+    | Pong
+    | GoingAway
+)

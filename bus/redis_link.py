@@ -1,0 +1,149 @@
+"""One connection to Redis that never makes its callers wait long for a server that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from bus.clock import Clock, SystemClock
+from schemas.config import RedisConfig
+from schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 0.3
+_PAUSE_S = 1.0
+_MAX_BATCH = 512
+
+Argument = str | bytes | int | float
+_Command = tuple[Argument, ...]
+
+
+class RedisAwayError(MillraceError):
+    """Redis cannot be reached; what was asked of it may or may not have been done."""
+
+    code = "state_unavailable"
+    retryable = True
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__("The store of request state is away. Try again in a moment.")
+
+
+class RedisLink:
+    """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
+
+    After a failure nobody tries again for a second: calls raise RedisAwayError at once. Replies
+    are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    """
+
+    def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or SystemClock()
+        self._redis = Redis.from_url(
+            config.url,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._waiting: list[tuple[_Command, asyncio.Future[Any]]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._is_away = False
+        self._next_try_s = 0.0
+        self._closed = False
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._is_away
+
+    async def call(self, *command: Argument) -> Any:
+        """The reply. Raises RedisAwayError, or redis' ResponseError for a command it refuses."""
+        if self._closed or (self._is_away and self._clock.monotonic() < self._next_try_s):
+            raise RedisAwayError
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((command, future))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send())
+        return await future
+
+    async def evaluate(
+        self, script: Script, keys: Sequence[str | bytes], arguments: Sequence[Argument] = ()
+    ) -> Any:
+        """Run a script, which the server is sent once. Raises as ``call`` does."""
+        rest = (len(keys), *keys, *arguments)
+        try:
+            return await self.call("EVALSHA", script.sha, *rest)
+        except NoScriptError:
+            return await self.call("EVAL", script.source, *rest)
+
+    async def close(self) -> None:
+        """Calls that still wait end as if Redis were away."""
+        self._closed = True
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+        self._give_up(self._waiting)
+        self._waiting = []
+        try:
+            await self._redis.aclose()
+        except (RedisError, OSError) as error:
+            logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+            try:
+                pipeline = self._redis.pipeline(transaction=False)
+                for command, _ in batch:
+                    pipeline.execute_command(*command)
+                answers = await cast("Awaitable[list[Any]]", pipeline.execute(raise_on_error=False))
+            except (RedisError, OSError, TimeoutError) as error:
+                self._went_away(error)
+                self._give_up(batch)
+                self._give_up(self._waiting)
+                self._waiting = []
+                return
+            except asyncio.CancelledError:
+                self._give_up(batch)
+                raise
+            self._came_back()
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if future.done():
+                    continue
+                if isinstance(answer, ResponseError):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+
+    def _give_up(self, batch: list[tuple[_Command, asyncio.Future[Any]]]) -> None:
+        for _, future in batch:
+            if not future.done():
+                future.set_exception(RedisAwayError())
+
+    def _went_away(self, error: Exception) -> None:
+        self._next_try_s = self._clock.monotonic() + _PAUSE_S
+        if not self._is_away:
+            self._is_away = True
+            logger.warning("Redis is away", extra={"cause": repr(error)})
+
+    def _came_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            logger.info("Redis is back")
+
+
+class Script:
+    """Lua that runs inside Redis, in one piece."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        # Redis names scripts by this digest; nothing depends on its strength.
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,57 @@
+"""What an answer is made of on its way to a client, whatever door the client came through."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from schemas.frames import TokenLogprob
+
+
+class TextPart(NamedTuple):
+    """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add, which
+    may be empty. ``logprobs`` has an entry for each token if the request asked for them."""
+
+    choice: int
+    index: int
+    num_tokens: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class CallStart(NamedTuple):
+    """The model calls a tool: the ``call``-th call of its choice."""
+
+    choice: int
+    call: int
+    call_id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of a call's arguments, which are JSON once all are there."""
+
+    choice: int
+    call: int
+    text: str
+
+
+class StepPart(NamedTuple):
+    """The gateway has run one of its own tools; the next round's text follows. ``output`` is what
+    the model is told."""
+
+    call_id: str
+    name: str
+    arguments: str
+    ok: bool
+    output: str
+    duration_ms: float
+
+
+class ChoiceEnd(NamedTuple):
+    """A choice ended well: ``stop``, ``length`` or ``tool_calls``."""
+
+    choice: int
+    reason: str
+
+
+Part = TextPart | CallStart | CallArguments | StepPart | ChoiceEnd

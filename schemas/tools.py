@@ -1,0 +1,67 @@
+"""Tools that a model may call, and its calls."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from schemas.errors import ParameterError
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ToolFormat(StrEnum):
+    """How a model writes its calls. HERMES (also Qwen): ``<tool_call>`` around a JSON object with
+    ``name`` and ``arguments``; LLAMA3: the answer is a JSON object with ``name`` and
+    ``parameters``, or several with ``;`` between them, maybe behind ``<|python_tag|>``."""
+
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+
+
+class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; ``parameters`` is the JSON Schema of its arguments, an
+    object (None: it takes none).
+
+    Raises ParameterError for a name that is not 1 to 64 letters, digits, ``_`` or ``-``.
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ParameterError(
+                "tools",
+                f"a tool's name must be 1 to 64 letters, digits, _ or -, got {self.name!r:.100}",
+            )
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call in an assistant's turn; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolMode(StrEnum):
+    """Whether a model may, must not or must call a tool; NAMED: one certain tool."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """``name`` goes with NAMED only."""
+
+    mode: ToolMode = ToolMode.AUTO
+    name: str = ""
