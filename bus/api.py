@@ -15,6 +15,7 @@ import msgspec
 from schemas.control import (
     Cancel,
     Ended,
+    HandedOver,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -138,9 +139,8 @@ class FrameStreams(Protocol):
         Frames sent while the server is away may be lost: readers ask for a replay.
         """
 
-    async def subscribe(
-        self, reply: str, on_frame: Callable[[str, Frame], None]
-    ) -> Subscription: ...
+    async def subscribe(self, reply: str, on_frame: Callable[[str, Frame], None]) -> Subscription:
+        """Hear what is sent to ``reply``, whosever name that is; all who listen hear all of it."""
 
 
 class Control(Protocol):
@@ -173,7 +173,19 @@ class Control(Protocol):
     async def serve_resume_points(
         self, reply: str, handler: Callable[[str], ResumePoint | None]
     ) -> Subscription:
-        """Answer for the streams of ``reply``; the handler gets a request id, None stays silent."""
+        """Answer for the streams of ``reply``, whosever name that is; the handler gets a request
+        id, None stays silent. Several may serve one name: the first answer is taken."""
+
+    async def hand_over(
+        self, gateway_id: str, request_id: str, timeout_s: float
+    ) -> HandedOver | None:
+        """Ask the gateway that holds a stream to let go of it; what it had read of it, or None if
+        it does not hold it. That nobody is there is known at once."""
+
+    async def serve_handovers(
+        self, gateway_id: str, handler: Callable[[str], HandedOver | None]
+    ) -> Subscription:
+        """Let go of streams for those who ask; the handler gets a request id, None stays silent."""
 
     async def publish_queue_status(self, status: QueueStatus) -> None: ...
 

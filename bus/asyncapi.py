@@ -15,6 +15,7 @@ from bus import codec, subjects
 from schemas.control import (
     Cancel,
     Ended,
+    HandedOver,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -55,6 +56,7 @@ _PARAMETERS = {
     "reason": "Why the job was given up on.",
     "reply": "Whoever listens: a gateway's id or a name that the publishing service chose; "
     "percent-encoded as one subject token.",
+    "gateway": "The gateway's id, percent-encoded as one subject token.",
     "request": "The request id, percent-encoded as one subject token.",
     "tenant": "The tenant, percent-encoded as one subject token.",
     "worker": "The worker's id, percent-encoded as one subject token.",
@@ -126,6 +128,16 @@ _CHANNELS = (
         "An empty request to whoever reads the stream, who may stay silent: the job then starts "
         "again from its seed.",
         answer=ResumePoint,
+    ),
+    _Channel(
+        "handovers",
+        "handover.{gateway}.{request}",
+        "Let go of a stream",
+        "send",
+        (),
+        "An empty request from a gateway whose client went on there to the one that holds the "
+        "stream. Who does not hold it stays silent.",
+        answer=HandedOver,
     ),
     _Channel(
         "commands",

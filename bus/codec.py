@@ -10,6 +10,7 @@ import msgspec
 from schemas.control import (
     Cancel,
     Ended,
+    HandedOver,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -84,6 +85,7 @@ WORKER_STATUS: Codec[WorkerStatus] = Codec(WorkerStatus)
 CANCEL: Codec[Cancel] = Codec(Cancel)
 ENDED: Codec[Ended] = Codec(Ended)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
+HANDED_OVER: Codec[HandedOver] = Codec(HandedOver)
 QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)
 TELEMETRY_QUERY: Codec[TelemetryQuery] = Codec(TelemetryQuery)
 TELEMETRY_ANSWER: Codec[TelemetryAnswer] = Codec(TelemetryAnswer)

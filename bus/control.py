@@ -1,4 +1,4 @@
-"""Commands, cancels, resume points, queue status and telemetry queries over a transport."""
+"""Commands, cancels, resume points, handovers, queue status and queries over a transport."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bus.transport import Message, Transport
 from schemas.control import (
     Cancel,
     Ended,
+    HandedOver,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -46,7 +47,7 @@ class _Server:
 
 
 class CoreControl:
-    """Request and reply, and broadcasts, on ``ctl.*`` and ``resume.*``.
+    """Request and reply, and broadcasts, on ``ctl.*``, ``resume.*`` and ``handover.*``.
 
     ``num_malformed`` counts messages that could not be read.
     """
@@ -123,16 +124,21 @@ class CoreControl:
     async def serve_resume_points(
         self, reply: str, handler: Callable[[str], ResumePoint | None]
     ) -> Subscription:
-        async def answer(message: Message) -> None:
-            try:
-                point = handler(subjects.last_token(message.subject))
-            except Exception:
-                logger.exception("a resume point could not be told")
-                return
-            if point is not None:
-                await self._answer(message, point)
+        return await self._serve_known(subjects.resumes_of(reply), handler)
 
-        return await self._serve(subjects.resumes_of(reply), answer)
+    # --- handovers ---
+
+    async def hand_over(
+        self, gateway_id: str, request_id: str, timeout_s: float
+    ) -> HandedOver | None:
+        subject = subjects.handover(gateway_id, request_id)
+        answer = await self._transport.request(subject, b"", timeout_s)
+        return self._read(codec.HANDED_OVER, answer)
+
+    async def serve_handovers(
+        self, gateway_id: str, handler: Callable[[str], HandedOver | None]
+    ) -> Subscription:
+        return await self._serve_known(subjects.handovers_of(gateway_id), handler)
 
     # --- queue status ---
 
@@ -183,6 +189,22 @@ class CoreControl:
             subject, lambda message: server.spawn(answer(message)), group
         )
         return server
+
+    async def _serve_known(
+        self, subject: str, handler: Callable[[str], object | None]
+    ) -> Subscription:
+        """Answer with what ``handler`` knows of a request; about others stay silent."""
+
+        async def answer(message: Message) -> None:
+            try:
+                known = handler(subjects.last_token(message.subject))
+            except Exception:
+                logger.exception("a question went unanswered", extra={"subject": message.subject})
+                return
+            if known is not None:
+                await self._answer(message, known)
+
+        return await self._serve(subject, answer)
 
     async def _answer(self, message: Message, reply: object) -> None:
         if not message.reply:

@@ -174,6 +174,14 @@ def resumes_of(reply: str) -> str:
     return f"resume.{token(reply)}.*"
 
 
+def handover(gateway_id: str, request_id: str) -> str:
+    return f"handover.{token(gateway_id)}.{token(request_id)}"
+
+
+def handovers_of(gateway_id: str) -> str:
+    return f"handover.{token(gateway_id)}.*"
+
+
 def queue_status(model: str) -> str:
     return f"ctl.queue.{token(model)}"
 

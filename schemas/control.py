@@ -89,6 +89,13 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     open: bool = True
 
 
+class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the gateway that held a stream had read of it; it has let go of it, and whoever asked
+    holds it from now on."""
+
+    token_ids: tuple[int, ...] = ()
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's capacity and load, sent every heartbeat.
 

@@ -67,6 +67,7 @@ def test_its_addresses_are_the_ones_on_the_wire() -> None:
         subjects.result("t", "r.1"),
         subjects.dead_job("bad luck"),
         subjects.resume("g", "r"),
+        subjects.handover("g 1", "r"),
         subjects.worker_commands("w.1"),
         subjects.ended("w.1"),
         subjects.queue_status("m/1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from schemas.control import (
     Dispatch,
     Drain,
     Ended,
+    HandedOver,
     QueueStatus,
     Replay,
     ResumePoint,
@@ -139,6 +141,50 @@ class TestResumePoints:
         assert await bus.control.resume_point("g", "r2", 5.0) == points["r2"]
         assert await bus.control.resume_point("g", "r3", 0.05) is None
         assert await bus.control.resume_point("elsewhere", "r.1", 5.0) is None
+
+    async def test_another_than_the_first_listener_may_know(self, bus: Bus, broker: Broker) -> None:
+        known = [{"r1": ResumePoint(token_ids=(1,))}, {"r2": ResumePoint(token_ids=(2, 3))}]
+        for points in known:
+            gateway = await broker.connect("gateway")
+            await gateway.control.serve_resume_points("g", points.get)
+        for points in known:
+            for request_id, point in points.items():
+                assert await bus.control.resume_point("g", request_id, 5.0) == point
+        assert await bus.control.resume_point("g", "r3", 0.05) is None
+
+    async def test_a_failing_handler_is_silent(self, bus: Bus) -> None:
+        def fail(request_id: str) -> ResumePoint | None:
+            raise KeyError(request_id)
+
+        await bus.control.serve_resume_points("g", fail)
+        assert await bus.control.resume_point("g", "r1", 0.05) is None
+
+
+def _letting_go_of(streams: dict[str, HandedOver]) -> Callable[[str], HandedOver | None]:
+    return lambda request_id: streams.pop(request_id, None)
+
+
+class TestHandovers:
+    async def test_who_holds_the_stream_lets_go_once(self, bus: Bus, broker: Broker) -> None:
+        held = {"r 1": HandedOver(token_ids=(4, 5)), "r2": HandedOver()}
+        for streams in (held, dict[str, HandedOver]()):
+            gateway = await broker.connect("gateway")
+            await gateway.control.serve_handovers("g.1", _letting_go_of(streams))
+        assert await bus.control.hand_over("g.1", "r 1", 5.0) == HandedOver(token_ids=(4, 5))
+        assert await bus.control.hand_over("g.1", "r 1", 0.05) is None
+        assert await bus.control.hand_over("g.1", "r2", 5.0) == HandedOver()
+
+    async def test_nobody_there_is_known_at_once(self, bus: Bus) -> None:
+        started_s = time.monotonic()
+        assert await bus.control.hand_over("gone", "r1", timeout_s=5.0) is None
+        assert time.monotonic() - started_s < 1.0
+
+    async def test_a_gateway_that_left_is_not_waited_for(self, bus: Bus) -> None:
+        subscription = await bus.control.serve_handovers("g", lambda _: None)
+        await subscription.close()
+        started_s = time.monotonic()
+        assert await bus.control.hand_over("g", "r1", timeout_s=5.0) is None
+        assert time.monotonic() - started_s < 1.0
 
 
 class TestTelemetry:

@@ -60,6 +60,13 @@ class TestFrames:
         await eventually(lambda: len(mine) == len(others) == 1)
         assert others[0][0] == "_"
 
+    async def test_all_who_listen_to_a_name_get_all(self, bus: Bus, broker: Broker) -> None:
+        both = [await listen(await broker.connect(name), "g") for name in ("old", "new")]
+        for batch in (False, True):
+            await bus.frames.publish("g", [("r1", STREAM[2]), ("r2", STREAM[0])], batch=batch)
+        await eventually(lambda: all(len(seen) == 4 for seen in both))
+        assert both[0] == both[1]
+
     async def test_an_envelope_too_large_is_split(self, bus: Bus) -> None:
         seen = await listen(bus, "g")
         text = "x" * 100_000
