@@ -48,8 +48,8 @@ class StreamReader:
 
     Invariants: ``token_ids`` is the prefix of the completion that was read, without holes; the
     text given out by ``take`` plus the text that waits is exactly the text of those tokens;
-    ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all its
-    tokens and the usage are there: until then each further sign of it is a gap.
+    ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all that it
+    counts and the usage are there: until then each further sign of it is a gap.
 
     With ``first_wanted_index`` the client has the tokens before that already: they are read like
     the others, but their text goes to ``text_before`` and is not given out by ``take``.
@@ -144,11 +144,10 @@ class StreamReader:
             self._held_end = frame
             return self._end_if_complete()
         if isinstance(frame, PromptLogprobs):
-            self.prompt_logprobs = self.prompt_logprobs or frame.logprobs
-            return Outcome.NOTHING
+            return self._feed_prompt_logprobs(frame)
         if isinstance(frame, Embedding):
             self.embedding = frame.values
-            return Outcome.NOTHING
+            return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
         assert not isinstance(frame, Delta)
         self.terminal = frame
         return Outcome.END
@@ -175,6 +174,13 @@ class StreamReader:
         self.started = frame
         self.num_epochs += 1
         return Outcome.NOTE
+
+    def _feed_prompt_logprobs(self, frame: PromptLogprobs) -> Outcome:
+        num_known = len(self.prompt_logprobs) - frame.index
+        if num_known < 0:
+            return Outcome.GAP
+        self.prompt_logprobs += frame.logprobs[num_known:]
+        return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
 
     def _feed_delta(self, frame: Delta) -> Outcome:
         num_known = len(self.token_ids) - frame.index
@@ -227,8 +233,14 @@ class StreamReader:
         return text[end:]
 
     def _end_if_complete(self) -> Outcome:
-        assert self._held_end is not None
-        if len(self.token_ids) < self._held_end.num_tokens or self.usage is None:
+        end = self._held_end
+        assert end is not None
+        if (
+            len(self.token_ids) < end.num_tokens
+            or self.usage is None
+            or len(self.prompt_logprobs) < end.num_prompt_logprobs
+            or len(self.embedding) < end.embedding_bytes
+        ):
             return Outcome.GAP
-        self.terminal = self._held_end
+        self.terminal = end
         return Outcome.END

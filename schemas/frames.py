@@ -1,6 +1,6 @@
 """What streams back to the holder of a request.
 
-``Accepted -> Queued -> Started -> [PromptLogprobs] -> Delta* -> Usage -> Done``, or one of
+``Accepted -> Queued -> Started -> PromptLogprobs* -> Delta* -> Usage -> Done``, or one of
 ``Shed``, ``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas. Every
 request ends in exactly one terminal frame. A reader keeps the highest epoch it saw, drops frames of
 an older one, drops token indices that it has and asks for a replay when it sees a gap.
@@ -66,8 +66,10 @@ class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
 
 
 class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_logprobs"):
-    """One entry for each token of the prompt, None for its first; before the first Delta."""
+    """One entry for each token of the prompt from ``index`` on, None for its first; all of them
+    come before the first Delta."""
 
+    index: int = 0
     logprobs: tuple[TokenLogprob | None, ...]
 
 
@@ -86,10 +88,13 @@ class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
 
 
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
-    """The generation ended well. ``num_tokens`` lets a reader see that it has them all."""
+    """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
+    the number of prompt log-probabilities and the size of the embedding."""
 
     finish_reason: FinishReason
     num_tokens: int
+    num_prompt_logprobs: int = 0
+    embedding_bytes: int = 0
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 from bus.api import Bus
 from bus.clock import Clock
 from schemas.errors import MillraceError, PayloadTooLargeError
+from schemas.jobs import JobResult
 from schemas.records import RequestRecord
 from workers.flusher import Flusher
 from workers.generation import Generation
-from workers.records import job_result, oversized_result
+from workers.records import job_result, smaller_results
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
@@ -94,11 +95,23 @@ class Endings:
 
     async def _store_result(self, generation: Generation) -> None:
         result = job_result(generation)
+        too_large = await self._try_to_store(result, generation)
+        if too_large is None:
+            return
+        for smaller in smaller_results(result, too_large.message):
+            if await self._try_to_store(smaller, generation) is None:
+                return
+        raise too_large
+
+    async def _try_to_store(
+        self, result: JobResult, generation: Generation
+    ) -> PayloadTooLargeError | None:
+        """None once it is stored; otherwise why the bus will never take it."""
         try:
             await self._insist(lambda: self._bus.results.store(result), generation)
         except PayloadTooLargeError as error:
-            smaller = oversized_result(result, error.message)
-            await self._insist(lambda: self._bus.results.store(smaller), generation)
+            return error
+        return None
 
     async def _insist(self, step: Callable[[], Awaitable[None]], generation: Generation) -> None:
         """Try until it succeeds. Raises what trying again cannot change."""

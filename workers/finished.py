@@ -8,7 +8,7 @@ from bus.clock import Clock
 from workers.generation import Generation
 
 _MAX_GENERATIONS = 8_192
-_MAX_TOKENS = 4_000_000
+_MAX_NUMBERS = 4_000_000
 _MAX_FLOORS = 8_192
 
 
@@ -22,14 +22,14 @@ class FinishedGenerations:
         self._clock = clock
         self._memory_s = memory_s
         self._entries: OrderedDict[str, tuple[Generation, float]] = OrderedDict()
-        self._num_tokens = 0
+        self._num_numbers = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, generation: Generation) -> None:
         self.discard(generation.request_id)
-        self._num_tokens += _size(generation)
+        self._num_numbers += _size(generation)
         until_s = self._clock.monotonic() + self._memory_s
         self._entries[generation.request_id] = (generation, until_s)
         self._shrink()
@@ -42,13 +42,13 @@ class FinishedGenerations:
     def discard(self, request_id: str) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
-            self._num_tokens -= _size(entry[0])
+            self._num_numbers -= _size(entry[0])
 
     def _shrink(self) -> None:
         now_s = self._clock.monotonic()
         while self._entries:
             request_id, (_, until_s) = next(iter(self._entries.items()))
-            over = len(self._entries) > _MAX_GENERATIONS or self._num_tokens > _MAX_TOKENS
+            over = len(self._entries) > _MAX_GENERATIONS or self._num_numbers > _MAX_NUMBERS
             if until_s > now_s and not over:
                 return
             self.discard(request_id)
@@ -71,4 +71,12 @@ class EpochFloors:
 
 
 def _size(generation: Generation) -> int:
-    return len(generation.prompt_token_ids) + len(generation.token_ids)
+    """How many token ids, log-probabilities and numbers of an embedding it holds."""
+    sampling = generation.job.sampling
+    return (
+        len(generation.prompt_token_ids)
+        + len(generation.token_ids)
+        + len(generation.logprobs) * (1 + (sampling.logprobs or 0))
+        + len(generation.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+        + len(generation.embedding) // 4
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -12,10 +13,12 @@ from schemas.frames import (
     Cancelled,
     Delta,
     Done,
+    Embedding,
     Expired,
     Failed,
     FinishReason,
     Frame,
+    PromptLogprobs,
     Started,
     TerminalFrame,
     TokenLogprob,
@@ -27,6 +30,7 @@ from workers.engine.types import EngineOutput, EngineRequest
 from workers.text import TextStream
 
 MAX_TOKENS_PER_DELTA = 1024
+MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 _MAX_LISTENERS = 4
 _PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier))}
 
@@ -66,15 +70,18 @@ class Generation:
     ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added.
     The first ``num_resumed`` tokens were made by an earlier life and are with the client;
     ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
-    token from ``num_resumed`` on, if the job asked for any. Times are UTC epoch in ns, 0 where it
-    has not come so far. It is ``ended`` once ``outcome`` is set; nothing changes then but epoch,
-    lease and listeners, when the job is dispatched here again.
+    token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for each of the
+    prompt. ``embedding`` is little-endian float32, empty until it is there. Times are UTC epoch in
+    ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing changes
+    then but epoch, lease and listeners, when the job is dispatched here again.
     """
 
     __slots__ = (
+        "_preface_flushed",
         "_stream",
         "accepted_ns",
         "done_ns",
+        "embedding",
         "engine_id",
         "epoch",
         "first_token_ns",
@@ -88,6 +95,7 @@ class Generation:
         "num_resumed",
         "outcome",
         "pieces",
+        "prompt_logprobs",
         "prompt_token_ids",
         "routes",
         "started_ns",
@@ -110,6 +118,9 @@ class Generation:
         self.token_ids = list(dispatch.resume_token_ids)
         self.pieces = stream.prime(dispatch.resume_token_ids)
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.embedding = b""
+        self._preface_flushed = False
         self.num_resumed = self.num_flushed = len(self.token_ids)
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -147,6 +158,7 @@ class Generation:
             output_token_ids=tuple(self.token_ids),
             priority=self.priority,
             cache_salt=cache_salt,
+            pooling=self.job.pooling,
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:
@@ -171,6 +183,10 @@ class Generation:
             self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.num_preemptions += output.num_preemptions
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.embedding:
+            self.embedding = struct.pack(f"<{len(output.embedding)}f", *output.embedding)
         if output.token_ids:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns
@@ -203,6 +219,7 @@ class Generation:
         self.epoch = dispatch.epoch
         self.lease = dispatch.lease
         self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
+        self._preface_flushed = False
 
     def add_listener(self, reply: str) -> None:
         """Send later frames to ``reply`` too; of many listeners the first and the newest stay."""
@@ -230,11 +247,29 @@ class Generation:
             for start in range(from_index, len(self.token_ids), MAX_TOKENS_PER_DELTA)
         ]
 
+    def preface(self) -> list[Frame]:
+        """What goes before the tokens, or in their place, as far as it is there."""
+        frames: list[Frame] = [
+            PromptLogprobs(
+                epoch=self.epoch,
+                index=start,
+                logprobs=self.prompt_logprobs[start : start + MAX_PROMPT_LOGPROBS_PER_FRAME],
+            )
+            for start in range(0, len(self.prompt_logprobs), MAX_PROMPT_LOGPROBS_PER_FRAME)
+        ]
+        if self.embedding:
+            frames.append(Embedding(epoch=self.epoch, values=self.embedding))
+        return frames
+
     def take_unflushed(self) -> list[Frame]:
-        """The tokens that the listeners have not been handed yet; they count as handed then."""
+        """What the listeners have not been handed yet; it counts as handed then."""
         frames = self.deltas(self.num_flushed)
         self.num_flushed = len(self.token_ids)
-        return frames
+        if self._preface_flushed:
+            return frames
+        preface = self.preface()
+        self._preface_flushed = bool(preface or frames)
+        return preface + frames
 
     def closing_frames(self) -> list[Frame]:
         """Usage and the terminal frame."""
@@ -274,4 +309,10 @@ class Generation:
                 return Failed(epoch=epoch, code=outcome.error_code, message=outcome.error_message)
             case _:
                 assert outcome.finish_reason is not None
-                return Done(epoch=epoch, finish_reason=outcome.finish_reason, num_tokens=num_tokens)
+                return Done(
+                    epoch=epoch,
+                    finish_reason=outcome.finish_reason,
+                    num_tokens=num_tokens,
+                    num_prompt_logprobs=len(self.prompt_logprobs),
+                    embedding_bytes=len(self.embedding),
+                )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 import msgspec
 
 from bus.ends import record_of, result_of
@@ -45,7 +48,9 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
 
 
 def job_result(generation: Generation) -> JobResult:
-    """What an asynchronous caller fetches."""
+    """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier life made
+    are not known here, so there are none then; nor are those of the prompt, if that life made all
+    the tokens."""
     job, outcome = generation.job, generation.outcome
     assert outcome is not None
     result = result_of(
@@ -58,16 +63,27 @@ def job_result(generation: Generation) -> JobResult:
     return msgspec.structs.replace(
         result,
         text=generation.text,
+        token_ids=tuple(generation.token_ids),
+        text_ends=tuple(accumulate(map(len, generation.pieces))),
+        logprobs=() if generation.num_resumed else tuple(generation.logprobs),
+        prompt_logprobs=generation.prompt_logprobs,
+        embedding=generation.embedding,
         finish_reason=outcome.finish_reason,
         usage=generation.usage(),
     )
 
 
-def oversized_result(result: JobResult, message: str) -> JobResult:
-    """The same result without its text, which the bus would not take."""
-    return msgspec.structs.replace(
+def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
+    """What to store of a result that the bus would not take, each smaller than the one before:
+    without log-probabilities, without token ids, and at last a failure that has ``message``."""
+    result = msgspec.structs.replace(result, logprobs=(), prompt_logprobs=())
+    yield result
+    result = msgspec.structs.replace(result, token_ids=(), text_ends=())
+    yield result
+    yield msgspec.structs.replace(
         result,
         text="",
+        embedding=b"",
         status=Status.FAILED.value,
         finish_reason=None,
         error_code="payload_too_large",

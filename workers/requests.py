@@ -115,6 +115,8 @@ class Requests:
             )
         if not job.prompt_token_ids or sampling.max_tokens is None or sampling.seed is None:
             return _no("bad_request", "a dispatch needs prompt_token_ids, max_tokens and a seed")
+        if job.pooling is not None and dispatch.resume_token_ids:
+            return _no("bad_request", "an embedding has no tokens to resume behind")
         if self.draining:
             return _no("draining", "this worker takes no new work")
         num_ending = len(self._endings)
@@ -179,7 +181,7 @@ class Requests:
         frames: list[Frame] = []
         if generation.started_ns:
             frames.append(generation.started_frame(self._worker_id))
-        frames += generation.deltas(replay.from_index)
+        frames += [*generation.preface(), *generation.deltas(replay.from_index)]
         if generation.ended:
             frames += generation.closing_frames()
         job = generation.job

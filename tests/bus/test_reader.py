@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +11,14 @@ from schemas.frames import (
     Cancelled,
     Delta,
     Done,
+    Embedding,
     Expired,
     FinishReason,
     Frame,
+    PromptLogprobs,
     Queued,
     Started,
+    TokenLogprob,
     Usage,
 )
 
@@ -172,3 +176,27 @@ def test_news_of_the_queue_end_with_the_start() -> None:
     assert reader.feed(Queued(position=3)) is Outcome.NOTHING
     assert reader.feed(Started(worker_id="w")) is Outcome.NOTE
     assert reader.feed(Queued(position=1)) is Outcome.NOTHING
+
+
+def test_prompt_logprobs_come_in_pieces_and_the_end_waits_for_them() -> None:
+    whole = (None, *(TokenLogprob(number, -0.5) for number in range(1, 5)))
+    reader = StreamReader()
+    reader.feed(PromptLogprobs(logprobs=whole[:2]))
+    assert reader.feed(PromptLogprobs(index=3, logprobs=whole[3:])) is Outcome.GAP
+    reader.feed(delta(["a"], 0, 1, epoch=0))
+    usage, done = the_end(["a"], 0)
+    reader.feed(usage)
+    assert reader.feed(msgspec.structs.replace(done, num_prompt_logprobs=5)) is Outcome.GAP
+    # A replay repeats what is there already.
+    assert reader.feed(PromptLogprobs(logprobs=whole[:3])) is Outcome.GAP
+    assert reader.feed(PromptLogprobs(index=1, logprobs=whole[1:])) is Outcome.END
+    assert reader.prompt_logprobs == whole
+
+
+def test_an_end_waits_for_the_embedding() -> None:
+    reader = StreamReader()
+    reader.feed(Usage(prompt_tokens=3))
+    done = Done(finish_reason=FinishReason.STOP, num_tokens=0, embedding_bytes=8)
+    assert reader.feed(done) is Outcome.GAP
+    assert reader.feed(Embedding(values=b"\0" * 8)) is Outcome.END
+    assert reader.embedding == b"\0" * 8

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from itertools import pairwise
 
 import pytest
 
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason
 from schemas.errors import BusUnavailableError
-from schemas.frames import Cancelled, Done, Expired, Failed, FinishReason, Usage
+from schemas.frames import Cancelled, Done, Expired, Failed, FinishReason, TokenLogprob, Usage
 from schemas.records import Record, RequestRecord, Status
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, bench
@@ -192,6 +193,10 @@ async def test_a_result_is_stored_before_the_ack(demo: ServedModel) -> None:
         assert result is not None
         assert (result.text, result.status) == ("an answer", "done")
         assert result.usage == Usage(prompt_tokens=3, completion_tokens=len(tokens))
+        assert result.token_ids == tuple(tokens)
+        cuts = (0, *result.text_ends)
+        pieces = [result.text[start:end] for start, end in pairwise(cuts)]
+        assert pieces == [demo.tokenizer.decode([token]) for token in tokens]
         assert not b.envelopes
 
 
@@ -205,6 +210,39 @@ async def test_a_result_too_large_for_the_bus_says_so(demo: ServedModel) -> None
         result = await b.peer.results.fetch("local", "r1")
         assert result is not None
         assert (result.text, result.error_code) == ("", "payload_too_large")
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "has_logprobs", "has_tokens"),
+    [(20_000, True, True), (3_000, False, True), (1_000, False, False)],
+)
+async def test_a_result_sheds_what_the_bus_does_not_take(
+    demo: ServedModel, limit_bytes: int, has_logprobs: bool, has_tokens: bool
+) -> None:
+    tokens = demo.tokenizer.encode("some words of an answer", False)[:4] * 30
+    async with bench(demo) as b:
+        b.broker.max_payload_bytes = limit_bytes
+        sampling = {"max_tokens": 500, "logprobs": 2, "prompt_logprobs": 0}
+        await b.dispatch(b.job(store_result=True, reply="", sampling=sampling))
+        scores = tuple(TokenLogprob(token, -0.5, ((token, -0.5), (7, -1.5))) for token in tokens)
+        b.engine.step(
+            EngineOutput(
+                request_id="r1:1",
+                started=True,
+                token_ids=tuple(tokens),
+                logprobs=scores,
+                prompt_logprobs=(None, scores[0], scores[1]),
+                finish_reason=FinishReason.LENGTH,
+            )
+        )
+        await eventually(lambda: b.worker.requests.num_running == b.worker.requests.num_ending == 0)
+        result = await b.peer.results.fetch("local", "r1")
+        assert result is not None
+        assert (result.status, result.text) == ("done", demo.tokenizer.decode(tokens))
+        assert result.logprobs == (scores if has_logprobs else ())
+        assert len(result.prompt_logprobs) == (3 if has_logprobs else 0)
+        assert result.token_ids == (tuple(tokens) if has_tokens else ())
+        assert len(result.text_ends) == len(result.token_ids)
 
 
 async def test_the_order_is_record_then_ack_and_an_outage_delays_nobody_else(

@@ -8,8 +8,10 @@ import pytest
 
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason, Replay
-from schemas.frames import TERMINAL_FRAMES, FinishReason
+from schemas.frames import TERMINAL_FRAMES, Done, Embedding, FinishReason
+from schemas.pooling import Pooling
 from tests.workers.scripted import Bench, bench
+from workers.engine.types import EngineOutput
 from workers.engine_keeper import MAX_RESTARTS, RESTART_WINDOW_S
 
 _NUM_ACTIONS = 150
@@ -25,6 +27,7 @@ class _Life:
         self.epochs: dict[str, int] = {}
         self.superseded: set[str] = set()
         self.made: dict[str, list[int]] = {}
+        self.pooling: dict[str, Pooling | None] = {}
         self._actions = [
             *(self._dispatch, self._dispatch),
             *(self._emit for _ in range(6)),
@@ -40,11 +43,13 @@ class _Life:
         return self.random.choice(sorted(self.leases)) if self.leases else None
 
     async def _dispatch(self) -> None:
-        job = self.b.job(f"r{len(self.epochs)}", sampling={"max_tokens": 6})
+        pooling = self.random.choice([None, None, None, Pooling.MEAN])
+        job = self.b.job(f"r{len(self.epochs)}", sampling={"max_tokens": 6}, pooling=pooling)
         lease = await self.b.lease(job)
         self.epochs[job.request_id] = 1
         if (await self.b.dispatch(job, lease=lease)).ok:
             self.leases[job.request_id] = lease
+            self.pooling[job.request_id] = pooling
             self.made[job.request_id] = []
         else:
             await self.b.peer.jobs.ack(lease)
@@ -54,6 +59,9 @@ class _Life:
         if request_id is None:
             return
         if f"{request_id}:1" not in self.b.engine.added:
+            return
+        if self.pooling[request_id] is not None:
+            self.b.engine.step(_embedding(f"{request_id}:1"))
             return
         made = self.made[request_id]
         finish = FinishReason.LENGTH if len(made) == 5 else None
@@ -82,7 +90,8 @@ class _Life:
         if request_id is None or not self.b.worker.requests.holds(request_id):
             return
         self.epochs[request_id] += 1
-        job = self.b.job(request_id, sampling={"max_tokens": 6})
+        pooling = self.pooling[request_id]
+        job = self.b.job(request_id, sampling={"max_tokens": 6}, pooling=pooling)
         has = self.random.randint(0, len(self.made[request_id]))
         reply = await self.b.dispatch(
             job,
@@ -116,6 +125,15 @@ class _Life:
         await self.b.settle(self.random.random())
 
 
+def _embedding(engine_id: str) -> EngineOutput:
+    return EngineOutput(
+        request_id=engine_id,
+        started=True,
+        embedding=(0.5, -1.0),
+        finish_reason=FinishReason.STOP,
+    )
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_each_request_ends_once(demo: ServedModel, seed: int) -> None:
     async with bench(demo, replay_memory_s=1e6) as b:
@@ -138,3 +156,6 @@ async def test_each_request_ends_once(demo: ServedModel, seed: int) -> None:
             await b.settle()
             kinds = {type(f) for f in b.of(request_id) if isinstance(f, TERMINAL_FRAMES)}
             assert len(kinds) == 1, f"{request_id} ended in several ways"
+            if kinds == {Done}:
+                embedded = any(isinstance(frame, Embedding) for frame in b.of(request_id))
+                assert embedded == (life.pooling[request_id] is not None)
