@@ -33,7 +33,11 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     for name in sorted(env):
         if name.startswith(PREFIX) and name != FILE_VARIABLE:
             _set_from_variable(tree, name, env[name])
-    config = msgspec.convert(tree, Config)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        # Each variable fits its type; together they may still not make sense.
+        raise ConfigError(f"the {PREFIX}* variables: {error}") from error
     _check_numbers(config, "")
     return config
 

@@ -19,6 +19,8 @@ JOBS_STREAM = "JOBS"
 DEAD_STREAM = "DEAD"
 RESULTS_STREAM = "RESULTS"
 OUTBOX_STREAM = "OUTBOX"
+FILES_STREAM = "FILES"
+BATCHES_STREAM = "BATCHES"
 WORKERS_BUCKET = "workers"
 WORKERS_STREAM = f"KV_{WORKERS_BUCKET}"
 BRIDGE_CONSUMER = "bridge"
@@ -28,6 +30,9 @@ ALL_JOBS = "jobs.*.*"
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"
+ALL_FILES = "files.>"
+ALL_BATCHES = "batches.>"
+ALL_OPEN_BATCHES = "batches.open.*.*"
 ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
 ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
@@ -137,6 +142,61 @@ def result(tenant: str, request_id: str) -> str:
     return f"results.{token(tenant)}.{token(request_id)}"
 
 
+def results_of(tenant: str) -> str:
+    """All results of one tenant."""
+    return f"results.{token(tenant)}.*"
+
+
+# --- files and batches -----------------------------------------------------------------------
+
+
+def object_entry(owner: str, name: str) -> str:
+    """Where it says what an object is."""
+    return f"files.entry.{token(owner)}.{token(name)}"
+
+
+def objects_of(owner: str) -> str:
+    return f"files.entry.{token(owner)}.*"
+
+
+def object_chunks(upload_id: str) -> str:
+    """The bytes of one object, as one attempt to store it wrote them."""
+    return f"files.chunks.{token(upload_id)}"
+
+
+def batch_state(tenant: str, batch_id: str) -> str:
+    return f"batches.state.{token(tenant)}.{token(batch_id)}"
+
+
+def batches_of(tenant: str) -> str:
+    return f"batches.state.{token(tenant)}.*"
+
+
+def batch_log(batch_id: str) -> str:
+    """What was done of a batch, in order."""
+    return f"batches.log.{token(batch_id)}"
+
+
+def open_batch(tenant: str, batch_id: str) -> str:
+    """There while the batch is not finished."""
+    return f"batches.open.{token(tenant)}.{token(batch_id)}"
+
+
+def open_batch_of(subject: str) -> tuple[str, str]:
+    """The tenant and the batch that ``open_batch`` was made of. Raises ValueError."""
+    parts = subject.split(".")
+    if len(parts) != 4 or parts[:2] != ["batches", "open"]:
+        raise ValueError("not the subject of an open batch")
+    return untoken(parts[2]), untoken(parts[3])
+
+
+def journal_stream(name: str) -> str:
+    """The stream that a name of files or batches belongs to. Raises KeyError for another name."""
+    return _JOURNAL_STREAMS[name[: name.find(".")]]
+
+
+_JOURNAL_STREAMS = {"files": FILES_STREAM, "batches": BATCHES_STREAM}
+
 # --- frames, control -------------------------------------------------------------------------
 
 
@@ -244,3 +304,92 @@ _TOPICS = {
 def generation_key(request_id: str) -> str:
     """Who runs a request."""
     return f"gen:{request_id}"
+
+
+def batch_lease_key(batch_id: str) -> str:
+    """The gateway that runs a batch."""
+    return f"batch:{batch_id}"
+
+
+def request_key(request_id: str) -> str:
+    """What gateways know of a request."""
+    return f"req:{request_id}"
+
+
+def idempotency_key(tenant: str, key: str) -> str:
+    """The request that a caller's Idempotency-Key stands for."""
+    return f"idem:{token(tenant)}:{key}"
+
+
+def session_key(tenant: str, session_id: str) -> str:
+    """A conversation; those of the keyless tenant go by their id alone."""
+    return f"ctx:{_of_session(tenant, session_id)}"
+
+
+def session_turn_key(tenant: str, session_id: str, request_id: str) -> str:
+    """What a request adds to a conversation once it is answered."""
+    return f"ctx-turn:{_of_session(tenant, session_id)}:{token(request_id)}"
+
+
+def session_summary_key(tenant: str, session_id: str) -> str:
+    """There while somebody summarises a conversation."""
+    return f"ctx-summary:{_of_session(tenant, session_id)}"
+
+
+def _of_session(tenant: str, session_id: str) -> str:
+    if tenant == _LOCAL_TENANT:
+        return token(session_id)
+    return f"{token(tenant)}:{token(session_id)}"
+
+
+# Accounts, which limits are kept for, are tenants and API keys; months are UTC, as in 202611.
+
+TENANTS_KEY = "tenants"
+
+
+def tenant_key(tenant: str) -> str:
+    """The tenant's record."""
+    return f"tenant:{tenant}"
+
+
+def tenant_api_keys_key(tenant: str) -> str:
+    """The ids of the tenant's API keys."""
+    return f"tenant-keys:{tenant}"
+
+
+def api_key_key(key_id: str) -> str:
+    """The record of an API key."""
+    return f"key:{key_id}"
+
+
+def tenant_account(tenant: str) -> str:
+    return f"t:{tenant}"
+
+
+def api_key_account(key_id: str) -> str:
+    return f"k:{key_id}"
+
+
+def buckets_key(account: str) -> str:
+    """How full the account's buckets of requests and tokens are."""
+    return f"lim:{account}"
+
+
+def running_key(account: str) -> str:
+    """The account's requests that run, by the time at which they lapse."""
+    return f"run:{account}"
+
+
+def holds_key(account: str) -> str:
+    """What the account's running requests may cost at most."""
+    return f"hold:{account}"
+
+
+def spent_key(account: str, month: str) -> str:
+    """What the account has spent in a month."""
+    return f"spent:{account}:{month}"
+
+
+def reservation_key(request_id: str) -> str:
+    """What was set aside for a request that runs."""
+    return f"resv:{request_id}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+from schemas.tenants import TierLimits
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -11,7 +15,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class NatsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``url`` may list several servers, comma separated. ``ack_wait_s`` is the lease: how long a
-    dead holder's job waits before it is delivered again."""
+    dead holder's job waits before it is delivered again. ``files_ttl_s`` is how long uploaded
+    files, batches and their answers are kept."""
 
     url: str = "nats://127.0.0.1:4222"
     replicas: int = 1
@@ -19,6 +24,7 @@ class NatsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_deliver: int = 8
     max_stored_jobs: int = 200_000
     results_ttl_s: float = 86_400.0
+    files_ttl_s: float = 30 * 86_400.0
     outbox_max_age_s: float = 7 * 86_400.0
     connect_timeout_s: float = 5.0
 
@@ -49,13 +55,36 @@ class ClickHouseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_field
     serve_port: int = 8123
 
 
+class SessionContexts(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of the oldest turns of a session, by the caller's tier, when they do not fit the
+    context window any more: "window" leaves them out, "summary" has the model summarise them."""
+
+    free: Literal["window", "summary"] = "window"
+    pro: Literal["window", "summary"] = "summary"
+    enterprise: Literal["window", "summary"] = "summary"
+    batch: Literal["window", "summary"] = "window"
+
+
 class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``gateway_id`` empty: one is drawn at start. Sizes bound what one client may send or make
-    us hold."""
+    """``gateway_id`` empty: one is drawn at start. ``auth`` "auto" demands API keys unless ``host``
+    is loopback, "required" always does, "none" never does; ``tiers`` are the limits of tenants of
+    each tier (see ``schemas.tenants``). Sizes bound what one client may send or make us hold.
+    ``max_file_bytes`` is for uploaded files. A gateway works on ``max_batches_at_once``
+    batches with ``max_jobs_per_batch`` jobs in the queue for each; one that dies is noticed after
+    ``batch_lease_s``.
+
+    A session is kept for ``session_ttl_s`` after its last request and holds at most
+    ``session_max_bytes`` and ``session_max_messages``. Its prompt leaves a completion of no stated
+    length ``session_reserve_tokens`` where it can. When its messages pass ``session_summary_share``
+    of the context window, the oldest may become a summary of ``session_summary_tokens`` at most,
+    where ``session_context`` says so.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     gateway_id: str = ""
+    auth: Literal["auto", "required", "none"] = "auto"
+    tiers: TierLimits = TierLimits()
     max_body_bytes: int = 4 * 1024 * 1024
     max_ws_message_bytes: int = 1024 * 1024
     max_generations_per_socket: int = 64
@@ -65,6 +94,17 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     replay_probe_s: float = 2.0
     drain_timeout_s: float = 8.0
     telemetry_timeout_s: float = 5.0
+    max_file_bytes: int = 100 * 1024 * 1024
+    max_batches_at_once: int = 16
+    max_jobs_per_batch: int = 256
+    batch_lease_s: float = 10.0
+    session_ttl_s: float = 3_600.0
+    session_max_bytes: int = 4 * 1024 * 1024
+    session_max_messages: int = 2_000
+    session_reserve_tokens: int = 1_024
+    session_context: SessionContexts = SessionContexts()
+    session_summary_share: float = 0.6
+    session_summary_tokens: int = 256
 
 
 class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

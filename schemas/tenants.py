@@ -1,0 +1,188 @@
+"""Tenants, their API keys, and what each of them may use."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_CEILING, Decimal
+
+import msgspec
+
+from schemas.jobs import MAX_NAME_CHARACTERS, Tier
+
+LOCAL_TENANT = "local"
+
+KEY_PREFIX = "mr-"
+MAX_KEY_NAME_CHARACTERS = 128
+
+# Counts of this size, times the milliseconds of a minute, are exact in the doubles of Redis' Lua;
+# so are budgets in billionths.
+MAX_LIMIT = 10**9
+MAX_BUDGET = Decimal(9_000_000)
+
+_TENANT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
+_COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
+_URGENCY = (Tier.BATCH, Tier.FREE, Tier.PRO, Tier.ENTERPRISE)
+
+
+def check_limits(limits: LimitSet | LimitOverrides) -> None:
+    """Raises ValueError, naming the limit, for a value that cannot be kept."""
+    for name in _COUNTS:
+        count = getattr(limits, name)
+        if isinstance(count, int) and not 1 <= count <= MAX_LIMIT:
+            raise ValueError(f"{name} must be between 1 and {MAX_LIMIT}, got {count}")
+    budget = limits.monthly_budget
+    if isinstance(budget, Decimal) and not (budget.is_finite() and 0 <= budget <= MAX_BUDGET):
+        raise ValueError(f"monthly_budget must be between 0 and {MAX_BUDGET}, got {budget}")
+
+
+class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an account may use; None: no limit.
+
+    ``tokens_per_minute`` counts prompt and completion. ``context_tokens`` bounds both of one
+    request together. ``monthly_budget`` is money, in the prices' currency, of a UTC month. Raises
+    ValueError, naming the limit, for a value that cannot be kept.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    context_tokens: int | None = None
+    monthly_budget: Decimal | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+class LimitOverrides(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Limits that were set for one account; UNSET leaves what its tier says, None lifts it."""
+
+    requests_per_minute: int | msgspec.UnsetType | None = msgspec.UNSET
+    tokens_per_minute: int | msgspec.UnsetType | None = msgspec.UNSET
+    concurrent_requests: int | msgspec.UnsetType | None = msgspec.UNSET
+    context_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    monthly_budget: Decimal | msgspec.UnsetType | None = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def over(self, base: LimitSet) -> LimitSet:
+        """``base`` with what is set here in its place."""
+        return msgspec.structs.replace(base, **self.given())
+
+    def given(self) -> dict[str, int | Decimal | None]:
+        """The limits that are set."""
+        return {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not msgspec.UNSET
+        }
+
+
+class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant of each tier may use unless its own record says otherwise."""
+
+    free: LimitSet = LimitSet(
+        requests_per_minute=60,
+        tokens_per_minute=200_000,
+        concurrent_requests=8,
+        context_tokens=32_768,
+    )
+    pro: LimitSet = LimitSet(
+        requests_per_minute=600,
+        tokens_per_minute=2_000_000,
+        concurrent_requests=64,
+        context_tokens=65_536,
+    )
+    enterprise: LimitSet = LimitSet(
+        requests_per_minute=6_000,
+        tokens_per_minute=20_000_000,
+        concurrent_requests=512,
+        context_tokens=131_072,
+    )
+    batch: LimitSet = LimitSet(
+        requests_per_minute=6_000,
+        tokens_per_minute=10_000_000,
+        concurrent_requests=128,
+        context_tokens=131_072,
+    )
+
+    def of(self, tier: Tier) -> LimitSet:
+        limits: LimitSet = getattr(self, tier.value)
+        return limits
+
+
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a tenant. ``tier`` None has no limits but those set here."""
+
+    tier: Tier | None = None
+    limits: LimitOverrides = LimitOverrides()
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An API key, without its secret: ``digest`` is the secret's SHA-256 in hex.
+
+    ``tier``, if set, lowers the key below its tenant. A key that was revoked stays so.
+    """
+
+    key_id: str
+    digest: str
+    tenant: str
+    name: str = ""
+    tier: Tier | None = None
+    limits: LimitOverrides = LimitOverrides()
+    is_admin: bool = False
+    created_ns: int = 0
+    revoked_ns: int | None = None
+
+
+def unknown_tenant(tenant: str) -> TenantRecord:
+    """What holds for a tenant without a record: the free tier, but no limits for ``local``."""
+    return TenantRecord() if tenant == LOCAL_TENANT else TenantRecord(tier=Tier.FREE)
+
+
+def tenant_limits(record: TenantRecord, tiers: TierLimits) -> LimitSet:
+    """The limits of all that a tenant does, over all its keys."""
+    return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
+
+
+def key_limits(record: KeyRecord, tiers: TierLimits) -> LimitSet:
+    """The limits of a key within those of its tenant."""
+    return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
+
+
+def effective_tier(key: KeyRecord, tenant: TenantRecord) -> Tier:
+    """The most urgent tier that requests with this key may have: the lower of the two."""
+    of_tenant = tenant.tier or Tier.ENTERPRISE
+    return of_tenant if key.tier is None else min(key.tier, of_tenant, key=_URGENCY.index)
+
+
+def is_above(tier: Tier, other: Tier) -> bool:
+    """Whether ``tier`` is served before ``other``."""
+    return _URGENCY.index(tier) > _URGENCY.index(other)
+
+
+def lower_limit(one: int | None, other: int | None) -> int | None:
+    """The one that binds."""
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+def check_tenant(tenant: str) -> None:
+    """Raises ValueError for what cannot be a tenant's name."""
+    if not _TENANT.fullmatch(tenant):
+        raise ValueError(
+            f"a tenant's name is 1 to {MAX_NAME_CHARACTERS} letters, digits, '.', '_' and '-', "
+            "and begins with a letter or digit"
+        )
+
+
+def to_nano(money: Decimal) -> int:
+    """Money in billionths of its unit, rounded up."""
+    return int(money.scaleb(9).to_integral_value(ROUND_CEILING))
+
+
+def from_nano(nano: int) -> Decimal:
+    """The money that is so many billionths, without needless zeros."""
+    money = Decimal(nano).scaleb(-9).normalize()
+    return money.quantize(Decimal(1)) if money == money.to_integral_value() else money
