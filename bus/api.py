@@ -7,7 +7,7 @@ event loop's read path.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -220,6 +220,86 @@ class Results(Protocol):
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None: ...
 
+    async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
+        """Tell the request ids of results as they come. Those of an outage are not told, and one
+        that is told may be stored a moment later: ``fetch`` is what counts."""
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry and its place; sequences of one name only grow."""
+
+    sequence: int
+    payload: bytes
+
+
+class Journal(Protocol):
+    """Entries in order under names, kept for ``nats.files_ttl_s``: what files and batches are
+    made of. Names are those of ``bus.subjects``, section "files and batches".
+
+    Every method raises BusUnavailableError while nobody can say.
+    """
+
+    async def append(self, name: str, payload: bytes, *, after: int, replace: bool = False) -> int:
+        """Store an entry behind the one with the sequence ``after``, which must be the name's last
+        (0: it must have none); with ``replace`` those before it go. Returns its sequence.
+
+        Raises JournalConflictError if another entry is the last one, and PayloadTooLargeError:
+        nothing was stored.
+        """
+
+    async def next(self, name: str, after: int) -> JournalEntry | None:
+        """The first entry behind a sequence."""
+
+    async def last(self, name: str) -> JournalEntry | None:
+        """The newest entry, never an older one."""
+
+    async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
+        """The newest entries of those names that have any."""
+
+    async def names(self, pattern: str) -> list[str]:
+        """The names with entries that match a pattern, sorted."""
+
+    async def drop(self, name: str) -> None:
+        """Remove every entry of a name."""
+
+
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that were stored once and for all. ``sha256`` is hexadecimal; ``metadata`` is the
+    owner's own."""
+
+    name: str
+    size_bytes: int
+    num_chunks: int
+    sha256: str
+    upload_id: str
+    stored_ns: int
+    metadata: dict[str, str]
+
+
+class Objects(Protocol):
+    """Large immutable things, each under its owner and a name."""
+
+    async def put(
+        self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
+    ) -> StoredObject:
+        """Store bytes as they come, in pieces that fit a message. If there is an object of that
+        name already, it stays and is returned. Raises BusUnavailableError, and whatever ``chunks``
+        raises: nothing is stored then."""
+
+    async def info(self, owner: str, name: str) -> StoredObject | None: ...
+
+    async def infos(self, owner: str, names: Sequence[str]) -> list[StoredObject]:
+        """Those that are there, in the order of ``names``."""
+
+    async def names(self, owner: str) -> list[str]:
+        """The names of all of an owner's objects, sorted."""
+
+    def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
+        """Its bytes, piece by piece. Raises ObjectLostError when they are not all there."""
+
+    async def delete(self, owner: str, name: str) -> bool:
+        """Whether it was there."""
+
 
 class Outbox(Protocol):
     """Records on their way to Kafka, kept until they are old."""
@@ -248,6 +328,8 @@ class Bus(Protocol):
     workers: WorkerDirectory
     results: Results
     outbox: Outbox
+    journal: Journal
+    objects: Objects
 
     @property
     def max_payload_bytes(self) -> int: ...

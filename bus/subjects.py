@@ -337,7 +337,7 @@ def session_summary_key(tenant: str, session_id: str) -> str:
 
 
 def _of_session(tenant: str, session_id: str) -> str:
-    if tenant == _LOCAL_TENANT:
+    if tenant == "local":
         return token(session_id)
     return f"{token(tenant)}:{token(session_id)}"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from bus.clock import Clock, SystemClock
 from bus.codec import CONTENT_TYPE
+from bus.memory.journal import StoredJournal
 from bus.memory.queue import StoredJobs
 from bus.memory.stores import Entries, OutboxLog, StoredResults
 from bus.transport import Message, OnMessage
@@ -63,6 +64,7 @@ class MemoryBroker:
         self.jobs = StoredJobs(self.clock, self.config)
         self.dead: list[DeadJob] = []
         self.results = StoredResults(self.clock, self.config.results_ttl_s)
+        self.journal = StoredJournal(self.clock, self.config.files_ttl_s)
         self.outbox = OutboxLog(self.clock, self.config.outbox_max_age_s)
         self.workers = Entries(self.clock)
         self.on_start: list[Callable[[], None]] = []

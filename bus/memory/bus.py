@@ -7,13 +7,27 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from bus import codec, subjects
-from bus.api import Control, FrameStreams, JobQueue, Outbox, OutboxMessage, Results, WorkerDirectory
+from bus.api import (
+    Control,
+    FrameStreams,
+    JobQueue,
+    Journal,
+    Objects,
+    Outbox,
+    OutboxMessage,
+    Results,
+    Subscription,
+    WorkerDirectory,
+)
 from bus.control import CoreControl
 from bus.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
+from bus.memory.journal import MemoryJournal
+from bus.objects import CHUNK_BYTES, JournalObjects
 from bus.refusals import Refusals
+from bus.results import watch_results
 from bus.transport import Message, OnMessage
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -88,19 +102,25 @@ class _MemoryBucket:
 class _MemoryResults:
     """See ``bus.api.Results``."""
 
-    def __init__(self, broker: MemoryBroker) -> None:
+    def __init__(self, broker: MemoryBroker, transport: _MemoryTransport) -> None:
         self._broker = broker
+        self._transport = transport
 
     async def store(self, result: JobResult) -> None:
         payload = codec.encode_json(result)
         self._broker.require_fits(len(payload))
         self._broker.require_up()
-        self._broker.results.add(subjects.result(result.tenant, result.request_id), payload)
+        subject = subjects.result(result.tenant, result.request_id)
+        self._broker.results.add(subject, payload)
+        self._broker.publish(subject, payload)
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
         self._broker.require_up()
         payload = self._broker.results.get(subjects.result(tenant, request_id))
         return None if payload is None else codec.JOB_RESULT.decode(payload, codec.JSON)
+
+    async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
+        return await watch_results(self._transport, tenant, on_stored)
 
 
 class _MemoryOutbox:
@@ -157,8 +177,12 @@ class MemoryBus:
         self.frames: FrameStreams = CoreFrameStreams(self._transport)
         self.control: Control = CoreControl(self._transport)
         self.workers: WorkerDirectory = CoreWorkerDirectory(self._transport, _MemoryBucket(broker))
-        self.results: Results = _MemoryResults(broker)
+        self.results: Results = _MemoryResults(broker, self._transport)
         self.outbox: Outbox = _MemoryOutbox(broker)
+        self.journal: Journal = MemoryJournal(broker)
+        self.objects: Objects = JournalObjects(
+            self.journal, broker.clock, min(CHUNK_BYTES, broker.max_payload_bytes // 2)
+        )
         refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
         self.jobs: JobQueue = MemoryJobQueue(broker, refusals)
         self._closed = False

@@ -6,15 +6,26 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bus.api import Control, FrameStreams, JobQueue, Outbox, Results, WorkerDirectory
+from bus.api import (
+    Control,
+    FrameStreams,
+    JobQueue,
+    Journal,
+    Objects,
+    Outbox,
+    Results,
+    WorkerDirectory,
+)
 from bus.clock import Clock, SystemClock
 from bus.control import CoreControl
 from bus.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
 from bus.nats.connection import Connection
 from bus.nats.jobs import NatsJobQueue
+from bus.nats.journal import NatsJournal
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
+from bus.objects import CHUNK_BYTES, JournalObjects
 from bus.refusals import Refusals
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
@@ -36,6 +47,10 @@ class NatsBus:
         )
         self.results: Results = NatsResults(connection)
         self.outbox: Outbox = NatsOutbox(connection)
+        self.journal: Journal = NatsJournal(connection)
+        self.objects: Objects = JournalObjects(
+            self.journal, clock, min(CHUNK_BYTES, connection.max_payload_bytes // 2)
+        )
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, config, refusals, clock)
         connection.on_reconnect(self._set_up_again)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from nats.aio.msg import Msg
 
 from bus import codec, subjects
-from bus.api import OutboxMessage
+from bus.api import OutboxMessage, Subscription
 from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
 from bus.nats.leases import read_lease
 from bus.nats.puller import Puller
+from bus.results import watch_results
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -53,6 +54,9 @@ class NatsResults:
         if status is not None:
             raise BusUnavailableError(f"The message bus could not look a result up ({status}).")
         return codec.JOB_RESULT.decode(answer.data, codec.JSON)
+
+    async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
+        return await watch_results(self._connection, tenant, on_stored)
 
 
 class NatsOutbox:

@@ -50,6 +50,13 @@ def streams(config: NatsConfig) -> list[Json]:
         stream(subjects.DEAD_STREAM, subjects.ALL_DEAD, DEAD_MAX_AGE_S, max_msgs=DEAD_MAX_MESSAGES),
         stream(subjects.RESULTS_STREAM, subjects.ALL_RESULTS, config.results_ttl_s),
         stream(subjects.OUTBOX_STREAM, subjects.ALL_RECORDS, config.outbox_max_age_s),
+        stream(subjects.FILES_STREAM, subjects.ALL_FILES, config.files_ttl_s),
+        stream(
+            subjects.BATCHES_STREAM,
+            subjects.ALL_BATCHES,
+            config.files_ttl_s,
+            allow_rollup_hdrs=True,
+        ),
         stream(
             subjects.WORKERS_STREAM,
             subjects.ALL_WORKERS,

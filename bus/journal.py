@@ -1,0 +1,16 @@
+"""Errors of the journal."""
+
+from __future__ import annotations
+
+from schemas.errors import MillraceError
+
+
+class JournalConflictError(MillraceError):
+    """Somebody else wrote under that name in the meantime; nothing was stored."""
+
+    code = "conflict"
+    retryable = True
+    http_status = 409
+
+    def __init__(self) -> None:
+        super().__init__("Somebody else changed it at the same time. Try again.")

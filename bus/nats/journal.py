@@ -1,0 +1,117 @@
+"""Journal on JetStream: a name is a subject, and its last sequence guards every append."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus import subjects
+from bus.api import JournalEntry
+from bus.journal import JournalConflictError
+from bus.nats import jetstream
+from bus.nats.connection import Connection, status_of
+from bus.nats.jetstream import JetStreamError
+from schemas.errors import BusUnavailableError
+
+_SEQUENCE = "Nats-Sequence"
+_SUBJECT = "Nats-Subject"
+_NOT_FOUND = "404"
+_END_OF_BATCH = "204"
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class NatsJournal:
+    """See ``bus.api.Journal``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def append(self, name: str, payload: bytes, *, after: int, replace: bool = False) -> int:
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(after)}
+        if replace:
+            headers["Nats-Rollup"] = "sub"
+        try:
+            stored = await jetstream.store(self._connection, name, payload, headers)
+        except JetStreamError as error:
+            if error.number == jetstream.WRONG_LAST_SEQUENCE:
+                raise JournalConflictError from error
+            raise jetstream.unexpected(error) from error
+        if stored.seq:
+            return stored.seq
+        # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
+        entry = await self.last(name)
+        if entry is None or entry.sequence <= after or entry.payload != payload:
+            raise JournalConflictError
+        return entry.sequence
+
+    async def next(self, name: str, after: int) -> JournalEntry | None:
+        body = {"seq": after + 1, "next_by_subj": name}
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.journal_stream(name)}"
+        answer, _ = await self._connection.request_until(request, msgspec.json.encode(body))
+        status = status_of(answer)
+        if status == _NOT_FOUND:
+            return None
+        if status is not None:
+            raise BusUnavailableError(f"The message bus could not look an entry up ({status}).")
+        return _entry(answer)
+
+    async def last(self, name: str) -> JournalEntry | None:
+        stream = subjects.journal_stream(name)
+        try:
+            found = await jetstream.newest(self._connection, stream, name)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        return None if found is None else JournalEntry(sequence=found.seq, payload=found.payload)
+
+    async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
+        if not names:
+            return {}
+        found: dict[str, JournalEntry] = {}
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_answer(message: Msg | None) -> None:
+            status = "lost" if message is None else status_of(message)
+            if message is not None and status is None:
+                assert message.headers is not None
+                found[message.headers[_SUBJECT]] = _entry(message)
+            elif status is not None and not ended.done():
+                ended.set_result(status)
+
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.journal_stream(names[0])}"
+        body = msgspec.json.encode({"multi_last": list(names)})
+        reply = await self._connection.ask(request, body, on_answer)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                status = await ended
+        except TimeoutError:
+            status = "timeout"
+        finally:
+            self._connection.forget(reply)
+        if status not in (_END_OF_BATCH, _NOT_FOUND):
+            raise BusUnavailableError(f"The message bus could not look entries up ({status}).")
+        return found
+
+    async def names(self, pattern: str) -> list[str]:
+        stream = subjects.journal_stream(pattern)
+        try:
+            return sorted(await jetstream.subjects_in(self._connection, stream, pattern))
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+
+    async def drop(self, name: str) -> None:
+        try:
+            await jetstream.call(
+                self._connection,
+                f"STREAM.PURGE.{subjects.journal_stream(name)}",
+                {"filter": name},
+            )
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+
+
+def _entry(message: Msg) -> JournalEntry:
+    assert message.headers is not None
+    return JournalEntry(sequence=int(message.headers[_SEQUENCE]), payload=message.data)
