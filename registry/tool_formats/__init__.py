@@ -1,0 +1,12 @@
+"""Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
+
+from registry.tool_formats.parser import ToolCallParser
+from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+
+__all__ = [
+    "ArgumentsPiece",
+    "CallPiece",
+    "ContentPiece",
+    "Piece",
+    "ToolCallParser",
+]

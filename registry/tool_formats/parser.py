@@ -1,0 +1,166 @@
+"""A model's text as it comes, told apart into content and tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from registry.tool_formats.call_scanner import BLANKS, CallScanner, Status, start_of_partial
+from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+from schemas.tools import ToolFormat
+
+_OPENING_TAG = "<tool_call>"
+_CLOSING_TAG = "</tool_call>"
+_CODE_TAG = "<|python_tag|>"
+_BLANK_GAP = re.compile(r"[ \t\n\r]*")
+_FIRST_GAP = re.compile(r"(?:[ \t\n\r]|<\|python_tag\|>)*")
+_LATER_GAP = re.compile(r"(?:[ \t\n\r;]|<\|python_tag\|>)*")
+
+
+class ToolCallParser:
+    """Reads one completion. ``new_id`` is called once for each call, in their order.
+
+    Arguments are streamed as the model writes them. Blanks around calls are no content, so those
+    at the end of a text are kept back until it is known what follows. What looks like a call but
+    is none comes out as content, to the letter. In HERMES a call follows ``<tool_call>``; in
+    LLAMA3 the whole text is one or several.
+
+    What has come out after a text depends on that text alone, not on how it was cut.
+    """
+
+    def __init__(self, tool_format: ToolFormat, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._is_hermes = tool_format is ToolFormat.HERMES
+        self._step: Callable[[str, list[Piece]], str] = (
+            self._content if self._is_hermes else self._between
+        )
+        self._scanner = CallScanner("")
+        self._candidate: list[str] = []
+        self._held = ""
+        self._after_call = False
+        self._plain = self._is_hermes
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now that ``text`` has come."""
+        if self._plain and (("<" not in text and text[-1:] > " ") if self._is_hermes else text):
+            return [ContentPiece(text)]
+        pieces: list[Piece] = []
+        while text:
+            text = self._step(text, pieces)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What is left once the whole text has come; nothing may be pushed after it."""
+        pieces: list[Piece] = []
+        if self._step == self._in_call:
+            if self._scanner.certain:
+                self._scanner.finish()
+                self._take_arguments(pieces)
+            else:
+                _say(pieces, "".join(self._candidate))
+        elif self._step == self._content or self.num_calls == 0:
+            _say(pieces, self._held)
+        self._held = ""
+        return pieces
+
+    def _content(self, text: str, pieces: list[Piece]) -> str:
+        if not self._is_hermes:
+            _say(pieces, text)
+            return ""
+        return self._content_from(self._held + text, 0, pieces)
+
+    def _content_from(self, data: str, unread: int, pieces: list[Piece]) -> str:
+        """Say the content up to the next tag, which is not looked for before ``unread``."""
+        found = data.find(_OPENING_TAG, unread)
+        end = found if found >= 0 else unread + start_of_partial(data[unread:], _OPENING_TAG)
+        content = data[:end].rstrip(BLANKS)
+        blanks = data[len(content) : end]
+        if self._after_call:
+            content = content.lstrip(BLANKS)
+            if content:
+                self._after_call = False
+            else:
+                blanks = ""
+        _say(pieces, content)
+        if found >= 0:
+            self._plain = False
+            self._begin_call(blanks + _OPENING_TAG)
+            return data[found + len(_OPENING_TAG) :]
+        self._held = blanks + data[end:]
+        self._plain = not self._held and not self._after_call
+        return ""
+
+    def _begin_call(self, prelude: str) -> None:
+        self._held = ""
+        self._candidate = [prelude]
+        self._scanner = CallScanner(_CLOSING_TAG if self._is_hermes else "")
+        self._step = self._in_call
+
+    def _in_call(self, text: str, pieces: list[Piece]) -> str:
+        scanner = self._scanner
+        was_certain = scanner.certain
+        end = scanner.feed(text)
+        if scanner.certain:
+            if not was_certain:
+                pieces.append(CallPiece(self.num_calls, self._new_id(), scanner.name))
+                self.num_calls += 1
+                self._candidate.clear()
+            self._take_arguments(pieces)
+        else:
+            self._candidate.append(text[:end])
+        rest = text[end:]
+        match scanner.status:
+            case Status.OPEN:
+                return ""
+            case Status.ENDED:
+                self._step = self._between
+                return rest
+            case Status.CLOSED:
+                self._step = self._content
+                self._after_call = True
+                return rest
+            case Status.FAILED:
+                return self._refuse("".join(self._candidate), rest, pieces)
+
+    def _between(self, text: str, pieces: list[Piece]) -> str:
+        """Before the first call of a text that may be all calls, or just after a call."""
+        data = self._held + text
+        pattern = _BLANK_GAP if self._is_hermes else _LATER_GAP if self.num_calls else _FIRST_GAP
+        found = pattern.match(data)
+        assert found is not None
+        gap, rest = found.group(), data[found.end() :]
+        tag = _CLOSING_TAG if self._is_hermes else _CODE_TAG
+        if rest != tag and tag.startswith(rest):
+            self._held = data
+            return ""
+        self._held = ""
+        if self._is_hermes and rest.startswith(tag):
+            self._step = self._content
+            self._after_call = True
+            return rest[len(tag) :]
+        if self.num_calls:
+            gap = gap.lstrip(BLANKS)
+        if rest[0] == "{":
+            self._begin_call(gap)
+            return rest
+        return self._refuse(gap, rest, pieces)
+
+    def _refuse(self, text: str, rest: str, pieces: list[Piece]) -> str:
+        """``text`` is no call after all, and ``rest`` follows it."""
+        self._step = self._content
+        if self._is_hermes:
+            return self._content_from(text + rest, len(text), pieces)
+        self._plain = True
+        _say(pieces, text + rest)
+        return ""
+
+    def _take_arguments(self, pieces: list[Piece]) -> None:
+        arguments = self._scanner.take_arguments()
+        if arguments:
+            pieces.append(ArgumentsPiece(self.num_calls - 1, arguments))
+
+
+def _say(pieces: list[Piece], text: str) -> None:
+    if text:
+        pieces.append(ContentPiece(text))
