@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from schemas.jobs import Tier
 from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from schemas.tenants import LOCAL_TENANT
 
 # --- streams, consumers, buckets -------------------------------------------------------------
 
@@ -337,7 +338,7 @@ def session_summary_key(tenant: str, session_id: str) -> str:
 
 
 def _of_session(tenant: str, session_id: str) -> str:
-    if tenant == "local":
+    if tenant == LOCAL_TENANT:
         return token(session_id)
     return f"{token(tenant)}:{token(session_id)}"
 
@@ -393,3 +394,8 @@ def spent_key(account: str, month: str) -> str:
 def reservation_key(request_id: str) -> str:
     """What was set aside for a request that runs."""
     return f"resv:{request_id}"
+
+
+def response_key(tenant: str, response_id: str) -> str:
+    """An answer of the Responses API that may be continued, and the conversation before it."""
+    return f"resp:{token(tenant)}:{token(response_id)}"
