@@ -34,8 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--pooling",
         choices=[pooling.value for pooling in Pooling],
-        help="the last token's hidden state or the mean over all (default: as the checkpoint's "
-        "modules.json and 1_Pooling/config.json say)",
+        help="the last token's hidden state or the mean over all (default: as the catalogue or "
+        "the checkpoint's modules.json and 1_Pooling/config.json say)",
     )
     parser.add_argument(
         "--normalize",
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     name = catalogue.entry_for(arguments.model).name
     served = ServedModel.load(catalogue.with_model(arguments.model), name)
     defaults = read_embedding_defaults(served.path)
-    pooling = defaults.pooling if arguments.pooling is None else Pooling(arguments.pooling)
+    chosen = None if arguments.pooling is None else Pooling(arguments.pooling)
+    pooling = chosen or served.entry.pooling or defaults.pooling
     if pooling is None:
         raise ConfigError("The checkpoint does not say how to pool; choose with --pooling.")
-    normalize = defaults.normalize if arguments.normalize is None else arguments.normalize
+    normalize = bool(defaults.normalize if arguments.normalize is None else arguments.normalize)
     texts = read_texts(arguments.input, served)
     print_start_of_engine()
     engine = Engine.load(served.path, config)

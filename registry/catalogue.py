@@ -14,6 +14,8 @@ import yaml
 from registry.pricing import UNPRICED, PriceBook
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
+from schemas.tools import ToolFormat
+from schemas.pooling import Pooling
 
 BUILT_IN = Path(__file__).with_name("models.yaml")
 _LOCAL_PREFIXES = ("./", "../", "/", "~")
@@ -27,7 +29,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     description: str = ""
     created: datetime.date = _LONG_AGO
     context_window_tokens: int | None = None
+    pooling: Pooling | None = None
     tiers: tuple[Tier, ...] = tuple(Tier)
+    tool_format: ToolFormat | None = None
     prices: PriceBook = UNPRICED
 
     def __post_init__(self) -> None:
@@ -41,7 +45,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of the catalogue.
 
     ``source`` is the absolute path of a folder, or a hub id (``organisation/model[@revision]``).
-    ``context_window_tokens`` None: what the checkpoint says.
+    ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
     """
 
     name: str

@@ -22,10 +22,11 @@ _PREFIX = "pooling_mode_"
 
 
 class EmbeddingDefaults(NamedTuple):
-    """How the checkpoint wants its embeddings made; ``pooling`` None if it does not say."""
+    """How the checkpoint wants its embeddings made, and whether scaled to length 1; None where it
+    does not say."""
 
     pooling: Pooling | None
-    normalize: bool
+    normalize: bool | None
 
 
 def read_embedding_defaults(path: Path) -> EmbeddingDefaults:
@@ -34,7 +35,7 @@ def read_embedding_defaults(path: Path) -> EmbeddingDefaults:
     Raises CheckpointError naming the file for a module or a pooling that is not computed here:
     leaving it out would change the embeddings silently.
     """
-    folder, normalize = _POOLING, False
+    folder, normalize = _POOLING, None
     if (path / _MODULES).is_file():
         folder, normalize = _read_modules(path / _MODULES)
     file = path / folder / "config.json"

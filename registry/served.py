@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import random
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from registry.catalogue import Catalogue, ModelEntry
 from registry.checkpoint import ModelConfig, read_model_config
+from registry.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
 from registry.tokenizer import Tokenizer
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
+from schemas.pooling import Pooling
 from schemas.sampling import MAX_SEED, SamplingParams
+
+_DEFAULTS = SamplingParams()
 
 # Beyond this much text, preparing a job takes long enough to leave the event loop for a thread.
 MAX_INLINE_CHARACTERS = 4_096
+
+
+# What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
+_FILLED_IN = frozenset({"max_tokens", "seed"})
+
+
+class EmbeddingSettings(NamedTuple):
+    """How embeddings are made where a request does not say; ``normalize``: scaled to length 1."""
+
+    pooling: Pooling
+    normalize: bool
 
 
 class ServedModel:
@@ -41,15 +58,20 @@ class ServedModel:
         return cls(entry, path, read_model_config(path), Tokenizer.load(path))
 
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
-        """The job with ``prompt_token_ids`` in place of prompt or messages, ``max_tokens`` set (to
-        what the context window leaves, if it was not) and a seed.
+        """The job with ``prompt_token_ids`` in place of prompt or messages and tools,
+        ``max_tokens`` set (to what the context window leaves, if it was not) and a seed. What is
+        prepared already stays as it is. A job with ``pooling`` has ``max_tokens`` 1.
 
-        Raises ParameterError naming the field for a tier that may not use the model, a model that
-        makes embeddings only, an empty prompt, a refused conversation, token ids that the model
-        does not have, or something that frames do not carry if it is answered ``in_frames``;
-        ContextLengthError if it does not fit.
+        Raises ParameterError naming the field for a tier that may not use the model, a completion
+        of a model that makes embeddings only, an embedding with what only completions have, an
+        empty prompt, a refused conversation, token ids that the model does not have, or several
+        choices if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
+        if job.tools and job.messages is None:
+            raise ParameterError("tools", "tools go with messages only")
+        if job.pooling is not None:
+            return self._prepare_embedding(job, seed_source)
         if not self.config.has_head:
             raise ParameterError(
                 "model", f"The model {self.entry.name} makes embeddings only, no completions."
@@ -60,19 +82,27 @@ class ServedModel:
             self._check_token_id("stop_token_ids", token_id)
         for token_id in sampling.logit_bias:
             self._check_token_id("logit_bias", token_id)
-        if in_frames:
-            _check_frames_carry(sampling)
-        return msgspec.structs.replace(
-            job,
-            prompt=None,
-            messages=None,
-            prompt_token_ids=token_ids,
-            sampling=msgspec.structs.replace(
-                sampling,
-                max_tokens=self._max_tokens(len(token_ids), sampling),
-                seed=seed_source.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed,
-            ),
-        )
+        if in_frames and sampling.n != 1:
+            raise ParameterError("n", "n must be 1: one request makes one completion.")
+        max_tokens = self._max_tokens(len(token_ids), sampling)
+        return _prepared(job, token_ids, max_tokens, seed_source)
+
+    def _prepare_embedding(self, job: Job, seed_source: random.Random) -> Job:
+        if job.messages is not None:
+            raise ParameterError("messages", "An embedding is made of a prompt, not of messages.")
+        _check_nothing_is_sampled(job.sampling)
+        token_ids = self._prompt_token_ids(job)
+        if len(token_ids) > self.context_window_tokens:
+            raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
+        return _prepared(job, token_ids, 1, seed_source)
+
+    @cached_property
+    def embedding_defaults(self) -> EmbeddingSettings:
+        """The catalogue's word, then the checkpoint's; else the mean, scaled to length 1. Raises
+        CheckpointError if the checkpoint asks for what is not computed here."""
+        says = read_embedding_defaults(self.path)
+        pooling = self.entry.pooling or says.pooling or Pooling.MEAN
+        return EmbeddingSettings(pooling, says.normalize is not False)
 
     def _check_tier(self, tier: Tier) -> None:
         if tier not in self.entry.tiers:
@@ -113,14 +143,26 @@ class ServedModel:
         return left if wanted is None else wanted
 
 
-def _check_frames_carry(sampling: SamplingParams) -> None:
-    if sampling.n != 1:
-        raise ParameterError("n", "n must be 1: one request makes one completion.")
-    if sampling.prompt_logprobs is not None:
-        raise ParameterError(
-            "prompt_logprobs",
-            "prompt_logprobs are not sent over the bus; leave them out, or use millrace generate.",
-        )
+def _prepared(
+    job: Job, token_ids: tuple[int, ...], max_tokens: int, seed_source: random.Random
+) -> Job:
+    sampling = job.sampling
+    seed = seed_source.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
+    return msgspec.structs.replace(
+        job,
+        prompt=None,
+        messages=None,
+        tools=(),
+        prompt_token_ids=token_ids,
+        sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed),
+    )
+
+
+def _check_nothing_is_sampled(sampling: SamplingParams) -> None:
+    for field in msgspec.structs.fields(sampling):
+        name = field.name
+        if name not in _FILLED_IN and getattr(sampling, name) != getattr(_DEFAULTS, name):
+            raise ParameterError(name, f"An embedding takes no {name}: nothing is sampled.")
 
 
 def _context_window_tokens(entry: ModelEntry, config: ModelConfig) -> int:

@@ -84,6 +84,8 @@ class Entry:
     def need(self) -> Need:
         """What a prepared job takes of a worker."""
         num_prompt_tokens = len(self.job.prompt_token_ids or ())
+        if self.job.pooling is not None:
+            return Need(num_prompt_tokens, 0)
         num_resumed = len(self.resume_token_ids)
         max_tokens = self.job.sampling.max_tokens or 1
         return Need(num_prompt_tokens + num_resumed, max(max_tokens - num_resumed, 0))

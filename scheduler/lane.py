@@ -89,9 +89,9 @@ class Lane:
         longest = placement.longest_tokens(self._parts.fleet.of_model(self.model))
         if longest is None or entry.need.total_tokens <= longest:
             return False
-        error = ContextLengthError(
-            len(entry.job.prompt_token_ids or ()), entry.job.sampling.max_tokens, longest
-        )
+        job = entry.job
+        max_tokens = job.sampling.max_tokens if job.pooling is None else None
+        error = ContextLengthError(len(job.prompt_token_ids or ()), max_tokens, longest)
         self.end(entry, refused(error))
         return True
 

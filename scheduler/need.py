@@ -11,7 +11,7 @@ HEADROOM_TOKENS = 64
 
 class Need(NamedTuple):
     """``num_context_tokens`` are to be prefilled (prompt and delivered tokens), at most
-    ``num_new_tokens`` follow."""
+    ``num_new_tokens`` follow; none if it is an embedding that is asked for."""
 
     num_context_tokens: int
     num_new_tokens: int

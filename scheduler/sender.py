@@ -96,7 +96,9 @@ class Sender:
             )
             if point is not None and not point.open:
                 return Sent(Result.ENDS, cancelled(CancelReason.DISCONNECT))
-            entry.resume_token_ids = () if point is None else point.token_ids
+            # There are no tokens of an embedding to resume behind, whatever the client says.
+            read = () if point is None else point.token_ids
+            entry.resume_token_ids = read if job.pooling is None else ()
         return await self._dispatch(entry, worker_id, epoch_before)
 
     async def _dispatch(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:

@@ -60,6 +60,8 @@ class Shelf:
 
 
 def _is_short(job: Job) -> bool:
+    if job.tools:
+        return False  # Schemas may be long, and are rendered each.
     if job.prompt_token_ids is not None:
         return len(job.prompt_token_ids) <= _MAX_INLINE_TOKENS
     if job.prompt is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,23 @@ from registry.catalogue import Catalogue, load_catalogue
 from registry.served import ServedModel
 from schemas.errors import ConfigError, ContextLengthError, ModelNotFoundError, ParameterError
 from schemas.jobs import ChatMessage, Job, Tier
-from schemas.sampling import SamplingParams
+from schemas.pooling import Pooling
+from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from schemas.tools import ToolDefinition
 from tests.support.checkpoints_made import (
     CONTEXT_WINDOW_TOKENS,
     write_catalogue,
     write_checkpoint,
 )
+
+EMBEDDINGS_LACK: dict[str, Any] = {
+    "grammar": Grammar(kind=GrammarKind.JSON_OBJECT),
+    "n": 2,
+    "prompt_logprobs": 0,
+    "stop": ("x",),
+    "logit_bias": {3: 1.0},
+    "temperature": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +86,21 @@ def test_what_is_set_stays(served: ServedModel) -> None:
         ),
         ({"prompt": "mill", "sampling": SamplingParams(logit_bias={10_000: 1.0})}, "logit_bias"),
         ({"prompt": "mill", "sampling": SamplingParams(n=2)}, "n"),
-        ({"prompt": "mill", "sampling": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
+        ({"prompt": "mill", "tools": (ToolDefinition(name="f"),)}, "tools"),
+        ({"prompt": "", "pooling": Pooling.LAST}, "prompt"),
+        ({"prompt_token_ids": (10_000,), "pooling": Pooling.LAST}, "prompt_token_ids"),
+        ({"messages": (ChatMessage("user", "mill"),), "pooling": Pooling.LAST}, "messages"),
+        *(
+            (
+                {
+                    "prompt": "mill",
+                    "pooling": Pooling.MEAN,
+                    "sampling": SamplingParams(**{name: value}),
+                },
+                name,
+            )
+            for name, value in EMBEDDINGS_LACK.items()
+        ),
         (
             {"prompt_token_ids": (3,) * 100, "sampling": SamplingParams(min_tokens=29)},
             "min_tokens",
@@ -87,10 +113,27 @@ def test_the_bad_field_is_named(served: ServedModel, fields: dict[str, Any], par
     assert caught.value.param == param
 
 
-def test_what_frames_do_not_carry_is_for_those_who_need_none(served: ServedModel) -> None:
+def test_several_choices_are_for_those_who_need_no_frames(served: ServedModel) -> None:
     asked = job(SamplingParams(n=2, prompt_logprobs=1), prompt="mill")
     sampling = served.prepare(asked, random.Random(1), in_frames=False).sampling
     assert (sampling.n, sampling.prompt_logprobs) == (2, 1)
+
+
+def test_prompt_logprobs_are_for_everybody(served: ServedModel) -> None:
+    asked = job(SamplingParams(prompt_logprobs=1), prompt="mill")
+    assert served.prepare(asked, random.Random(1)).sampling.prompt_logprobs == 1
+
+
+def test_an_embedding_may_fill_the_window(served: ServedModel) -> None:
+    full = (3,) * CONTEXT_WINDOW_TOKENS
+    asked = job(prompt_token_ids=full, pooling=Pooling.LAST)
+    ready = served.prepare(asked, random.Random(1))
+    assert (ready.prompt_token_ids, ready.pooling) == (full, Pooling.LAST)
+    assert ready.sampling.max_tokens == 1
+    assert ready.sampling.seed is not None
+    assert served.prepare(ready, random.Random(2)) == ready
+    with pytest.raises(ContextLengthError):
+        served.prepare(job(prompt_token_ids=(*full, 3), pooling=Pooling.LAST), random.Random(1))
 
 
 @pytest.mark.parametrize(
@@ -136,13 +179,42 @@ def test_scaled_rope_may_reach_further(tmp_path: Path) -> None:
         ServedModel.load(catalogue_with_window(tmp_path, 257), "tiny")
 
 
-def test_a_model_without_a_head_takes_no_jobs(tmp_path: Path) -> None:
+def test_a_model_without_a_head_makes_embeddings_only(tmp_path: Path) -> None:
     catalogue = load_catalogue(str(write_catalogue(tmp_path, "tiny", "free")))
     file = tmp_path / "tiny" / "config.json"
     file.write_text(file.read_text().replace("LlamaForCausalLM", "LlamaModel"))
+    served = ServedModel.load(catalogue, "tiny")
     with pytest.raises(ParameterError, match="embeddings only") as caught:
-        ServedModel.load(catalogue, "tiny").prepare(job(prompt="mill"), random.Random(1))
+        served.prepare(job(prompt="mill"), random.Random(1))
     assert caught.value.param == "model"
+    ready = served.prepare(job(prompt="mill", pooling=Pooling.MEAN), random.Random(1))
+    assert ready.prompt_token_ids == tuple(served.tokenizer.encode("mill"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "modules", "pooling", "normalize"),
+    [
+        ("", None, Pooling.MEAN, True),
+        ("", [], Pooling.MEAN, False),
+        ("", ["Pooling"], Pooling.LAST, False),
+        ("", ["Pooling", "Normalize"], Pooling.LAST, True),
+        (", pooling: mean", ["Pooling"], Pooling.MEAN, False),
+    ],
+)
+def test_how_embeddings_are_made(
+    tmp_path: Path, entry: str, modules: list[str] | None, pooling: Pooling, normalize: bool
+) -> None:
+    path = write_checkpoint(tmp_path / "tiny")
+    if modules is not None:
+        named = [{"type": f"models.{name}", "path": f"1_{name}"} for name in modules]
+        (path / "modules.json").write_text(json.dumps(named))
+    if modules and "Pooling" in modules:
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: {{tiny: {{source: ./tiny{entry}}}}}")
+    defaults = ServedModel.load(load_catalogue(str(file)), "tiny").embedding_defaults
+    assert defaults == (pooling, normalize)
 
 
 def test_a_tier_that_may_not_use_the_model(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from registry.served import ServedModel
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Expired, Failed, Queued
 from schemas.jobs import JobResult, Tier
+from schemas.pooling import Pooling
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, World, job
@@ -229,6 +230,20 @@ async def test_a_job_that_no_worker_could_ever_hold_fails(world: World) -> None:
     await world.client.jobs.publish(job("r1", sampling=SamplingParams(max_tokens=64, seed=1)))
     await world.until(lambda: world.num_stored == 0)
     assert isinstance(world.terminal("r1"), Failed)
+
+
+async def test_an_embedding_takes_room_for_its_prompt_only(world: World) -> None:
+    worker = await world.add_worker(max_tokens=32)
+    for request_id, num_tokens in (("fits", 32), ("long", 33)):
+        prompt = (5,) * num_tokens
+        await world.client.jobs.publish(
+            job(request_id, prompt_token_ids=prompt, pooling=Pooling.LAST)
+        )
+    await world.until(lambda: "fits" in worker.running and world.num_stored == 1)
+    failed = world.terminal("long")
+    assert isinstance(failed, Failed)
+    assert failed.code == "context_length_exceeded"
+    assert "completion" not in failed.message
 
 
 async def test_a_job_of_an_unknown_model_is_answered(world: World) -> None:

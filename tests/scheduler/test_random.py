@@ -8,7 +8,8 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.control import Cancel
+from schemas.control import Cancel, ResumePoint
+from schemas.pooling import Pooling
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 
@@ -25,6 +26,9 @@ def test_no_job_is_lost_and_none_answered_twice(seed: int) -> None:
 async def _live_through(draw: random.Random) -> None:
     world = World()
     await world.open()
+    await world.client.control.serve_resume_points(
+        "client", lambda _id: ResumePoint(token_ids=(4, 5)[: draw.randint(0, 2)])
+    )
     if draw.random() < 0.5:
         await world.add_scheduler()
     fleet = [await world.add_worker(name, draw.randint(1, 4)) for name in "abc"]
@@ -35,7 +39,10 @@ async def _live_through(draw: random.Random) -> None:
             case 0 | 1 | 2:
                 for _ in range(draw.randint(1, 3)):
                     if published < _NUM_JOBS:
-                        await world.client.jobs.publish(job(f"r{published}", reply="nobody"))
+                        pooling = draw.choice([None, None, Pooling.MEAN])
+                        await world.client.jobs.publish(
+                            job(f"r{published}", reply="client", pooling=pooling)
+                        )
                         published += 1
             case 3 | 4:
                 await _finish_some(fleet[index], draw)
@@ -94,5 +101,7 @@ async def _let_all_finish(world: World, fleet: list[ScriptedWorker]) -> None:
 def _check(world: World) -> None:
     runs = [(d.job.request_id, d.epoch) for w in world.workers for d in w.history]
     assert len(runs) == len(set(runs)), "two runs at one epoch"
+    embeddings = [d for w in world.workers for d in w.history if d.job.pooling is not None]
+    assert not any(d.resume_token_ids for d in embeddings), "tokens of an embedding"
     for scheduler in world.schedulers:
         scheduler.parts.fleet.check_integrity()

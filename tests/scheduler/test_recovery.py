@@ -9,6 +9,7 @@ import msgspec
 from bus.generations import Generation
 from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.frames import Cancelled, Done, Failed
+from schemas.pooling import Pooling
 from schemas.records import Status
 from tests.scheduler.world import CONFIG, World, job
 
@@ -80,6 +81,19 @@ async def test_the_next_run_goes_on_where_the_client_is(world: World) -> None:
     record = world.record("gone")
     assert record is not None
     assert record.status is Status.CANCELLED
+
+
+async def test_the_next_run_of_an_embedding_begins_anew(world: World) -> None:
+    point = ResumePoint(token_ids=(9,))
+    await world.client.control.serve_resume_points("client", lambda _id: point)
+    first = await world.add_worker("a")
+    await world.client.jobs.publish(job("r1", pooling=Pooling.MEAN))
+    await world.until(lambda: "r1" in first.running)
+    await first.kill()
+    second = await world.add_worker("a")
+    await world.until(lambda: "r1" in second.running)
+    assert second.running["r1"].resume_token_ids == ()
+    assert second.running["r1"].job.pooling is Pooling.MEAN
 
 
 async def test_a_job_cancelled_while_its_worker_died_ends_as_cancelled(world: World) -> None:
