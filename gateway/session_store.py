@@ -1,0 +1,331 @@
+"""Conversations in Redis: each one compressed value that is replaced whole, by compare-and-set.
+
+A conversation is a hash with ``version`` (how often it changed), ``data`` (compressed JSON) and
+``floor`` (the version at which it was last deleted). What a request adds to it waits under a key of
+its own until the request is answered, so that any gateway can add it, and only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from redis.exceptions import ResponseError
+
+from bus import subjects
+from bus.clock import Clock
+from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
+from gateway.context_window import Counted, continue_with
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+
+_log = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+# Each attempt fails only because another one succeeded.
+_MAX_ATTEMPTS = 64
+_COMPRESSION_LEVEL = 1
+_MAX_INLINE_BYTES = 64 * 1024
+_ANSWER_MARGIN_S = 60.0
+_COMMITTED, _DELETED = -1, -2
+
+# KEYS: the conversation's. ARGV: its new time to live in ms (0: as it is).
+_LOAD = Script(
+    """
+local found = redis.call('HMGET', KEYS[1], 'version', 'data')
+if found[2] and tonumber(ARGV[1]) > 0 then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
+return {tonumber(found[1] or '0'), found[2] or '', redis.call('PTTL', KEYS[1])}
+"""
+)
+
+# KEYS: the conversation's and, maybe, the waiting turn's. ARGV: the version that is expected, the
+# one that the change is based on, the new data, time to live in ms. Gives the version after it.
+_STORE = Script(
+    """
+if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
+local known = redis.call('HMGET', KEYS[1], 'version', 'floor')
+local version = tonumber(known[1] or '0')
+if tonumber(known[2] or '0') > tonumber(ARGV[2]) then
+  if KEYS[2] then redis.call('DEL', KEYS[2]) end
+  return -2
+end
+if version ~= tonumber(ARGV[1]) then return version end
+redis.call('HSET', KEYS[1], 'version', version + 1, 'data', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+if KEYS[2] then redis.call('DEL', KEYS[2]) end
+return version + 1
+"""
+)
+
+# KEYS: the conversation's. ARGV: how long in ms its end is remembered, so that requests that are
+# still answered do not bring it back.
+_DELETE = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'version', 'data')
+local version = tonumber(known[1] or '0') + 1
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'version', version, 'floor', version)
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return known[2] and 1 or 0
+"""
+)
+
+
+class SessionTooLargeError(MillraceError):
+    """A conversation would hold more than is kept."""
+
+    code = "session_too_large"
+    http_status = 413
+    param = "session_id"
+
+    def __init__(self, size: int, limit: int, unit: str) -> None:
+        super().__init__(
+            f"With this request the session would hold {size} {unit}; the limit is {limit} {unit}. "
+            "Start another session, or keep less of this one."
+        )
+
+
+class SessionUnreadableError(MillraceError):
+    """What is stored is not a conversation as this version writes it."""
+
+    code = "session_unreadable"
+    http_status = 409
+    param = "session_id"
+
+    def __init__(self) -> None:
+        super().__init__("The stored session cannot be read. Delete it, or use another one.")
+
+
+class SessionBusyError(MillraceError):
+    """Too many others changed the conversation at the same time."""
+
+    code = "session_busy"
+    http_status = 503
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__("Too many requests change this session at once. Try again in a moment.")
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A conversation. ``messages`` follow on the ``num_summarised`` that ``summary`` stands for.
+
+    ``turn_version`` is the version that the newest turn made; ``num_bytes`` the size of its JSON as
+    it was read, ``expires_in_s`` when it is forgotten.
+    """
+
+    version: int = 0
+    turn_version: int = 0
+    messages: tuple[Counted, ...] = ()
+    summary: str = ""
+    num_summarised: int = 0
+    updated_ns: int = 0
+    num_bytes: int = 0
+    expires_in_s: float = 0.0
+
+    @property
+    def num_messages(self) -> int:
+        """With those that were summarised."""
+        return self.num_summarised + len(self.messages)
+
+    def kept(self, keep: int | None) -> tuple[Counted, ...]:
+        """The messages that are left when the first ``keep`` stay, of all that there were."""
+        if keep is None:
+            return self.messages
+        return self.messages[: max(0, keep - self.num_summarised)]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is added to a conversation as it was at ``base_version``, of which the first ``keep``
+    messages stay (None: all)."""
+
+    base_version: int = 0
+    keep: int | None = None
+    messages: tuple[Counted, ...] = ()
+
+    def added_to(self, session: Session) -> tuple[Counted, ...]:
+        """The messages of ``session`` with the turn. If others were first, it goes behind theirs,
+        and nothing is forgotten."""
+        is_base = session.turn_version <= self.base_version <= session.version
+        history, turn = continue_with(session.kept(self.keep if is_base else None), self.messages)
+        return (*history, *turn)
+
+
+_SESSIONS = msgspec.json.Decoder(Session)
+_TURNS = msgspec.json.Decoder(Turn)
+
+
+class SessionStore:
+    """The only one to read and write conversations. Without a link Redis counts as away.
+
+    All calls raise RedisAwayError; what a call that raised has changed is not known.
+    """
+
+    def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
+        self._link = link
+        self._config = config
+        self._clock = clock
+        self._ttl_ms = _ms(config.session_ttl_s)
+        # A turn waits at least as long as its request may run.
+        self._turn_ttl_ms = _ms(
+            max(config.session_ttl_s, config.request_timeout_s + _ANSWER_MARGIN_S)
+        )
+
+    async def load(self, tenant: str, session_id: str, *, renew: bool = False) -> Session:
+        """The conversation, an empty one if there is none; ``renew`` starts its time to live
+        again. Raises SessionUnreadableError."""
+        key = subjects.session_key(tenant, session_id)
+        version, data, pttl_ms = await self._evaluate(_LOAD, [key], [self._ttl_ms if renew else 0])
+        if not data:
+            return Session(version=version)
+        session, num_bytes = await _off_loop_if_large(len(data), lambda: _decode(_SESSIONS, data))
+        return msgspec.structs.replace(
+            session, version=version, num_bytes=num_bytes, expires_in_s=max(0, pttl_ms) / 1e3
+        )
+
+    def check_room(self, session: Session, turn: Turn) -> None:
+        """Raises SessionTooLargeError if the conversation has no room for what a request adds."""
+        history = session.kept(turn.keep)
+        num_messages = len(history) + len(turn.messages)
+        if num_messages > self._config.session_max_messages:
+            raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
+        num_bytes = session.num_bytes + len(msgspec.json.encode(turn.messages))
+        if turn.keep is not None and num_bytes > self._config.session_max_bytes:
+            num_bytes -= session.num_bytes - len(msgspec.json.encode(history))
+        if num_bytes > self._config.session_max_bytes:
+            raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
+
+    async def append(self, tenant: str, session_id: str, turn: Turn) -> Session | None:
+        """The conversation with the turn; None if it was deleted since the turn's base.
+
+        Raises SessionBusyError.
+        """
+        keys = [subjects.session_key(tenant, session_id)]
+        return await self._append(tenant, session_id, keys, turn)
+
+    async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
+        """Keep what a request adds until it is answered."""
+        key = subjects.session_turn_key(tenant, session_id, request_id)
+        await self._call("SET", key, _encode(turn), "PX", self._turn_ttl_ms)
+
+    async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
+        await self._call("DEL", subjects.session_turn_key(tenant, session_id, request_id))
+
+    async def commit_turn(
+        self, tenant: str, session_id: str, request_id: str, answer: Sequence[Counted]
+    ) -> Session | None:
+        """Add a request's turn and its answer to the conversation; the conversation then, or None
+        if that was done before, by whichever gateway, or the conversation was deleted.
+
+        Raises SessionBusyError, SessionUnreadableError.
+        """
+        turn_key = subjects.session_turn_key(tenant, session_id, request_id)
+        data = await self._call("GET", turn_key)
+        if data is None:
+            return None
+        waiting, _ = _decode(_TURNS, data)
+        turn = msgspec.structs.replace(waiting, messages=(*waiting.messages, *answer))
+        keys = [subjects.session_key(tenant, session_id), turn_key]
+        return await self._append(tenant, session_id, keys, turn)
+
+    async def replace(self, tenant: str, session_id: str, session: Session) -> bool:
+        """Put ``session`` in the place of what has its version; False if that is not there."""
+        data = await self._encoded(session)
+        keys = [subjects.session_key(tenant, session_id)]
+        version = await self._store(keys, session.version, session.version, data)
+        return version == session.version + 1
+
+    async def delete(self, tenant: str, session_id: str) -> bool:
+        """Forget the conversation and what running requests would add to it; whether there was
+        one."""
+        key = subjects.session_key(tenant, session_id)
+        return bool(await self._evaluate(_DELETE, [key], [self._turn_ttl_ms]))
+
+    async def lock_summary(self, tenant: str, session_id: str, ttl_s: float) -> bool:
+        """Whether the caller is the one to summarise the conversation, for ``ttl_s``."""
+        key = subjects.session_summary_key(tenant, session_id)
+        return await self._call("SET", key, 1, "NX", "PX", _ms(ttl_s)) is not None
+
+    async def unlock_summary(self, tenant: str, session_id: str, after_s: float = 0.0) -> None:
+        """Let the next one summarise, not before ``after_s``."""
+        key = subjects.session_summary_key(tenant, session_id)
+        await self._call("PEXPIRE", key, _ms(after_s))
+
+    async def _append(
+        self, tenant: str, session_id: str, keys: Sequence[str], turn: Turn
+    ) -> Session | None:
+        for _ in range(_MAX_ATTEMPTS):
+            session = await self.load(tenant, session_id)
+            changed = msgspec.structs.replace(
+                session,
+                turn_version=session.version + 1,
+                messages=turn.added_to(session),
+                updated_ns=self._clock.now_ns(),
+            )
+            data = await self._encoded(changed)
+            version = await self._store(keys, session.version, turn.base_version, data)
+            if version in (_COMMITTED, _DELETED):
+                return None
+            if version == session.version + 1:
+                return msgspec.structs.replace(changed, version=version)
+        raise SessionBusyError
+
+    async def _store(self, keys: Sequence[str], expected: int, base: int, data: bytes) -> int:
+        answer = await self._evaluate(_STORE, keys, [expected, base, data, self._ttl_ms])
+        return int(answer)
+
+    async def _encoded(self, session: Session) -> bytes:
+        stored = msgspec.structs.replace(session, num_bytes=0, expires_in_s=0.0)
+        return await _off_loop_if_large(session.num_bytes, lambda: _encode(stored))
+
+    async def _evaluate(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        try:
+            return await self._link.evaluate(script, keys, arguments)
+        except ResponseError as error:
+            raise _refused(error) from error
+
+    async def _call(self, *command: Argument) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        try:
+            return await self._link.call(*command)
+        except ResponseError as error:
+            raise _refused(error) from error
+
+
+def _refused(error: ResponseError) -> RedisAwayError:
+    """A server that is there but full or read-only keeps nothing either."""
+    _log.warning("Redis refuses a command of sessions", extra={"cause": str(error)[:200]})
+    return RedisAwayError()
+
+
+def _encode(value: Session | Turn) -> bytes:
+    return zlib.compress(msgspec.json.encode(value), _COMPRESSION_LEVEL)
+
+
+def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value, int]:
+    """What ``_encode`` encoded, and the size of its JSON. Raises SessionUnreadableError."""
+    try:
+        plain = zlib.decompress(data)
+        return decoder.decode(plain), len(plain)
+    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SessionUnreadableError from error
+
+
+async def _off_loop_if_large(num_bytes: int, work: Callable[[], _Value]) -> _Value:
+    if num_bytes <= _MAX_INLINE_BYTES:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1e3))
