@@ -78,6 +78,9 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     length ``session_reserve_tokens`` where it can. When its messages pass ``session_summary_share``
     of the context window, the oldest may become a summary of ``session_summary_tokens`` at most,
     where ``session_context`` says so.
+
+    Answers of the Responses API are kept for ``response_ttl_s``, with the conversation before them
+    if that has at most ``response_max_bytes``.
     """
 
     host: str = "127.0.0.1"
@@ -94,6 +97,8 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     replay_probe_s: float = 2.0
     drain_timeout_s: float = 8.0
     telemetry_timeout_s: float = 5.0
+    response_ttl_s: float = 86_400.0
+    response_max_bytes: int = 8 * 1024 * 1024
     max_file_bytes: int = 100 * 1024 * 1024
     max_batches_at_once: int = 16
     max_jobs_per_batch: int = 256

@@ -1,0 +1,115 @@
+"""The events of a streamed answer of the Responses API.
+
+``sequence_number`` grows along a stream, by one for most events, by the number of tokens for text
+and by the number of characters for arguments: so it depends on what was said before, and not on
+how that was cut into events.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.openai import LogprobInfo
+from schemas.responses import Item, OutputText, Response
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    sequence_number: int
+
+
+class ResponseCreated(_Event, frozen=True, kw_only=True, tag="response.created"):
+    response: Response
+
+
+class ResponseInProgress(_Event, frozen=True, kw_only=True, tag="response.in_progress"):
+    response: Response
+
+
+class ResponseCompleted(_Event, frozen=True, kw_only=True, tag="response.completed"):
+    response: Response
+
+
+class ResponseIncomplete(_Event, frozen=True, kw_only=True, tag="response.incomplete"):
+    """The answer ended before the model was done: ``response.incomplete_details`` says why."""
+
+    response: Response
+
+
+class ResponseFailed(_Event, frozen=True, kw_only=True, tag="response.failed"):
+    response: Response
+
+
+class OutputItemAdded(_Event, frozen=True, kw_only=True, tag="response.output_item.added"):
+    output_index: int
+    item: Item
+
+
+class OutputItemDone(_Event, frozen=True, kw_only=True, tag="response.output_item.done"):
+    output_index: int
+    item: Item
+
+
+class _OfItem(_Event, frozen=True, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class ContentPartAdded(_OfItem, frozen=True, kw_only=True, tag="response.content_part.added"):
+    part: OutputText
+    content_index: int = 0
+
+
+class ContentPartDone(_OfItem, frozen=True, kw_only=True, tag="response.content_part.done"):
+    part: OutputText
+    content_index: int = 0
+
+
+class TextDelta(_OfItem, frozen=True, kw_only=True, tag="response.output_text.delta"):
+    delta: str
+    logprobs: tuple[LogprobInfo, ...] = ()
+    content_index: int = 0
+
+
+class TextDone(_OfItem, frozen=True, kw_only=True, tag="response.output_text.done"):
+    text: str
+    logprobs: tuple[LogprobInfo, ...] = ()
+    content_index: int = 0
+
+
+class ArgumentsDelta(
+    _OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
+):
+    delta: str
+
+
+class ArgumentsDone(
+    _OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
+):
+    name: str
+    arguments: str
+
+
+class StreamError(_Event, frozen=True, kw_only=True, tag="error"):
+    """The stream fails; ``response.failed`` follows."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+ResponseEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | OutputItemAdded
+    | OutputItemDone
+    | ContentPartAdded
+    | ContentPartDone
+    | TextDelta
+    | TextDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | StreamError
+)

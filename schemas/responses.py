@@ -1,0 +1,301 @@
+"""OpenAI's Responses API, as far as it is honoured: requests, items of a conversation, answers.
+
+As in ``schemas.openai``, a field of type Any is known but not honoured: it is taken only when its
+value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.openai import (
+    GenerationFields,
+    JsonObjectFormat,
+    LogprobInfo,
+    PromptTokensDetails,
+    TextFormat,
+)
+
+# --- items: what a conversation is made of ---------------------------------------------------
+
+
+class InputText(
+    msgspec.Struct, frozen=True, tag_field="type", tag="input_text", forbid_unknown_fields=True
+):
+    """Text that was given."""
+
+    text: str
+
+
+class OutputText(
+    msgspec.Struct, frozen=True, tag_field="type", tag="output_text", forbid_unknown_fields=True
+):
+    """Text that a model made; ``logprobs`` has an entry for each token if they were asked for."""
+
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: tuple[LogprobInfo, ...] | None = None
+
+
+Content = InputText | OutputText
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """A turn in words."""
+
+    id: str
+    role: str
+    content: tuple[Content, ...]
+    status: ItemStatus = "completed"
+
+
+class FunctionCallItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
+):
+    """A call that a model made; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus = "completed"
+
+
+class FunctionCallOutputItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
+):
+    """What the call ``call_id`` gave."""
+
+    id: str
+    call_id: str
+    output: str
+    status: ItemStatus = "completed"
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+class _GivenItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``id`` and ``status`` come from items of earlier answers, which may be sent back."""
+
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class GivenMessage(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message of ``input``; its ``type`` may be left out."""
+
+    role: str
+    content: str | tuple[Content, ...]
+    type: Literal["message"] = "message"
+    phase: Any = None
+
+
+class GivenCall(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: Any = None
+    caller: Any = None
+
+
+class GivenCallOutput(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | tuple[InputText, ...]
+    namespace: Any = None
+    caller: Any = None
+
+
+GivenItem = GivenMessage | GivenCall | GivenCallOutput
+
+
+class SchemaFormat(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    tag="json_schema",
+    forbid_unknown_fields=True,
+):
+    """An answer in JSON that ``schema`` describes, whether ``strict`` or not."""
+
+    name: str
+    schema: msgspec.Raw
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer's text."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Any = None
+
+
+class FlatFunctionTool(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    tag="function",
+    forbid_unknown_fields=True,
+):
+    """A tool that the client runs; ``parameters`` is the JSON Schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ServerTool(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    tag="server",
+    forbid_unknown_fields=True,
+):
+    """A tool of the gateway's own, which it runs itself."""
+
+    name: str
+
+
+ResponseTool = FlatFunctionTool | ServerTool
+
+
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_obfuscation: Any = None
+
+
+class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/responses``.
+
+    ``input`` is text or a list of items. With ``previous_response_id`` it continues that answer's
+    conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
+    the oldest items of a conversation that does not fit the context window.
+    """
+
+    input: str | tuple[msgspec.Raw, ...]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: int | None = None
+    tools: tuple[ResponseTool, ...] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: tuple[str, ...] | None = None
+    top_logprobs: int | None = None
+    safety_identifier: str | None = None
+    access_programs: Any = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one answer, as the worker counted them."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
+    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer with what asked for it. ``store`` says whether it can be referred to later."""
+
+    id: str
+    created_at: int
+    status: ResponseStatus
+    model: str
+    output: tuple[Item, ...]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: Any
+    tools: tuple[ResponseTool, ...]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+    usage: ResponseUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    background: bool = False
+    object: Literal["response"] = "response"
+
+
+class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /v1/responses/{id}/input_items``."""
+
+    data: tuple[Item, ...]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of an answer: the ``response`` as it was sent, and all the items before it."""
+
+    response: msgspec.Raw
+    input: tuple[Item, ...]
