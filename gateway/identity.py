@@ -1,0 +1,171 @@
+"""Who calls: from a header or a first message to a ``Caller``."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections import OrderedDict
+
+import msgspec
+
+from bus.clock import Clock
+from bus.redis_link import RedisAwayError, RedisLink
+from bus.tenants import TenantStore, digest_of, parse_token
+from gateway.caller import LOCAL, Caller
+from gateway.http import Scope
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+from schemas.tenants import (
+    KEY_PREFIX,
+    KeyRecord,
+    TenantRecord,
+    effective_tier,
+    key_limits,
+    lower_limit,
+    tenant_limits,
+)
+
+# The script that reserves looks at the key again, so this is only for what costs nothing.
+_FRESH_S = 5.0
+_KNOWN_WHILE_AWAY_S = 3600.0
+_MAX_KNOWN = 10_000
+_RETRY_AFTER_S = 2.0
+
+
+class AuthenticationError(MillraceError):
+    """No API key where one is demanded, or one that opens nothing."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = [(b"www-authenticate", b'Bearer realm="millrace"')]
+
+
+class InsufficientPermissionsError(MillraceError):
+    """The key is good, but not for this."""
+
+    code = "insufficient_permissions"
+    http_status = 403
+
+
+class KeysAwayError(RedisAwayError):
+    """A key that nobody here has seen lately cannot be looked up."""
+
+    retry_after_s = _RETRY_AFTER_S
+
+
+class _Known(msgspec.Struct, frozen=True):
+    key: KeyRecord
+    tenant: TenantRecord
+    looked_up_s: float
+
+
+class Identity:
+    """Tells callers apart by their API keys, which it remembers for a few seconds.
+
+    While Redis is away, keys that were good within the last hour are taken at their word.
+    """
+
+    def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
+        self._store = None if link is None else TenantStore(link)
+        self._tiers = config.tiers
+        self._clock = clock
+        is_loopback = _is_loopback(config.host)
+        self.demands_keys = config.auth == "required" or (config.auth == "auto" and not is_loopback)
+        # Whoever can reach a gateway from afar is not its operator.
+        self._keyless = LOCAL if is_loopback else msgspec.structs.replace(LOCAL, is_admin=False)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+
+    async def caller(self, scope: Scope) -> Caller:
+        """Whose key the request's headers hold. Raises as ``caller_of_token`` does."""
+        return await self.caller_of_token(token_of(scope))
+
+    async def caller_of_token(self, token: str | None) -> Caller:
+        """Raises AuthenticationError, or KeysAwayError for a key that cannot be looked up now."""
+        if not self.demands_keys and (token is None or not token.startswith(KEY_PREFIX)):
+            return self._keyless
+        if not token:
+            raise AuthenticationError(
+                "This gateway demands an API key. Send it as Authorization: Bearer mr-…"
+            )
+        parts = parse_token(token)
+        known = None if parts is None else await self._look_up(parts[0])
+        if (
+            parts is None
+            or known is None
+            or not hmac.compare_digest(known.key.digest, digest_of(parts[1]))
+        ):
+            raise AuthenticationError("The API key is not known here. Check it for typing errors.")
+        if known.key.revoked_ns is not None:
+            raise revoked_key(known.key.key_id)
+        return self._caller(known)
+
+    async def _look_up(self, key_id: str) -> _Known | None:
+        known = self._known.get(key_id)
+        now_s = self._clock.monotonic()
+        if known is not None and now_s - known.looked_up_s <= _FRESH_S:
+            return known
+        if self._store is None:
+            raise KeysAwayError
+        try:
+            found = await self._store.key(key_id)
+        except RedisAwayError as error:
+            if known is not None and now_s - known.looked_up_s <= _KNOWN_WHILE_AWAY_S:
+                return known
+            raise KeysAwayError from error
+        if found is None:
+            self._known.pop(key_id, None)
+            return None
+        key, tenant = found
+        known = _Known(key.record, tenant.record, now_s)
+        self._known[key_id] = known
+        self._known.move_to_end(key_id)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _caller(self, known: _Known) -> Caller:
+        of_key = key_limits(known.key, self._tiers)
+        of_tenant = tenant_limits(known.tenant, self._tiers)
+        return Caller(
+            tenant=known.key.tenant,
+            tier=effective_tier(known.key, known.tenant),
+            key_id=known.key.key_id,
+            context_tokens=lower_limit(of_key.context_tokens, of_tenant.context_tokens),
+            is_admin=known.key.is_admin,
+        )
+
+
+def token_of(scope: Scope) -> str | None:
+    """The token of ``Authorization: Bearer``, else of ``x-api-key``; None if there is neither."""
+    other: str | None = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == b"bearer" and token.strip():
+                return str(token.strip(), "latin-1")
+        elif name == b"x-api-key" and value.strip():
+            other = str(value.strip(), "latin-1")
+    return other
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises InsufficientPermissionsError."""
+    if not caller.is_admin:
+        raise InsufficientPermissionsError("This needs an API key of an administrator.")
+
+
+def revoked_key(key_id: str) -> AuthenticationError:
+    """What to tell whoever comes with a revoked key."""
+    return AuthenticationError(f"The API key {key_id} was revoked. Use another one.")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
