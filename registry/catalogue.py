@@ -14,8 +14,8 @@ import yaml
 from registry.pricing import UNPRICED, PriceBook
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
-from schemas.tools import ToolFormat
 from schemas.pooling import Pooling
+from schemas.tools import ToolFormat
 
 BUILT_IN = Path(__file__).with_name("models.yaml")
 _LOCAL_PREFIXES = ("./", "../", "/", "~")

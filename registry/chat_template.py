@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +14,21 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from registry.tool_formats.conversation import (
+    in_plain_text,
+    messages_as_dicts,
+    one_call_a_turn,
+    tool_as_dict,
+)
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
+from schemas.tools import ToolDefinition, ToolFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_FILE = "chat_template.jinja"
+# What a template for conversations with tools is called, where there is one beside the default.
+_TOOL_TEMPLATE = "tool_use"
+_TOOL_TEMPLATE_FILE = f"additional_chat_templates/{_TOOL_TEMPLATE}.jinja"
 
 # What an expression in a template can raise, besides jinja's own errors, given odd messages.
 _RENDER_ERRORS = (
@@ -48,7 +58,13 @@ class _GenerationBlock(Extension):
 
 class ChatTemplate:
     """A compiled template. It runs in a sandbox: it sees the conversation, the special tokens'
-    texts and the time, and cannot reach or change anything else."""
+    texts and the time, and cannot reach or change anything else.
+
+    ``tool_format`` is how the model writes tool calls: as the caller says, else as the template
+    shows. A template that does not take tools, or shows no format that is known here, never sees
+    any: they are told in plain text then. ``tool_source`` is the template to use where there are
+    tools, if that is another one.
+    """
 
     def __init__(
         self,
@@ -56,6 +72,8 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         origin: str = "the chat template",
         now: Callable[[], datetime.datetime] = _local_now,
+        tool_format: ToolFormat | None = None,
+        tool_source: str | None = None,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -63,38 +81,40 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
+        self._template, takes_tools = _compiled(environment, source, origin)
+        self._tool_template = self._template
+        if tool_source is not None:
+            self._tool_template, takes_tools = _compiled(environment, tool_source, origin)
+        shown = _format_shown(source if tool_source is None else tool_source)
+        self._takes_tools = takes_tools and (tool_format or shown) is not None
+        self.tool_format = tool_format or (shown if takes_tools else None) or ToolFormat.HERMES
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(
-        cls, path: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+        cls,
+        path: Path,
+        tokenizer_config: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        tool_format: ToolFormat | None = None,
     ) -> ChatTemplate | None:
         """The template of a checkpoint folder: chat_template.jinja, else the one (named
-        ``default`` if there are several) in tokenizer_config.json; None without either."""
+        ``default`` if there are several) in tokenizer_config.json; None without either. One named
+        ``tool_use`` beside it is for conversations with tools."""
         file = path / TEMPLATE_FILE
+        source: str | None
         if file.is_file():
-            try:
-                return cls(file.read_text(encoding="utf-8"), special_tokens, str(file))
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{file} is not UTF-8 text: {error}.") from error
-        origin = f"{path / 'tokenizer_config.json'}: field chat_template"
-        source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):
-            named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
-            source = named.get("default")
+            origin, source = str(file), _read(file)
+            tool_file = path / _TOOL_TEMPLATE_FILE
+            tool_source = _read(tool_file) if tool_file.is_file() else None
+        else:
+            origin = f"{path / 'tokenizer_config.json'}: field chat_template"
+            source, tool_source = _sources(tokenizer_config.get("chat_template"), origin)
             if source is None:
-                raise CheckpointError(f"{origin} has no template named default.")
-        if source is None:
-            return None
-        if not isinstance(source, str):
-            raise CheckpointError(f"{origin} must be a template or a list of named ones.")
-        return cls(source, special_tokens, origin)
+                return None
+        return cls(source, special_tokens, origin, tool_format=tool_format, tool_source=tool_source)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()) -> str:
         """The prompt, up to where the assistant's answer begins.
 
         Raises ParameterError("messages") for no messages, an unknown role, or what the template
@@ -107,23 +127,84 @@ class ChatTemplate:
                 raise ParameterError(
                     "messages", f"role {message.role!r:.40} is not one of {', '.join(ROLES)}"
                 )
-        try:
-            return self._template.render(
-                messages=[_as_dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except _RENDER_ERRORS as error:
-            raise ParameterError(
-                "messages", f"the model's chat template refuses these messages: {error}"
-            ) from error
+        refusal: Exception | None = None
+        for conversation in self._ways_to_tell(messages, tools):
+            try:
+                return self._render(conversation, tools)
+            except _RENDER_ERRORS as error:
+                refusal = refusal or error
+        raise ParameterError(
+            "messages", f"the model's chat template refuses these messages: {refusal}"
+        ) from refusal
+
+    def _ways_to_tell(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
+    ) -> Iterator[Sequence[ChatMessage]]:
+        """The conversation as it is to be tried on the template, the best way first."""
+        if not self._takes_tools and (tools or any(_is_of_tools(m) for m in messages)):
+            yield from in_plain_text(messages, tools, self.tool_format)
+            return
+        yield messages
+        if any(len(message.tool_calls) > 1 for message in messages):
+            yield one_call_a_turn(messages)
+
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]) -> str:
+        with_tools = self._takes_tools and (bool(tools) or any(_is_of_tools(m) for m in messages))
+        template = self._tool_template if with_tools else self._template
+        return template.render(
+            messages=messages_as_dicts(messages),
+            add_generation_prompt=True,
+            tools=[tool_as_dict(tool) for tool in tools] if tools and self._takes_tools else None,
+            documents=None,
+            **self._special_tokens,
+        )
 
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
-    return turn if message.name is None else turn | {"name": message.name}
+def _is_of_tools(message: ChatMessage) -> bool:
+    return message.role == "tool" or bool(message.tool_calls)
+
+
+def _compiled(
+    environment: ImmutableSandboxedEnvironment, source: str, origin: str
+) -> tuple[jinja2.Template, bool]:
+    """The template, and whether it takes tools."""
+    try:
+        parsed = environment.parse(source)
+        names = parsed.find_all(nodes.Name)
+        takes_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        return environment.from_string(parsed), takes_tools
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
+
+
+def _format_shown(source: str) -> ToolFormat | None:
+    """How a template that takes tools has them called."""
+    if "<tool_call>" in source:
+        return ToolFormat.HERMES
+    if "python_tag" in source or '"parameters"' in source:
+        return ToolFormat.LLAMA3
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8 text: {error}.") from error
+
+
+def _sources(setting: Any, origin: str) -> tuple[str | None, str | None]:
+    """The template out of the tokenizer's settings, and the one for tools, if there are any."""
+    tool_source = None
+    if isinstance(setting, list):
+        named = {x.get("name"): x.get("template") for x in setting if isinstance(x, dict)}
+        tool_source = named.get(_TOOL_TEMPLATE)
+        setting = named.get("default")
+        if setting is None:
+            raise CheckpointError(f"{origin} has no template named default.")
+    if not isinstance(setting, str | None) or not isinstance(tool_source, str | None):
+        raise CheckpointError(f"{origin} must be a template or a list of named ones.")
+    return setting, tool_source
 
 
 def _raise_exception(message: str) -> NoReturn:

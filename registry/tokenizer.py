@@ -19,6 +19,7 @@ from registry.token_bytes import (
 )
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
+from schemas.tools import ToolDefinition, ToolFormat
 
 
 class Tokenizer:
@@ -45,8 +46,9 @@ class Tokenizer:
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Read tokenizer.json and what belongs to it from a checkpoint folder.
+    def load(cls, path: Path, tool_format: ToolFormat | None = None) -> Tokenizer:
+        """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
+        how the model writes tool calls; None: as its chat template shows.
 
         Raises CheckpointError naming the file at fault.
         """
@@ -60,8 +62,13 @@ class Tokenizer:
             backend,
             _table(file, backend),
             _eos_token_ids(path, None if eos is None else backend.token_to_id(eos)),
-            ChatTemplate.load(path, settings, _special_texts(settings)),
+            ChatTemplate.load(path, settings, _special_texts(settings), tool_format),
         )
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if it takes no messages, and so no tools."""
+        return None if self._chat_template is None else self._chat_template.tool_format
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the tokens that the model expects around a prompt if
@@ -72,14 +79,19 @@ class Tokenizer:
             raise ParameterError("prompt", "the prompt is not valid Unicode text") from error
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation in the model's template, up to where the answer begins.
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        """Token ids of a conversation in the model's template, up to where the answer begins;
+        ``tools`` are described to the model.
 
         Raises ParameterError("messages") if there is no template or it refuses the conversation.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, tools), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def render_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> str:
         """The text that ``encode_chat`` encodes."""
         if self._chat_template is None:
             raise ParameterError(
@@ -87,7 +99,7 @@ class Tokenizer:
                 "this model has no chat template and takes prompts only: send a prompt instead "
                 "of messages",
             )
-        return self._chat_template.render(messages)
+        return self._chat_template.render(messages, tools)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``; bytes that are no UTF-8 become U+FFFD, ids beyond the

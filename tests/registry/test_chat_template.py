@@ -76,7 +76,7 @@ def test_the_time_is_passed_in() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "words"),
     [
-        (LLAMA_LIKE, [ChatMessage("tool", "x")], "Only user and assistant, not tool"),
+        (LLAMA_LIKE, [ChatMessage("developer", "x")], "Only user and assistant, not developer"),
         (LLAMA_LIKE, [ChatMessage("wizard", "x")], "role 'wizard' is not one of system"),
         (LLAMA_LIKE, [], "at least one message"),
         ("{{ messages[9].content.x }}", CHAT, "refuses"),

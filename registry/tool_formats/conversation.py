@@ -1,0 +1,172 @@
+"""Tools, calls and results in a conversation, as chat templates take them or in plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from schemas.jobs import ChatMessage
+from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+_INTRODUCTION = (
+    "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
+    "for, and the JSON Schema of its arguments.\n<tools>\n{tools}\n</tools>\n"
+)
+_INSTRUCTIONS = {
+    ToolFormat.HERMES: (
+        "To call a tool, write its name and arguments as JSON between tags, one pair of tags for "
+        'each call:\n<tool_call>\n{"name": <name>, "arguments": <object of arguments>}\n'
+        "</tool_call>\n"
+    ),
+    ToolFormat.LLAMA3: (
+        "To call a tool, answer with nothing but its name and arguments as JSON, with a semicolon "
+        'between several calls:\n{"name": <name>, "parameters": <object of arguments>}\n'
+    ),
+}
+_CONCLUSION = (
+    "The results come between <tool_response> and </tool_response>. Answer without a call when no "
+    "tool is needed."
+)
+
+
+def tool_as_dict(tool: ToolDefinition) -> dict[str, Any]:
+    """A tool in OpenAI's shape, which templates expect."""
+    parameters = _NO_PARAMETERS if tool.parameters is None else tool.parameters
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def messages_as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation in OpenAI's shape, but with the arguments of calls as objects if they are
+    JSON: templates write them as JSON themselves. Results have the name of the tool called."""
+    names: dict[str, str] = {}
+    turns = []
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        name = message.name
+        if message.tool_calls:
+            turn["tool_calls"] = [_call_as_dict(call) for call in message.tool_calls]
+            names |= {call.id: call.name for call in message.tool_calls}
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = message.tool_call_id
+            name = name or names.get(message.tool_call_id)
+        if name is not None:
+            turn["name"] = name
+        turns.append(turn)
+    return turns
+
+
+def one_call_a_turn(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The conversation with parallel calls told one after the other, each with its result, for
+    templates that take no more than one call in a turn."""
+    told: list[ChatMessage] = []
+    waiting: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            _put_with_its_result(told, waiting, message)
+            continue
+        told += waiting
+        first, *others = message.tool_calls or (None,)
+        waiting = [
+            msgspec.structs.replace(message, content="", tool_calls=(call,)) for call in others
+        ]
+        told.append(
+            message if first is None else msgspec.structs.replace(message, tool_calls=(first,))
+        )
+    return told + waiting
+
+
+def _put_with_its_result(
+    told: list[ChatMessage], waiting: list[ChatMessage], result: ChatMessage
+) -> None:
+    for i, turn in enumerate(waiting):
+        if turn.tool_calls[0].id == result.tool_call_id:
+            told.append(waiting.pop(i))
+            break
+    told.append(result)
+
+
+def in_plain_text(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], tool_format: ToolFormat
+) -> Iterator[list[ChatMessage]]:
+    """The conversation for a template that knows no tools, in the words of ``tool_format``: calls
+    as an assistant's text, results as a user's. First with the tools described in the system
+    message, then, for templates that take none, in the first turn of the user."""
+    turns = _turns_in_plain_text(messages, tool_format)
+    if not tools:
+        yield turns
+        return
+    told = _description(tools, tool_format)
+    if turns and turns[0].role in ("system", "developer"):
+        yield [_with_text(turns[0], f"{turns[0].content}\n\n{told}"), *turns[1:]]
+        told = f"{turns[0].content}\n\n{told}"
+        turns = turns[1:]
+    else:
+        yield [ChatMessage("system", told), *turns]
+    for i, turn in enumerate(turns):
+        if turn.role == "user":
+            yield [*turns[:i], _with_text(turn, f"{told}\n\n{turn.content}"), *turns[i + 1 :]]
+            return
+
+
+def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> str:
+    lines = (json.dumps(tool_as_dict(tool)["function"], ensure_ascii=False) for tool in tools)
+    described = _INTRODUCTION.replace("{tools}", "\n".join(lines))
+    return described + _INSTRUCTIONS[tool_format] + _CONCLUSION
+
+
+def _turns_in_plain_text(
+    messages: Sequence[ChatMessage], tool_format: ToolFormat
+) -> list[ChatMessage]:
+    turns: list[ChatMessage] = []
+    was_result = False
+    for message in messages:
+        is_result = message.role == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            if was_result:
+                turns[-1] = _with_text(turns[-1], f"{turns[-1].content}\n{text}")
+            else:
+                turns.append(ChatMessage("user", text))
+        elif message.tool_calls:
+            calls = _calls_as_text(message.tool_calls, tool_format)
+            text = f"{message.content}\n{calls}" if message.content else calls
+            turns.append(msgspec.structs.replace(message, content=text, tool_calls=()))
+        else:
+            turns.append(message)
+        was_result = is_result
+    return turns
+
+
+def _calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> str:
+    if tool_format is ToolFormat.LLAMA3:
+        return "; ".join(
+            f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls
+        )
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+        for call in calls
+    )
+
+
+def _with_text(message: ChatMessage, text: str) -> ChatMessage:
+    return msgspec.structs.replace(message, content=text)
+
+
+def _call_as_dict(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _parsed(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _parsed(arguments: str) -> Any:
+    """The object that arguments are the JSON of; the text itself if there is none."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
