@@ -18,6 +18,7 @@ from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
 from schemas.sampling import MAX_SEED, SamplingParams
+from schemas.tools import ToolFormat
 
 _DEFAULTS = SamplingParams()
 
@@ -55,7 +56,12 @@ class ServedModel:
         weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
         entry = catalogue.get(name)
         path = resolve(entry)
-        return cls(entry, path, read_model_config(path), Tokenizer.load(path))
+        return cls(entry, path, read_model_config(path), Tokenizer.load(path, entry.tool_format))
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if it takes no messages, and so no tools."""
+        return self.tokenizer.tool_format
 
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
         """The job with ``prompt_token_ids`` in place of prompt or messages and tools,
@@ -117,7 +123,7 @@ class ServedModel:
         if job.prompt_token_ids is not None:
             field, token_ids = "prompt_token_ids", job.prompt_token_ids
         elif job.messages is not None:
-            field, token_ids = "messages", tuple(self.tokenizer.encode_chat(job.messages))
+            field, token_ids = "messages", tuple(self.tokenizer.encode_chat(job.messages, job.tools))
         else:
             field = "prompt"
             token_ids = tuple(self.tokenizer.encode(job.prompt)) if job.prompt else ()
