@@ -55,7 +55,7 @@ class _NoTokenizer:
     def encode(self, _text: str, _add_special_tokens: bool = True) -> list[int]:
         return [1]
 
-    def encode_chat(self, _messages: object) -> list[int]:
+    def encode_chat(self, _messages: object, _tools: object = ()) -> list[int]:
         return [1]
 
 

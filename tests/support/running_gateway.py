@@ -18,6 +18,7 @@ from schemas.config import GatewayConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
+from schemas.tools import ToolDefinition
 from tests.support.echo_worker import EchoWorker
 
 CONTEXT_WINDOW_TOKENS = 4_096
@@ -30,7 +31,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
         return list(messages[-1].content.encode())
 
 
