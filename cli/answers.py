@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -125,8 +127,12 @@ async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float)
     result = await _wait_for_result(bus, tenant, request_id, time.monotonic() + timeout_s)
     if result is None:
         return _timed_out(tenant, request_id, timeout_s)
-    print(result.text)
+    print(json.dumps(_numbers(result.embedding)) if result.embedding else result.text)
     return _exit_code(result)
+
+
+def _numbers(embedding: bytes) -> list[float]:
+    return [number for (number,) in struct.iter_unpack("<f", embedding)]
 
 
 async def _wait_for_result(

@@ -23,10 +23,14 @@ from bus.binaries import nats_server_path, redis_server_path
 from cli.endpoints import Endpoints
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
+from registry.catalogue import load_catalogue
+from registry.checkpoint import read_model_config
+from registry.source import resolve
 from schemas.config import Config, RedisConfig
 from schemas.control import WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Frame
 from schemas.jobs import Job, Tier
+from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
 
 PROBE_TENANT = "system"
@@ -72,7 +76,7 @@ class Stack:
         await bus.workers.watch(self._note_worker)
         await self._start_parts(config)
         for model in self.plan.models:
-            await _serve_one(bus, model)
+            await _serve_one(bus, model, _probe_pooling(config, model))
         self._endpoints = Endpoints(
             http=_url(config.gateway.host, config.gateway.port),
             nats=config.nats.url,
@@ -251,8 +255,15 @@ class Stack:
         fresh.replace(path)
 
 
-async def _serve_one(bus: Bus, model: str) -> None:
-    """One token by the whole path: queue, scheduler, worker, frames. Raises TimeoutError."""
+def _probe_pooling(config: Config, model: str) -> Pooling | None:
+    """Models that make no tokens are asked for an embedding. Raises MillraceError."""
+    path = resolve(load_catalogue(config.catalogue).get(model))
+    return None if read_model_config(path).has_head else Pooling.MEAN
+
+
+async def _serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
+    """One token, or embedding, by the whole path: queue, scheduler, worker, frames. Raises
+    TimeoutError."""
     request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
     ended = asyncio.get_running_loop().create_future()
 
@@ -266,7 +277,8 @@ async def _serve_one(bus: Bus, model: str) -> None:
             request_id=request_id,
             model=model,
             prompt="Hello",
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sampling=SamplingParams(max_tokens=1),
+            pooling=pooling,
             reply=request_id,
             tenant=PROBE_TENANT,
             tier=Tier.ENTERPRISE,

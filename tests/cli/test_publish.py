@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -68,6 +69,17 @@ async def test_wait_for_the_result(
     assert job.store_result
     assert job.sampling.seed == 7
     assert job.received_ns > 0
+
+
+async def test_an_embedding_is_printed_as_numbers(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = struct.pack("<3f", 0.5, -2.0, 0.25)
+    await bus.results.store(
+        JobResult(request_id="e1", tenant="local", model="m", status="done", embedding=values)
+    )
+    assert await millrace("result", "e1", nats_url=nats_config.url) == 0
+    assert capsys.readouterr().out == "[0.5, -2.0, 0.25]\n"
 
 
 async def test_leave_and_come_back(
