@@ -1,0 +1,180 @@
+"""The bytes of one answer of the Responses API: its events, or the whole object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from bus.redis_link import RedisAwayError
+from gateway.errors import Refusal
+from gateway.parts import Part
+from gateway.response_input import named
+from gateway.response_items import LENGTH, Describe, OutputItems
+from gateway.response_store import ResponseStore
+from schemas.frames import Usage
+from schemas.openai import PromptTokensDetails, TextFormat
+from schemas.response_events import (
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    StreamError,
+)
+from schemas.responses import (
+    IncompleteDetails,
+    Item,
+    Response,
+    ResponseError,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponseUsage,
+    TextConfig,
+)
+
+if TYPE_CHECKING:
+    from gateway.answer import Answer
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.encode
+
+
+class ResponseRenderer:
+    """A ``gateway.rendering.Renderer``. ``given`` are the items of the request's input, ``earlier``
+    those before them; ``store`` None: the answer is not to be kept."""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer: Answer,
+        earlier: tuple[Item, ...],
+        given: tuple[Item, ...],
+        store: ResponseStore | None,
+        describe: Describe,
+    ) -> None:
+        stem = answer.request_id.rpartition("-")[2]
+        self._request = request
+        self._answer = answer
+        self._conversation = (*earlier, *named(given, stem, earlier))
+        self._store = store
+        self._items = OutputItems(stem, len(_FIRST), describe)
+
+    def first(self) -> bytes:
+        response = self._response("in_progress")
+        return _bytes_of(
+            kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)
+        )
+
+    def part(self, part: Part) -> bytes:
+        return _bytes_of(self._items.take(part))
+
+    def last(self) -> bytes:
+        kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
+        event = kind(sequence_number=self._items.number(), response=self._final())
+        return _bytes_of([event])
+
+    def failed(self, refusal: Refusal) -> bytes:
+        error = ResponseError(code=_error_code(refusal), message=refusal.message)
+        response = self._response("failed")
+        return _bytes_of(
+            [
+                StreamError(
+                    sequence_number=self._items.number(),
+                    code=refusal.code,
+                    message=refusal.message,
+                    param=refusal.param,
+                ),
+                ResponseFailed(
+                    sequence_number=self._items.number(),
+                    response=msgspec.structs.replace(response, error=error),
+                ),
+            ]
+        )
+
+    def add(self, part: Part) -> None:
+        self._items.take(part)
+
+    def whole(self) -> bytes:
+        return _encode(self._final())
+
+    async def store(self) -> None:
+        """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
+        an answer that is there is not withheld for that."""
+        if self._store is None:
+            return
+        try:
+            await self._store.put(self._answer.caller.tenant, self._final(), self._conversation)
+        except RedisAwayError:
+            self._store = None
+            _log.warning(
+                "an answer could not be kept", extra={"request_id": self._answer.request_id}
+            )
+
+    def _final(self) -> Response:
+        status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"
+        return msgspec.structs.replace(
+            self._response(status),
+            usage=_usage(self._answer.usage),
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+        )
+
+    def _response(self, status: ResponseStatus) -> Response:
+        request, answer = self._request, self._answer
+        sampling = answer.ask.sampling
+        text = request.text
+        return Response(
+            id=answer.request_id,
+            created_at=answer.created_s,
+            status=status,
+            model=request.model,
+            output=self._items.items(),
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            service_tier=request.service_tier or "auto",
+            store=self._store is not None,
+            temperature=sampling.temperature,
+            text=text if text is not None and text.format is not None else _PLAIN,
+            tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+            tools=request.tools or (),
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation=request.truncation or "disabled",
+            user=request.user,
+        )
+
+
+_NAMES = {kind: str(kind.__struct_config__.tag).encode() for kind in get_args(ResponseEvent)}
+_FIRST: tuple[type[ResponseCreated | ResponseInProgress], ...] = (
+    ResponseCreated,
+    ResponseInProgress,
+)
+_PLAIN = TextConfig(format=TextFormat())
+
+
+def _bytes_of(events: Iterable[ResponseEvent]) -> bytes:
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (_NAMES[type(event)], _encode(event)) for event in events
+    )
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def _error_code(refusal: Refusal) -> str:
+    """The nearest of the few codes that OpenAI's answers have."""
+    if refusal.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if refusal.status < 500 else "server_error"

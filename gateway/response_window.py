@@ -1,0 +1,52 @@
+"""``truncation: auto``: a conversation loses its oldest turns until it fits the window."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from gateway.caller import Caller
+from gateway.context_window import Counted, Window, count, fit
+from gateway.models import ServedModelLike
+from gateway.parsing import Ask
+from registry.served import MAX_INLINE_CHARACTERS
+from schemas.config import GatewayConfig
+
+
+async def fit_window(
+    ask: Ask, model: ServedModelLike, caller: Caller, config: GatewayConfig
+) -> Ask:
+    """The ask with as many of its newest messages as fit the model's window and the caller's.
+
+    Raises ContextLengthError if even the last turn does not fit.
+    """
+    if ask.num_prompt_characters > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(_fit, ask, model, caller, config)
+    return _fit(ask, model, caller, config)
+
+
+def _fit(ask: Ask, model: ServedModelLike, caller: Caller, config: GatewayConfig) -> Ask:
+    assert ask.messages
+    tokenizer = model.tokenizer
+    counted = count(
+        [Counted(message) for message in ask.messages],
+        ask.model,
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+    window_tokens = model.context_window_tokens
+    if caller.context_tokens is not None:
+        window_tokens = min(window_tokens, caller.context_tokens)
+    window = Window(
+        num_tokens=window_tokens,
+        max_tokens=ask.sampling.max_tokens,
+        reserve_tokens=config.session_reserve_tokens,
+    )
+    fitted = fit(
+        counted[:-1],
+        counted[-1:],
+        "",
+        window,
+        lambda messages: tokenizer.encode_chat(messages, ask.tools),
+    )
+    return msgspec.structs.replace(ask, messages=fitted.messages)
