@@ -20,11 +20,10 @@ from schemas.pooling import Pooling
 from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.tools import ToolFormat
 
-_DEFAULTS = SamplingParams()
-
 # Beyond this much text, preparing a job takes long enough to leave the event loop for a thread.
 MAX_INLINE_CHARACTERS = 4_096
 
+_DEFAULTS = SamplingParams()
 
 # What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
 _FILLED_IN = frozenset({"max_tokens", "seed"})
@@ -49,6 +48,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.context_window_tokens = _context_window_tokens(entry, config)
         self.eos_token_ids = tokenizer.eos_token_ids
+        self.prices = entry.prices
 
     @classmethod
     def load(cls, catalogue: Catalogue, name: str) -> ServedModel:
@@ -123,7 +123,8 @@ class ServedModel:
         if job.prompt_token_ids is not None:
             field, token_ids = "prompt_token_ids", job.prompt_token_ids
         elif job.messages is not None:
-            field, token_ids = "messages", tuple(self.tokenizer.encode_chat(job.messages, job.tools))
+            field = "messages"
+            token_ids = tuple(self.tokenizer.encode_chat(job.messages, job.tools))
         else:
             field = "prompt"
             token_ids = tuple(self.tokenizer.encode(job.prompt)) if job.prompt else ()

@@ -66,6 +66,16 @@ def test_messages(served: ServedModel) -> None:
     assert ready.prompt_token_ids == tuple(served.tokenizer.encode_chat(messages))
 
 
+def test_tools_are_described_with_the_messages(served: ServedModel) -> None:
+    messages = (ChatMessage("user", "mill"),)
+    tools = (ToolDefinition(name="grind", description="Grind some corn."),)
+    ready = served.prepare(job(messages=messages, tools=tools), random.Random(1))
+    assert ready.prompt_token_ids == tuple(served.tokenizer.encode_chat(messages, tools))
+    assert ready.prompt_token_ids != tuple(served.tokenizer.encode_chat(messages))
+    assert ready.tools == ()
+    assert served.prepare(ready, random.Random(2)) == ready
+
+
 def test_what_is_set_stays(served: ServedModel) -> None:
     asked = job(SamplingParams(max_tokens=5, seed=7), prompt_token_ids=(3, 4))
     assert served.prepare(asked, random.Random(1)) == asked
