@@ -66,7 +66,9 @@ def test_messages(served: ServedModel) -> None:
     assert ready.prompt_token_ids == tuple(served.tokenizer.encode_chat(messages))
 
 
-def test_tools_are_described_with_the_messages(served: ServedModel) -> None:
+def test_tools_are_described_with_the_messages(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "tiny", max_position_embeddings=4_096)
+    served = ServedModel.load(load_catalogue("").with_model(str(path)), "tiny")
     messages = (ChatMessage("user", "mill"),)
     tools = (ToolDefinition(name="grind", description="Grind some corn."),)
     ready = served.prepare(job(messages=messages, tools=tools), random.Random(1))
