@@ -1,5 +1,6 @@
 """Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
 
+from registry.tool_formats.grammar import call_grammar
 from registry.tool_formats.parser import ToolCallParser
 from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
 
@@ -9,4 +10,5 @@ __all__ = [
     "ContentPiece",
     "Piece",
     "ToolCallParser",
+    "call_grammar",
 ]

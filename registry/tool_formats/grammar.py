@@ -1,0 +1,128 @@
+"""Grammars that have a model call tools, with arguments that fit their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from schemas.errors import ParameterError
+from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
+
+MAX_PARALLEL_CALLS = 16
+
+# The keyword of a schema under which the grammar library takes its own settings.
+_SETTINGS = "x-guidance"
+# Where a schema says somewhere else what an object has, it is left open.
+_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
+
+_HERMES_FORCED = r"""
+start: call{others}
+call: "<tool_call>" rest
+rest: "\n" one "\n</tool_call>"
+"""
+# The lexer takes `tag` as soon as it is there, so that no tag is ever a part of TEXT.
+_HERMES_FREE = r"""
+start: {start}
+tag[lazy]: TEXT "<tool_call>"
+TEXT: /(.|\n)*/
+rest: "\n" one "\n</tool_call>"
+"""
+_LLAMA3_FORCED = r"""
+start: calls
+calls: one{others}
+"""
+_LLAMA3_FREE = r"""
+start: (calls | TEXT)?
+calls: one{others}
+TEXT: /[ \t\r\n]*[^{{ \t\r\n](.|\n)*/
+"""
+
+
+def call_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[ToolDefinition],
+    choice: ToolChoice,
+    parallel: bool,
+) -> Grammar | None:
+    """What the completion must match for ``choice``; None if it is free.
+
+    REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO is free unless
+    a tool is ``strict`` or calls are not ``parallel``: then it is content and calls that fit.
+    Arguments have no properties that their schema does not speak of.
+
+    Raises ParameterError for a choice of tools that there are not, parameters that are not those
+    of an object, and schemas that are too large together.
+    """
+    if choice.mode is ToolMode.NONE:
+        return None
+    if choice.mode is ToolMode.AUTO:
+        if not tools or (parallel and not any(tool.strict for tool in tools)):
+            return None
+        return _grammar(_free(tool_format, parallel), tool_format, tools)
+    if choice.mode is ToolMode.NAMED:
+        tools = [tool for tool in tools if tool.name == choice.name]
+    if not tools:
+        raise ParameterError(
+            "tool_choice",
+            f"tool_choice names {choice.name!r:.80}, which is none of the tools."
+            if choice.mode is ToolMode.NAMED
+            else f"tool_choice {choice.mode} needs tools to choose from.",
+        )
+    return _grammar(_forced(tool_format, parallel), tool_format, tools)
+
+
+def _forced(tool_format: ToolFormat, parallel: bool) -> str:
+    if tool_format is ToolFormat.LLAMA3:
+        return _LLAMA3_FORCED.format(others=_others('"; " one', parallel))
+    return _HERMES_FORCED.format(others=_others(r'"\n" call', parallel))
+
+
+def _free(tool_format: ToolFormat, parallel: bool) -> str:
+    if tool_format is ToolFormat.LLAMA3:
+        return _LLAMA3_FREE.format(others=_others('"; " one', parallel))
+    return _HERMES_FREE.format(start="(tag rest)* TEXT" if parallel else "TEXT | tag rest")
+
+
+def _others(another: str, parallel: bool) -> str:
+    return f" ({another}){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else ""
+
+
+def _grammar(frame: str, tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
+    key = "arguments" if tool_format is ToolFormat.HERMES else "parameters"
+    lines = [frame.strip(), "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        opening = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
+        lines.append(f'one_{i}: {opening} arguments_{i} "}}"')
+        lines.append(f"arguments_{i}: %json {json.dumps(_schema(tool))}")
+    text = "\n".join(lines) + "\n"
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise ParameterError(
+            "tools",
+            f"The tools' schemas are too large to have calls follow them: {len(text)} characters "
+            f"of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
+        )
+    return Grammar(kind=GrammarKind.EBNF, text=text)
+
+
+def _schema(tool: ToolDefinition) -> dict[str, Any]:
+    """The schema of a tool's arguments, with how they are to be written."""
+    schema = dict(tool.parameters or {})
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ParameterError(
+            "tools", f"The parameters of the tool {tool.name} must be a schema of type object."
+        )
+    schema["type"] = "object"
+    if _ELSEWHERE.isdisjoint(schema):
+        schema.setdefault("additionalProperties", False)
+    schema[_SETTINGS] = {
+        # As Python's json writes it, which is what models have seen.
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "coerce_one_of": True,
+        "lenient": not tool.strict,
+    }
+    return schema
