@@ -1,0 +1,261 @@
+"""The command line of ``millrace bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cli.bench.settings import Settings, Slo
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_DEFAULT_DURATION_S = 30.0
+_KEY_VARIABLE = "OPENAI_API_KEY"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "": 1.0}
+_MAX_PROCESSES = 256
+_DESCRIPTION = """\
+Send load to an OpenAI-compatible server (or to Millrace's WebSocket), measure what its clients see,
+and say what it was: TTFT, inter-token latency, throughput, goodput under an SLO, by percentile and
+over time.
+
+With --rate requests arrive at random (open loop) and every latency counts from when a request was
+due, so a server that stalls cannot hide it by holding its clients up. With --concurrency a fixed
+number of clients each send their next request when the one before is answered (closed loop).
+"""
+_EPILOG = """\
+examples:
+  millrace bench --concurrency 32 --duration 30s
+  millrace bench --url http://127.0.0.1:8080 --model m --rate 20 --duration 60s --warm-up 10s \\
+      --input-tokens lognormal:400:0.6 --output-tokens 128 \\
+      --slo ttft=300ms,tpot=50ms --html run.html
+  millrace bench --api websocket --rate 100 --requests 5000 --processes 2 --json run.json
+  millrace bench --compare before.json after.json
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace bench``."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="load a server and measure what its clients see",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_server(parser.add_argument_group("the server"))
+    _add_load(parser.add_argument_group("the load"))
+    _add_prompts(parser.add_argument_group("the prompts"))
+    _add_results(parser.add_argument_group("the results"))
+    parser.set_defaults(handler=run)
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--url", default=_DEFAULT_URL, help="base URL (default: %(default)s)")
+    group.add_argument(
+        "--api",
+        choices=("chat", "completions", "websocket"),
+        default="chat",
+        help="OpenAI's API over SSE, or millrace.v1 (default: %(default)s)",
+    )
+    group.add_argument("--model", default="", help="default: the first that the server lists")
+    group.add_argument("--api-key", help=f"default: ${_KEY_VARIABLE}, if it is set")
+    group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE")
+    group.add_argument("--timeout", default="600s", help="of one request (default: %(default)s)")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rate", type=float, metavar="R", help="open loop: requests per second")
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="SHAPE",
+        help="of --rate: the shape of gamma distributed gaps; 1 is Poisson, lower is burstier",
+    )
+    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: clients")
+    group.add_argument("--duration", metavar="TIME", help="such as 30s or 5m (default: 30s)")
+    group.add_argument("--requests", type=int, metavar="N", help="stop after so many instead")
+    group.add_argument(
+        "--warm-up", default="0s", metavar="TIME", help="load before it that is not counted"
+    )
+    group.add_argument(
+        "--drain",
+        default="30s",
+        metavar="TIME",
+        help="how long to wait for answers after the load (default: %(default)s)",
+    )
+    group.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="load processes (default: 1)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths")
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    spread = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
+    group.add_argument(
+        "--dataset",
+        default="",
+        metavar="FILE.jsonl",
+        help='lines {"messages": […]} or {"prompt": "…"}, each with "max_tokens" if it likes',
+    )
+    group.add_argument(
+        "--input-tokens",
+        default="128",
+        metavar="SPREAD",
+        help=f"of synthetic prompts: {spread} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--output-tokens",
+        default="64",
+        metavar="SPREAD",
+        help="max_tokens, likewise (default: %(default)s)",
+    )
+    group.add_argument(
+        "--shared-prefix-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the input: tokens that all prompts begin with",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="answers of the full length")
+    group.add_argument(
+        "--extra-body", default="{}", metavar="JSON", help="fields to add to each request"
+    )
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    group.add_argument("--samples", action="store_true", help="with every request in it")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with plots")
+    group.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("BEFORE.json", "AFTER.json"),
+        help="send nothing; print what differs between two reports",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
+    done at all."""
+    from cli.bench.command import compare, measure
+
+    if arguments.compare:
+        return compare(*arguments.compare)
+    settings = settings_of(arguments)
+    for path in (arguments.json, arguments.html):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
+    return measure(
+        settings, json_file=arguments.json, html_file=arguments.html, samples=arguments.samples
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
+    from cli.bench.settings import Api, Settings, target_of
+    from cli.bench.spread import parse_spread
+
+    _check(arguments)
+    target_of(arguments.url)
+    duration_s = None
+    if arguments.requests is None:
+        asked = arguments.duration
+        duration_s = _DEFAULT_DURATION_S if asked is None else _seconds("--duration", asked)
+        if duration_s <= 0:
+            raise ConfigError("--duration must be more than nothing")
+    key = arguments.api_key
+    return Settings(
+        url=arguments.url,
+        api=Api(arguments.api),
+        model=arguments.model,
+        rate_per_s=arguments.rate,
+        concurrency=arguments.concurrency,
+        burstiness=arguments.burstiness,
+        duration_s=duration_s,
+        num_requests=arguments.requests,
+        warm_up_s=_seconds("--warm-up", arguments.warm_up),
+        drain_s=_seconds("--drain", arguments.drain),
+        timeout_s=_seconds("--timeout", arguments.timeout),
+        num_processes=arguments.processes,
+        seed=arguments.seed,
+        dataset=arguments.dataset,
+        input_tokens=parse_spread(arguments.input_tokens),
+        output_tokens=parse_spread(arguments.output_tokens),
+        shared_prefix_tokens=arguments.shared_prefix_tokens,
+        ignore_eos=arguments.ignore_eos,
+        extra_body=_extra_body(arguments.extra_body),
+        slo=None if arguments.slo is None else parse_slo(arguments.slo),
+        api_key=os.environ.get(_KEY_VARIABLE, "") if key is None else key,
+        headers=tuple(_header(text) for text in arguments.header),
+    )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if (arguments.rate is None) == (arguments.concurrency is None):
+        raise ConfigError("give either --rate (open loop) or --concurrency (closed loop)")
+    if arguments.duration is not None and arguments.requests is not None:
+        raise ConfigError("give either --duration or --requests")
+    positive = ("rate", "concurrency", "burstiness", "requests", "processes")
+    for name in positive:
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name} must be more than 0, got {value:g}")
+    if arguments.processes > _MAX_PROCESSES:
+        raise ConfigError(f"--processes can be at most {_MAX_PROCESSES}")
+    if arguments.concurrency is not None and arguments.processes > arguments.concurrency:
+        raise ConfigError("--processes can be at most --concurrency: each needs a client")
+    if not 0 <= arguments.seed < 1 << 32:
+        raise ConfigError("--seed must be between 0 and 2^32 - 1")
+    if arguments.shared_prefix_tokens < 0:
+        raise ConfigError("--shared-prefix-tokens cannot be negative")
+    if arguments.samples and arguments.json is None:
+        raise ConfigError("--samples go into the file of --json")
+
+
+def parse_slo(text: str) -> Slo:
+    """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
+    from cli.bench.settings import Slo
+
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().lower().partition("=")
+        if name not in {"ttft", "tpot", "e2e"}:
+            raise ConfigError(f"--slo: {name!r} is none of ttft, tpot and e2e")
+        bounds[f"{name}_ms"] = _seconds(f"--slo {name}", value) * 1e3
+    return Slo(**bounds)
+
+
+def _seconds(what: str, text: str) -> float:
+    matched = _DURATION.fullmatch(text.strip())
+    if matched is None:
+        raise ConfigError(f"{what}: {text!r} is no time; write 200ms, 30s or 5m")
+    return float(matched[1]) * _UNITS_S[matched[2]]
+
+
+def _extra_body(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    return body
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
+        raise ConfigError(f"--header: {text!r} is not NAME: VALUE")
+    if re.search(r"[\r\n\0]", value):
+        raise ConfigError("--header: a value is one line")
+    return name, value.strip()

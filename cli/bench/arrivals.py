@@ -1,0 +1,36 @@
+"""When requests of an open loop are due."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_SEED_STREAM = 0xA221
+
+
+def arrival_times(
+    rate_per_s: float,
+    burstiness: float,
+    duration_s: float | None,
+    num_requests: int | None,
+    seed: int,
+) -> npt.NDArray[np.float64]:
+    """Seconds from the start at which requests are due, ascending: up to ``duration_s``, or
+    ``num_requests`` of them.
+
+    Gaps are gamma distributed with mean ``1 / rate_per_s`` and shape ``burstiness``: 1 is a Poisson
+    process. Every process of a run draws the same times and takes its own share of them.
+    """
+    source = np.random.default_rng((_SEED_STREAM, seed))
+
+    def gaps(count: int) -> npt.NDArray[np.float64]:
+        return source.gamma(burstiness, 1.0 / (rate_per_s * burstiness), count)
+
+    if num_requests is not None:
+        return np.cumsum(gaps(num_requests))
+    assert duration_s is not None
+    block = max(16, int(rate_per_s * duration_s * 1.2))
+    times = np.cumsum(gaps(block))
+    while times[-1] < duration_s:
+        times = np.concatenate([times, times[-1] + np.cumsum(gaps(block))])
+    return times[times < duration_s]
