@@ -1,0 +1,264 @@
+"""Tool calls out of a text, however it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ToolCallParser
+from schemas.tools import ToolFormat
+
+HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3
+
+# Bits of calls and of what only looks like one.
+BITS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_",
+    "<|python_tag|>",
+    '{"name": "f", "arguments": {"a": [1, {"b": "}<\\" "}]}}',
+    '{"parameters": {}, "type": "function", "name": "g-1"}',
+    '{"name": "f"',
+    '"arguments": "{\\"a\\": 1}"}',
+    '{"a": 1}',
+    "null",
+    "{",
+    "}",
+    "]",
+    '"',
+    "\\",
+    ":",
+    ",",
+    ";",
+    " ",
+    "\n\n",
+    "<",
+    "Hi.",
+    "你",
+    '"id": "<tool_call>' + "x" * 300,
+    "n" * 70,
+)
+texts = st.one_of(st.lists(st.sampled_from(BITS), max_size=14).map("".join), st.text(max_size=30))
+formats = st.sampled_from(list(ToolFormat))
+
+
+class Read:
+    """What has come of a text, with pieces of the same kind joined."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.content = ""
+        self.calls: list[list[str]] = []
+        # The order in which content and calls came.
+        self.order = ""
+        for piece in pieces:
+            if isinstance(piece, ContentPiece):
+                assert piece.text
+                self.content += piece.text
+                self.order += "" if self.order.endswith("t") else "t"
+            elif isinstance(piece, CallPiece):
+                assert piece.call == len(self.calls)
+                assert piece.call_id == f"call-{piece.call}"
+                self.calls.append([piece.name, ""])
+                self.order += "c"
+            else:
+                assert piece.text
+                assert piece.call == len(self.calls) - 1
+                self.calls[-1][1] += piece.text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Read) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return repr(vars(self))
+
+
+def parser(tool_format: ToolFormat) -> ToolCallParser:
+    numbers = itertools.count()
+    return ToolCallParser(tool_format, lambda: f"call-{next(numbers)}")
+
+
+def read(tool_format: ToolFormat, *chunks: str, finish: bool = True) -> Read:
+    reader = parser(tool_format)
+    pieces = [piece for chunk in chunks for piece in reader.push(chunk)]
+    return Read(pieces + reader.finish() if finish else pieces)
+
+
+def call(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "{key}": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Hello, <b>you</b>. ", "Hello, <b>you</b>. ", []),
+        ("", "", []),
+        (" \n", " \n", []),
+        (call("f", '{"a": 1}'), "", [["f", '{"a": 1}']]),
+        (f"I look.\n\n{call('f', '{}')}\n", "I look.", [["f", "{}"]]),
+        (f"{call('f', '{}')}\n{call('g', '{ }')}", "", [["f", "{}"], ["g", "{ }"]]),
+        (f"\n {call('f', '{}')} Done <i>.", "Done <i>.", [["f", "{}"]]),
+        (call("f", '{"a": "</tool_call>"}'), "", [["f", '{"a": "</tool_call>"}']]),
+        (call("f", '{"a": {"b": [[], {}]}}', "parameters"), "", [["f", '{"a": {"b": [[], {}]}}']]),
+        (
+            '<tool_call>{"type":"function","id":7,"arguments":{"a":"\\""},"name":"f"}</tool_call>',
+            "",
+            [["f", '{"a":"\\""}']],
+        ),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [["f", "{}"]]),
+        ('<tool_call>{"arguments": null, "name": "f"}', "", [["f", "{}"]]),
+        (call("f", json.dumps('{"a": "\\n"}')), "", [["f", '{"a": "\\n"}']]),
+        # Two in one pair of tags, and a tag that never comes.
+        ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', "", [["f", "{}"], ["g", "{}"]]),
+        ('<tool_call>{"name": "f"} More', "More", [["f", "{}"]]),
+        ('<tool_call>{"name": "f"}</tool_', "", [["f", "{}"]]),
+        # Cut off.
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [["f", '{"a": "b']]),
+        ('Hm <tool_call>{"name": "f", "argum', 'Hm <tool_call>{"name": "f", "argum', []),
+        ("Hm <tool_c", "Hm <tool_c", []),
+        # Not quite JSON: what is there belongs to the arguments.
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call> x',
+            "x",
+            [["f", '{"a": [1}}']],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', "", [["f", '{"a": 1']]),
+        ('<tool_call>{"name": "f", "arguments": {"a": <b></to', "", [["f", '{"a": <b></to']]),
+        ('<tool_call>{"name": "f", "arguments": {}</tool_call>!', "!", [["f", "{}"]]),
+        # No calls.
+        ("<tool_call>f()</tool_call>", "<tool_call>f()</tool_call>", []),
+        ('<tool_call>{"name": "a b"}', '<tool_call>{"name": "a b"}', []),
+        ('<tool_call>{"name": ""}', '<tool_call>{"name": ""}', []),
+        ('<tool_call>{"name": 1}', '<tool_call>{"name": 1}', []),
+        ('<tool_call>{"nom": "f"}', '<tool_call>{"nom": "f"}', []),
+        ("<tool_call>{}", "<tool_call>{}", []),
+        ('<tool_call>{"arguments": {}}', '<tool_call>{"arguments": {}}', []),
+        ('<tool_call>{"arguments": {]', '<tool_call>{"arguments": {]', []),
+        (call("f", "[1]"), call("f", "[1]"), []),
+        (call("f", '"[1]"'), call("f", '"[1]"'), []),
+        (call("f", "true"), call("f", "true"), []),
+        ('<tool_call>{"id": {}, "name": "f"}', '<tool_call>{"id": {}, "name": "f"}', []),
+        ('<tool_call>{"name": "f", "name": "g"}', '<tool_call>{"name": "f", "name": "g"}', []),
+        # The first tag was none, the second is one.
+        (f"<tool_call> {call('f', '{}')}", "<tool_call>", [["f", "{}"]]),
+    ],
+)
+def test_hermes(text: str, content: str, calls: list[list[str]]) -> None:
+    told = read(HERMES, text)
+    assert (told.content, told.calls) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Hello {you}. ", "Hello {you}. ", []),
+        ("", "", []),
+        ('{"name": "f", "parameters": {"a": 1}}', "", [["f", '{"a": 1}']]),
+        ('\n<|python_tag|>{"name": "f", "parameters": {}}\n', "", [["f", "{}"]]),
+        ('{"type": "function", "name": "f", "parameters": {}}', "", [["f", "{}"]]),
+        ('{"name": "f"}; {"name": "g"}', "", [["f", "{}"], ["g", "{}"]]),
+        ('{"name": "f"}\n{"name": "g"};', "", [["f", "{}"], ["g", "{}"]]),
+        ('{"name": "f"}; so', "; so", [["f", "{}"]]),
+        ('{"name": "f"} so', "so", [["f", "{}"]]),
+        ('{"name": "f"}; {"x": 1}', '; {"x": 1}', [["f", "{}"]]),
+        ('{"name": "f", "parameters": {"a": [}}', "", [["f", '{"a": [}}']]),
+        ('{"city": "Paris"}', '{"city": "Paris"}', []),
+        (' {"name": "Ada", "age": 7}', ' {"name": "Ada", "age": 7}', []),
+        ('{"name": "Ada"', '{"name": "Ada"', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("<|python_", "<|python_", []),
+        ('Sure: {"name": "f", "parameters": {}}', 'Sure: {"name": "f", "parameters": {}}', []),
+        (call("f", "{}"), call("f", "{}"), []),
+    ],
+)
+def test_llama3(text: str, content: str, calls: list[list[str]]) -> None:
+    told = read(LLAMA3, text)
+    assert (told.content, told.calls) == (content, calls)
+
+
+@given(formats, texts, st.data())
+def test_however_it_is_cut(tool_format: ToolFormat, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    ends = [0, *cuts, len(text)]
+    chunks = [text[a:b] for a, b in itertools.pairwise(ends)]
+    for upto in range(len(chunks) + 1):
+        whole = "".join(chunks[:upto])
+        for finish in (False, True):
+            expected = read(tool_format, whole, finish=finish)
+            assert read(tool_format, *chunks[:upto], finish=finish) == expected
+            assert read(tool_format, *whole, finish=finish) == expected
+
+
+@given(formats, texts)
+def test_what_has_come_out_is_never_taken_back(tool_format: ToolFormat, text: str) -> None:
+    told = read(tool_format, text)
+    for end in range(len(text)):
+        before = read(tool_format, text[:end], finish=False)
+        assert told.content.startswith(before.content)
+        assert told.order.startswith(before.order)
+        for early, late in zip(before.calls, told.calls, strict=False):
+            assert early[0] == late[0]
+            assert late[1].startswith(early[1])
+
+
+@given(formats, texts.filter(lambda text: "name" not in text))
+def test_a_text_without_calls_comes_out_as_it_is(tool_format: ToolFormat, text: str) -> None:
+    assert read(tool_format, *text).content == text
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+calls_made = st.lists(
+    st.tuples(
+        st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+        st.dictionaries(st.text(max_size=8), json_values, max_size=3),
+    ),
+    min_size=1,
+    max_size=4,
+)
+contents = st.sampled_from(["", "Let me see.", "a <b> c", "<tool_cal"])
+
+
+@given(formats, calls_made, contents, st.booleans())
+def test_calls_come_back_as_they_were_made(
+    tool_format: ToolFormat,
+    made: list[tuple[str, dict[str, object]]],
+    content: str,
+    ascii_only: bool,
+) -> None:
+    written = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value in made]
+    if tool_format is HERMES:
+        text = "\n".join([content, *(call(name, arguments) for name, arguments in written)])
+    else:
+        content = ""
+        text = "; ".join(
+            f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in written
+        )
+    told = read(tool_format, *text)
+    assert told.content == content
+    assert told.calls == [list(one) for one in written]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = parser(HERMES)
+    assert reader.push('Hm. <tool_call>{"name": "f", "arguments": ') == [ContentPiece("Hm.")]
+    assert reader.push('{"a":') == [CallPiece(0, "call-0", "f"), ArgumentsPiece(0, '{"a":')]
+    assert reader.push(" 1") == [ArgumentsPiece(0, " 1")]
+    assert reader.push("}}") == [ArgumentsPiece(0, "}")]
+    assert reader.num_calls == 1
+
+
+def test_json_that_is_no_call_is_known_by_its_first_strange_key() -> None:
+    reader = parser(LLAMA3)
+    assert reader.push('{"ci') == []
+    assert reader.push('ty"') == [ContentPiece('{"city"')]
+    assert reader.push(": ") == [ContentPiece(": ")]
