@@ -40,9 +40,6 @@ from schemas.responses import (
 
 LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
-_MAX_METADATA_PAIRS = 16
-_MAX_METADATA_KEY_CHARACTERS = 64
-_MAX_METADATA_VALUE_CHARACTERS = 512
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -89,12 +86,12 @@ _DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
 
 
 def check_fields(request: ResponsesRequest) -> None:
-    """Raises ParameterError for a field that is not honoured, and for bad metadata."""
+    """Raises ParameterError for a field that is not honoured."""
     for name, allowed in _NEUTRAL.items():
         value = getattr(request, name)
         if isinstance(value, dict):
             value = {key: entry for key, entry in value.items() if entry is not None}
-        if not any(value is nothing or _same(value, nothing) for nothing in allowed):
+        if not any(_same(value, nothing) for nothing in allowed):
             raise ParameterError(name, f"{name} is not supported; leave it out.")
     for name, instead in _INSTEAD.items():
         value = getattr(request, name)
@@ -106,7 +103,6 @@ def check_fields(request: ResponsesRequest) -> None:
     for name in request.include or ():
         if name != LOGPROBS:
             raise ParameterError("include", f"Only {LOGPROBS} can be included.")
-    _check_metadata(request.metadata or {})
 
 
 def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item, ...]:
@@ -168,12 +164,9 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Messag
 def ask_of(request: ResponsesRequest, messages: tuple[Message, ...]) -> Ask:
     """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
     try:
-        ask = chat_ask(_chat_request(request, messages))
+        return chat_ask(_chat_request(request, messages))
     except ParameterError as error:
         raise _respelled(error) from error
-    tools = request.tools or ()
-    server_tools = tuple(tool.name for tool in tools if isinstance(tool, ServerTool))
-    return msgspec.structs.replace(ask, server_tools=server_tools)
 
 
 def _same(value: Any, nothing: Any) -> bool:
@@ -189,20 +182,6 @@ def _check_stream_options(request: ResponsesRequest) -> None:
     if options.include_obfuscation not in (None, False):
         name = "stream_options.include_obfuscation"
         raise ParameterError(name, f"{name} is not supported; leave it out.")
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if (
-        len(metadata) > _MAX_METADATA_PAIRS
-        or any(len(key) > _MAX_METADATA_KEY_CHARACTERS for key in metadata)
-        or any(len(value) > _MAX_METADATA_VALUE_CHARACTERS for value in metadata.values())
-    ):
-        raise ParameterError(
-            "metadata",
-            f"metadata holds at most {_MAX_METADATA_PAIRS} pairs, of keys of at most "
-            f"{_MAX_METADATA_KEY_CHARACTERS} and values of at most "
-            f"{_MAX_METADATA_VALUE_CHARACTERS} characters.",
-        )
 
 
 def _item(raw: msgspec.Raw, where: str) -> Item:
@@ -271,9 +250,8 @@ def _chat_request(
     request: ResponsesRequest, messages: tuple[Message, ...]
 ) -> ChatCompletionRequest:
     shared = {name: getattr(request, name) for name in GenerationFields.__struct_fields__}
-    shared["metadata"] = None  # it is the answer's, and was checked
     shared["user"] = request.user or request.safety_identifier
-    tools = [tool for tool in request.tools or () if isinstance(tool, FlatFunctionTool)]
+    tools = request.tools or ()
     num_alternatives = request.top_logprobs or 0
     with_logprobs = LOGPROBS in (request.include or ()) or num_alternatives > 0
     return ChatCompletionRequest(
@@ -283,7 +261,8 @@ def _chat_request(
         logprobs=True if with_logprobs else None,
         top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,
         response_format=_response_format(request),
-        tools=tuple(_nested_tool(tool) for tool in tools) or None,
+        tools=tuple(_nested_tool(tool) for tool in tools if isinstance(tool, FlatFunctionTool)),
+        server_tools=tuple(tool.name for tool in tools if isinstance(tool, ServerTool)),
         tool_choice=_nested_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
     )

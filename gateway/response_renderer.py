@@ -45,7 +45,8 @@ _encode = msgspec.json.encode
 
 class ResponseRenderer:
     """A ``gateway.rendering.Renderer``. ``given`` are the items of the request's input, ``earlier``
-    those before them; ``store`` None: the answer is not to be kept."""
+    those before them; ``conversation`` is both, with ids. ``store`` None: the answer is not to be
+    kept."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ResponseRenderer:
         stem = answer.request_id.rpartition("-")[2]
         self._request = request
         self._answer = answer
-        self._conversation = (*earlier, *named(given, stem, earlier))
+        self.conversation = (*earlier, *named(given, stem, earlier))
         self._store = store
         self._items = OutputItems(stem, len(_FIRST), describe)
 
@@ -107,7 +108,7 @@ class ResponseRenderer:
         if self._store is None:
             return
         try:
-            await self._store.put(self._answer.caller.tenant, self._final(), self._conversation)
+            await self._store.put(self._answer.caller.tenant, self._final(), self.conversation)
         except RedisAwayError:
             self._store = None
             _log.warning(

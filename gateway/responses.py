@@ -15,6 +15,7 @@ from bus.redis_link import RedisAwayError
 from gateway.caller import Caller
 from gateway.core import Gateway
 from gateway.http import json_response
+from gateway.logprobs import logprob_infos
 from gateway.parsing import decode
 from gateway.rendering import Endpoint, Prepared
 from gateway.response_input import (
@@ -24,7 +25,6 @@ from gateway.response_input import (
     given_items,
     messages_of,
 )
-from gateway.response_items import Describe
 from gateway.response_renderer import ResponseRenderer
 from gateway.response_store import (
     PreviousResponseNotFoundError,
@@ -34,8 +34,6 @@ from gateway.response_store import (
 )
 from gateway.response_window import fit_window
 from schemas.errors import ParameterError, PayloadTooLargeError
-from schemas.frames import TokenLogprob
-from schemas.openai import LogprobInfo, TopLogprob
 from schemas.responses import (
     Item,
     ItemList,
@@ -110,7 +108,8 @@ class ResponsesEndpoint(Endpoint):
         answer: Answer,
     ) -> ResponseRenderer:
         store = self._store if keeps else None
-        return ResponseRenderer(request, answer, earlier, given, store, _describer(answer))
+        describe = partial(logprob_infos, answer.model.tokenizer)
+        return ResponseRenderer(request, answer, earlier, given, store, describe)
 
 
 class ResponsesApi:
@@ -194,25 +193,3 @@ def _limit(text: str | None) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_PAGE_ITEMS):
         raise ParameterError("limit", f"limit must be a number from 1 to {_MAX_PAGE_ITEMS}.")
     return int(text[:9])
-
-
-def _describer(answer: Answer) -> Describe:
-    tokenizer = answer.model.tokenizer
-
-    def info(token_id: int, logprob: float) -> TopLogprob:
-        raw = tokenizer.token_bytes(token_id)
-        text = raw.decode(errors="replace")
-        return TopLogprob(token=text, logprob=logprob, bytes=tuple(raw))
-
-    def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
-        return tuple(
-            LogprobInfo(
-                token=(own := info(entry.token_id, entry.logprob)).token,
-                logprob=entry.logprob,
-                bytes=own.bytes,
-                top_logprobs=tuple(info(*alternative) for alternative in entry.top),
-            )
-            for entry in entries
-        )
-
-    return describe
