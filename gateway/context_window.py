@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.errors import ContextLengthError, ParameterError
+from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage
 
 SYSTEM = "system"
@@ -50,11 +50,11 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fitted(NamedTuple):
-    """A prompt that fits, its token ids, how many messages were left out, and whether the summary
-    stands in it."""
+    """A prompt, its length, how many messages were left out, and whether the summary stands in
+    it."""
 
     messages: tuple[ChatMessage, ...]
-    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     num_dropped: int
     with_summary: bool
 
@@ -95,11 +95,11 @@ def continue_with(
 ) -> tuple[Sequence[Counted], Sequence[Counted]]:
     """Both as they stand in a prompt: system messages that a turn begins with take the place of
     those that the history began with, as a client sends them anew with each turn."""
-    num_leading = _num_leading(one.message for one in turn)
-    if num_leading == 0:
+    num_new = num_leading(one.message for one in turn)
+    if num_new == 0:
         return history, turn
-    num_replaced = _num_leading(one.message for one in history)
-    return [*turn[:num_leading], *history[num_replaced:]], turn[num_leading:]
+    num_replaced = num_leading(one.message for one in history)
+    return [*turn[:num_new], *history[num_replaced:]], turn[num_new:]
 
 
 def fit(
@@ -114,9 +114,8 @@ def fit(
     System messages and what belongs to the same turn as ``turn`` stay; of the rest, the oldest
     turns are left out whole until the prompt, as ``encode`` tells its tokens, is short enough. The
     summary stands before what is kept. It is left out only if it would not fit, or if the model's
-    template refuses it.
-
-    Raises ContextLengthError if what must stay does not fit, and what ``encode`` raises.
+    template refuses it. What must stay is given back even if it does not fit: whoever makes a job
+    of it refuses that, as any prompt that is too long. Raises what ``encode`` raises.
     """
     everything = [*history, *turn]
     droppable = [
@@ -140,26 +139,24 @@ def fit(
         kept = [one for index, one in enumerate(everything) if index not in dropped]
         messages = _compose([one.message for one in kept], summary, joined=bool(dropped))
         try:
-            token_ids = encode(messages)
+            num_tokens = len(encode(messages))
         except ParameterError:
             if not summary:
                 raise
             # Some templates take no system message: then the window slides without a summary.
             summary = ""
             continue
-        excess = len(token_ids) - limit
+        excess = num_tokens - limit
         if excess <= 0:
             break
         if num_turns < len(droppable):
-            around = len(token_ids) - sum(one.num_tokens for one in kept)
+            around = num_tokens - sum(one.num_tokens for one in kept)
             drop(excess, max(0.0, around / len(kept)))
-        elif len(token_ids) <= window.longest_prompt_tokens:
-            break
-        elif summary:
+        elif summary and num_tokens > window.longest_prompt_tokens:
             summary = ""
         else:
-            raise ContextLengthError(len(token_ids), window.max_tokens, window.num_tokens)
-    return Fitted(messages, tuple(token_ids), len(dropped), bool(summary))
+            break
+    return Fitted(messages, num_tokens, len(dropped), bool(summary))
 
 
 def _compose(
@@ -172,15 +169,15 @@ def _compose(
     """
     if not summary and not joined:
         return tuple(messages)
-    num_leading = _num_leading(messages)
-    texts = [message.content for message in messages[:num_leading]]
+    num_systems = num_leading(messages)
+    texts = [message.content for message in messages[:num_systems]]
     if summary:
         texts.append(_SUMMARY_HEADING + summary)
     if len(texts) < 2 and not summary:
         return tuple(messages)
-    return (ChatMessage(SYSTEM, "\n\n".join(texts)), *messages[num_leading:])
+    return (ChatMessage(SYSTEM, "\n\n".join(texts)), *messages[num_systems:])
 
 
-def _num_leading(messages: Iterable[ChatMessage]) -> int:
+def num_leading(messages: Iterable[ChatMessage]) -> int:
     """How many system messages are in front."""
     return sum(1 for _ in itertools.takewhile(lambda message: message.role == SYSTEM, messages))

@@ -19,9 +19,10 @@ from redis.exceptions import ResponseError
 from bus import subjects
 from bus.clock import Clock
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
-from gateway.context_window import Counted, continue_with
+from gateway.context_window import Counted, continue_with, num_leading
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
+from schemas.jobs import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,9 @@ _Value = TypeVar("_Value")
 _MAX_ATTEMPTS = 64
 _COMPRESSION_LEVEL = 1
 _MAX_INLINE_BYTES = 64 * 1024
-_ANSWER_MARGIN_S = 60.0
+_MARGIN_S = 60.0
+# How long it is tried to add an answer while Redis is away.
+COMMIT_TIMEOUT_S = 60.0
 _COMMITTED, _DELETED = -1, -2
 
 # KEYS: the conversation's. ARGV: its new time to live in ms (0: as it is).
@@ -133,27 +136,47 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """With those that were summarised."""
         return self.num_summarised + len(self.messages)
 
-    def kept(self, keep: int | None) -> tuple[Counted, ...]:
-        """The messages that are left when the first ``keep`` stay, of all that there were."""
+    @property
+    def least_keep(self) -> int:
+        """How many messages, of all that there were, cannot be told apart any more: those that were
+        summarised and the system messages that stayed in front of what followed."""
+        if not self.num_summarised:
+            return 0
+        return self.num_summarised + num_leading(one.message for one in self.messages)
+
+    def cut(self, keep: int | None) -> Session:
+        """Only the first ``keep`` messages of all that there were (None: all of them): none, or at
+        least ``least_keep``."""
         if keep is None:
-            return self.messages
-        return self.messages[: max(0, keep - self.num_summarised)]
+            return self
+        if keep == 0:
+            return msgspec.structs.replace(self, messages=(), summary="", num_summarised=0)
+        assert keep >= self.least_keep
+        kept = self.messages[: keep - self.num_summarised]
+        return msgspec.structs.replace(self, messages=kept)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is added to a conversation as it was at ``base_version``, of which the first ``keep``
-    messages stay (None: all)."""
+    messages stay (None: all). ``model``, its window, and the caller's ``tier`` are the request's.
+    """
 
     base_version: int = 0
     keep: int | None = None
     messages: tuple[Counted, ...] = ()
+    model: str = ""
+    window_tokens: int = 0
+    tier: Tier = Tier.FREE
 
-    def added_to(self, session: Session) -> tuple[Counted, ...]:
-        """The messages of ``session`` with the turn. If others were first, it goes behind theirs,
-        and nothing is forgotten."""
+    def added_to(self, session: Session) -> Session:
+        """``session`` with the turn. If others were first, it goes behind theirs, and nothing is
+        forgotten."""
         is_base = session.turn_version <= self.base_version <= session.version
-        history, turn = continue_with(session.kept(self.keep if is_base else None), self.messages)
-        return (*history, *turn)
+        # It may have been summarised since.
+        can_cut = not self.keep or self.keep >= session.least_keep
+        cut = session.cut(self.keep if is_base and can_cut else None)
+        history, turn = continue_with(cut.messages, self.messages)
+        return msgspec.structs.replace(cut, messages=(*history, *turn))
 
 
 _SESSIONS = msgspec.json.Decoder(Session)
@@ -171,10 +194,8 @@ class SessionStore:
         self._config = config
         self._clock = clock
         self._ttl_ms = _ms(config.session_ttl_s)
-        # A turn waits at least as long as its request may run.
-        self._turn_ttl_ms = _ms(
-            max(config.session_ttl_s, config.request_timeout_s + _ANSWER_MARGIN_S)
-        )
+        # A turn waits as long as its request may run and its answer may be added late.
+        self._turn_ttl_ms = _ms(config.request_timeout_s + COMMIT_TIMEOUT_S + _MARGIN_S)
 
     async def load(self, tenant: str, session_id: str, *, renew: bool = False) -> Session:
         """The conversation, an empty one if there is none; ``renew`` starts its time to live
@@ -183,14 +204,16 @@ class SessionStore:
         version, data, pttl_ms = await self._evaluate(_LOAD, [key], [self._ttl_ms if renew else 0])
         if not data:
             return Session(version=version)
-        session, num_bytes = await _off_loop_if_large(len(data), lambda: _decode(_SESSIONS, data))
+        session, num_bytes = await off_loop(
+            len(data) > _MAX_INLINE_BYTES, lambda: _decode(_SESSIONS, data)
+        )
         return msgspec.structs.replace(
             session, version=version, num_bytes=num_bytes, expires_in_s=max(0, pttl_ms) / 1e3
         )
 
     def check_room(self, session: Session, turn: Turn) -> None:
         """Raises SessionTooLargeError if the conversation has no room for what a request adds."""
-        history = session.kept(turn.keep)
+        history = session.cut(turn.keep).messages
         num_messages = len(history) + len(turn.messages)
         if num_messages > self._config.session_max_messages:
             raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
@@ -200,38 +223,42 @@ class SessionStore:
         if num_bytes > self._config.session_max_bytes:
             raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
 
-    async def append(self, tenant: str, session_id: str, turn: Turn) -> Session | None:
-        """The conversation with the turn; None if it was deleted since the turn's base.
-
-        Raises SessionBusyError.
-        """
-        keys = [subjects.session_key(tenant, session_id)]
-        return await self._append(tenant, session_id, keys, turn)
-
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
         key = subjects.session_turn_key(tenant, session_id, request_id)
         await self._call("SET", key, _encode(turn), "PX", self._turn_ttl_ms)
 
-    async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
-        await self._call("DEL", subjects.session_turn_key(tenant, session_id, request_id))
+    async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
+        """What a request adds; None if that was done, or its time is over. Raises
+        SessionUnreadableError."""
+        data = await self._call("GET", subjects.session_turn_key(tenant, session_id, request_id))
+        return None if data is None else _decode(_TURNS, data)[0]
 
-    async def commit_turn(
-        self, tenant: str, session_id: str, request_id: str, answer: Sequence[Counted]
+    async def append(
+        self, tenant: str, session_id: str, turn: Turn, request_id: str = ""
     ) -> Session | None:
-        """Add a request's turn and its answer to the conversation; the conversation then, or None
-        if that was done before, by whichever gateway, or the conversation was deleted.
+        """The conversation with the turn in it; None if it was deleted since the turn's base, or
+        if ``request_id`` is given and what that request adds was added before, by anybody.
 
         Raises SessionBusyError, SessionUnreadableError.
         """
-        turn_key = subjects.session_turn_key(tenant, session_id, request_id)
-        data = await self._call("GET", turn_key)
-        if data is None:
-            return None
-        waiting, _ = _decode(_TURNS, data)
-        turn = msgspec.structs.replace(waiting, messages=(*waiting.messages, *answer))
-        keys = [subjects.session_key(tenant, session_id), turn_key]
-        return await self._append(tenant, session_id, keys, turn)
+        keys = [subjects.session_key(tenant, session_id)]
+        if request_id:
+            keys.append(subjects.session_turn_key(tenant, session_id, request_id))
+        for _ in range(_MAX_ATTEMPTS):
+            session = await self.load(tenant, session_id)
+            changed = msgspec.structs.replace(
+                turn.added_to(session),
+                turn_version=session.version + 1,
+                updated_ns=self._clock.now_ns(),
+            )
+            data = await self._encoded(changed)
+            version = await self._store(keys, session.version, turn.base_version, data)
+            if version in (_COMMITTED, _DELETED):
+                return None
+            if version == session.version + 1:
+                return msgspec.structs.replace(changed, version=version)
+        raise SessionBusyError
 
     async def replace(self, tenant: str, session_id: str, session: Session) -> bool:
         """Put ``session`` in the place of what has its version; False if that is not there."""
@@ -256,32 +283,13 @@ class SessionStore:
         key = subjects.session_summary_key(tenant, session_id)
         await self._call("PEXPIRE", key, _ms(after_s))
 
-    async def _append(
-        self, tenant: str, session_id: str, keys: Sequence[str], turn: Turn
-    ) -> Session | None:
-        for _ in range(_MAX_ATTEMPTS):
-            session = await self.load(tenant, session_id)
-            changed = msgspec.structs.replace(
-                session,
-                turn_version=session.version + 1,
-                messages=turn.added_to(session),
-                updated_ns=self._clock.now_ns(),
-            )
-            data = await self._encoded(changed)
-            version = await self._store(keys, session.version, turn.base_version, data)
-            if version in (_COMMITTED, _DELETED):
-                return None
-            if version == session.version + 1:
-                return msgspec.structs.replace(changed, version=version)
-        raise SessionBusyError
-
     async def _store(self, keys: Sequence[str], expected: int, base: int, data: bytes) -> int:
         answer = await self._evaluate(_STORE, keys, [expected, base, data, self._ttl_ms])
         return int(answer)
 
     async def _encoded(self, session: Session) -> bytes:
         stored = msgspec.structs.replace(session, num_bytes=0, expires_in_s=0.0)
-        return await _off_loop_if_large(session.num_bytes, lambda: _encode(stored))
+        return await off_loop(session.num_bytes > _MAX_INLINE_BYTES, lambda: _encode(stored))
 
     async def _evaluate(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
@@ -321,10 +329,9 @@ def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value,
         raise SessionUnreadableError from error
 
 
-async def _off_loop_if_large(num_bytes: int, work: Callable[[], _Value]) -> _Value:
-    if num_bytes <= _MAX_INLINE_BYTES:
-        return work()
-    return await asyncio.to_thread(work)
+async def off_loop(is_long: bool, work: Callable[[], _Value]) -> _Value:
+    """What ``work`` gives; in a thread if it takes long enough to hold up others."""
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _ms(seconds: float) -> int:
