@@ -113,7 +113,12 @@ def test_text_and_instructions_are_a_conversation() -> None:
 
 def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
     answered = {"id": "msg_1", "status": "completed", "type": "message", "role": "assistant"}
-    text = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": None}
+    text: dict[str, Any] = {
+        "type": "output_text",
+        "text": "I look.",
+        "annotations": [],
+        "logprobs": None,
+    }
     call = {"type": "function_call", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output"}
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]

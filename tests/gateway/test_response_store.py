@@ -1,0 +1,121 @@
+"""Answers that can be continued, on a real Redis."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from bus import subjects
+from bus.redis_link import RedisAwayError, RedisLink
+from gateway.response_store import ResponseStore, conversation_of
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.errors import PayloadTooLargeError
+from schemas.openai import TextFormat
+from schemas.responses import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputText,
+    Item,
+    MessageItem,
+    OutputText,
+    Response,
+    TextConfig,
+)
+from tests.support.servers import RedisServer
+
+_ITEMS: tuple[Item, ...] = (
+    MessageItem(id="msg_1", role="user", content=(InputText("hé"),)),
+    FunctionCallItem(id="fc_1", call_id="c", name="f", arguments="{}"),
+    FunctionCallOutputItem(id="fco_1", call_id="c", output="1"),
+)
+
+
+@pytest.fixture
+async def link(redis_server: RedisServer) -> AsyncIterator[RedisLink]:
+    made = RedisLink(RedisConfig(url=redis_server.url))
+    yield made
+    await made.close()
+
+
+def response(response_id: str, text: str = "ok") -> Response:
+    output = MessageItem(id="msg_2", role="assistant", content=(OutputText(text),))
+    return Response(
+        id=response_id,
+        created_at=1,
+        status="completed",
+        model="echo",
+        output=(output,),
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        service_tier="auto",
+        store=True,
+        temperature=1.0,
+        text=TextConfig(format=TextFormat()),
+        tool_choice="auto",
+        tools=(),
+        top_logprobs=0,
+        top_p=1.0,
+        truncation="disabled",
+        user=None,
+    )
+
+
+async def test_an_answer_is_kept_with_what_went_before(link: RedisLink) -> None:
+    store = ResponseStore(link, GatewayConfig(response_ttl_s=60))
+    kept = response("resp-1")
+    await store.put("acme", kept, _ITEMS)
+    stored = await store.get("acme", "resp-1")
+    assert stored is not None
+    assert stored.input == _ITEMS
+    assert conversation_of(stored) == (*_ITEMS, *kept.output)
+    assert bytes(stored.response) == msgspec.json.encode(kept)
+    left_ms = await link.call("PTTL", subjects.response_key("acme", "resp-1"))
+    assert 50_000 < left_ms <= 60_000
+
+
+async def test_each_tenant_has_its_own(link: RedisLink) -> None:
+    store = ResponseStore(link, GatewayConfig())
+    await store.put("a", response("b:resp-2"), _ITEMS)
+    assert await store.get("a:b", "resp-2") is None
+    assert await store.get("b", "b:resp-2") is None
+    assert not await store.delete("b", "b:resp-2")
+    assert await store.delete("a", "b:resp-2")
+    assert not await store.delete("a", "b:resp-2")
+    assert await store.get("a", "b:resp-2") is None
+
+
+async def test_long_conversations_are_packed_out_of_the_way(link: RedisLink) -> None:
+    store = ResponseStore(link, GatewayConfig())
+    text = "".join(random.Random(3).choices(string.printable, k=400_000))
+    await store.put("a", response("resp-3", text), _ITEMS)
+    stored = await store.get("a", "resp-3")
+    assert stored is not None
+    (message,) = conversation_of(stored)[3:]
+    assert isinstance(message, MessageItem)
+    assert message.content[0].text == text
+
+
+async def test_what_is_too_large_or_nowhere_is_told(link: RedisLink) -> None:
+    small = ResponseStore(link, GatewayConfig(response_max_bytes=100))
+    with pytest.raises(PayloadTooLargeError, match="100 bytes"):
+        await small.check(_ITEMS)
+    await ResponseStore(link, GatewayConfig()).check(_ITEMS)
+    nowhere = ResponseStore(None, GatewayConfig())
+    with pytest.raises(RedisAwayError):
+        await nowhere.check(_ITEMS)
+    with pytest.raises(RedisAwayError):
+        await nowhere.get("a", "x")
+
+
+@pytest.mark.parametrize("response_id", ["", "x" * 129, "x" * 1_000_000, "\ud800"])
+async def test_ids_that_nobody_drew(link: RedisLink, response_id: str) -> None:
+    store = ResponseStore(link, GatewayConfig())
+    assert await store.get("a", response_id) is None
+    assert not await store.delete("a", response_id)
