@@ -1,0 +1,300 @@
+// One generation of the client in millrace.js: what has come of it, wherever it came from.
+
+// How often in a row tokens that are missing are asked for.
+const MOST_ASKED = 5;
+const MOST_CHOICES = 128;
+
+/** A refusal or a failure, with the gateway's stable code. */
+export class MillraceError extends Error {
+  /**
+   * @param {string} code Stable; "closed" and "unauthorized" are the client's own.
+   * @param {string} message
+   * @param {{retryAfterS?: number, param?: string, requestId?: string}} [detail] `retryAfterS` is
+   *   there if trying again may help, `param` names the field at fault.
+   */
+  constructor(code, message, { retryAfterS, param, requestId } = {}) {
+    super(message);
+    this.name = "MillraceError";
+    this.code = code;
+    this.retryAfterS = retryAfterS;
+    this.param = param;
+    this.requestId = requestId;
+  }
+}
+
+/**
+ * Called as things come; each is also an event of the iterator. `onEvent` gets them all, among them
+ * `interrupted` and `resumed`, which the client itself adds.
+ * @typedef {object} Listeners
+ * @property {(event: object) => void} [onEvent]
+ * @property {(text: string, event: object) => void} [onDelta]
+ * @property {(call: ToolCall) => void} [onToolCall] At its start, and whenever its arguments grew.
+ * @property {(step: object) => void} [onToolStep] The gateway has run one of its own tools.
+ * @property {AbortSignal} [signal] Cancels it.
+ */
+
+/** @typedef {{callId: string, name: string, arguments: string}} ToolCall */
+
+/** Up to where something of a choice was told: tokens, characters of text and of calls' arguments. */
+class Place {
+  constructor(index = 0, text = 0, calls = []) {
+    this.index = index;
+    this.text = text;
+    this.calls = calls;
+  }
+
+  copy() {
+    return new Place(this.index, this.text, [...this.calls]);
+  }
+}
+
+/**
+ * What has come of one choice. Text and calls follow the delta that counts their tokens, so a
+ * connection that is lost may have cut between them: the last delta is asked for again, and what of
+ * it is known is passed over.
+ */
+class Choice {
+  text = "";
+  calls = [];
+  finishReason = null;
+  numTokens = 0;
+  #told = new Place();
+  #beforeLast = new Place();
+
+  startAt(index) {
+    this.numTokens = index;
+    this.#told = new Place(index);
+    this.#beforeLast = new Place(index);
+  }
+
+  /** Expect the answer from the last delta on; returns its index. */
+  rewind() {
+    this.#told = this.#beforeLast.copy();
+    return this.#told.index;
+  }
+
+  /** The delta with what is new of it, null if nothing is, undefined if it does not fit. */
+  addDelta(event) {
+    const { index, num_tokens: numTokens } = event;
+    const end = index + numTokens;
+    if (index !== this.#told.index) return numTokens && end <= this.#told.index ? null : undefined;
+    if (numTokens) this.#beforeLast = this.#told.copy();
+    this.#told.index = end;
+    const numFresh = Math.max(0, end - this.numTokens);
+    this.numTokens += numFresh;
+    const text = event.text.slice(Math.max(0, this.text.length - this.#told.text));
+    this.#told.text += event.text.length;
+    this.text += text;
+    if (!numFresh && !text) return null;
+    const fresh = { ...event, index: end - numFresh, num_tokens: numFresh, text };
+    if (event.logprobs) fresh.logprobs = event.logprobs.slice(numTokens - numFresh);
+    return fresh;
+  }
+
+  /** The call if it is new, else null. */
+  addCall({ call: number, call_id: callId, name }) {
+    if (this.calls.some((call) => call.callId === callId)) return null;
+    const call = { callId, name, arguments: "", number };
+    this.#told.calls[this.calls.push(call) - 1] = 0;
+    return call;
+  }
+
+  /** The call, and what of its arguments is new. */
+  addArguments({ call: number, text }) {
+    let place = this.calls.findLastIndex((call) => call.number === number);
+    // Its start was before the index that a resume began with.
+    if (place < 0) place = this.calls.push({ callId: "", name: "", arguments: "", number }) - 1;
+    const call = this.calls[place];
+    const told = this.#told.calls[place] ?? 0;
+    const fresh = text.slice(Math.max(0, call.arguments.length - told));
+    this.#told.calls[place] = told + text.length;
+    call.arguments += fresh;
+    return [call, fresh];
+  }
+}
+
+/**
+ * An answer on its way. Iterate over it for its events, or await `done`:
+ * `{requestId, text, toolCalls, steps, finishReason, usage, session, choices}`.
+ *
+ * Events are the protocol's messages without their `id`. No token is missing or repeated, however
+ * often the connection was lost on the way.
+ */
+export class Generation {
+  id = "";
+  requestId = "";
+  ended = false;
+  isCancelled = false;
+  #message;
+  #listeners;
+  #onCancel;
+  #choices;
+  #steps = [];
+  #session = null;
+  #events = [];
+  #wake = [];
+  #isInterrupted = false;
+  #numAsked = 0;
+  #resolve;
+  #reject;
+
+  constructor(message, listeners, onCancel) {
+    this.#message = message;
+    this.#listeners = listeners;
+    this.#onCancel = onCancel;
+    const numChoices = Math.min(Math.max(1, message?.n ?? 1), MOST_CHOICES);
+    this.#choices = Array.from({ length: numChoices }, () => new Choice());
+    /** Resolves with the whole answer; rejects with a MillraceError. */
+    this.done = new Promise((resolve, reject) => {
+      this.#resolve = resolve;
+      this.#reject = reject;
+    });
+    // Whoever iterates gets the error there, and need not await `done` too.
+    this.settled = this.done.then(() => {}, () => {});
+    const { signal } = listeners;
+    if (signal?.aborted) this.cancelledHere();
+    else signal?.addEventListener("abort", () => this.cancel(), { once: true });
+  }
+
+  /** Stop it. `done` resolves with what was said, and finishReason "cancelled". */
+  cancel() {
+    if (this.ended || this.isCancelled) return;
+    this.isCancelled = true;
+    this.#onCancel(this);
+  }
+
+  async *[Symbol.asyncIterator]() {
+    for (let place = 0; ; ) {
+      while (place < this.#events.length) yield this.#events[place++];
+      if (this.ended) break;
+      await new Promise((resolve) => this.#wake.push(resolve));
+    }
+    await this.done;
+  }
+
+  // What the client calls.
+
+  /** Take over a request that runs, from the token `nextIndex` on: one for each choice. */
+  adopt(requestId, nextIndex) {
+    this.requestId = requestId;
+    [nextIndex].flat().forEach((index, number) => this.#choiceOf(number).startAt(index));
+  }
+
+  /** The message that brings it onto a connection. */
+  opening() {
+    if (!this.requestId) return { type: "generate", id: this.id, ...this.#message };
+    const indices = this.#choices.map((choice) => choice.rewind());
+    const nextIndex = indices.length === 1 ? indices[0] : indices;
+    return { type: "resume", id: this.id, request_id: this.requestId, next_index: nextIndex };
+  }
+
+  interrupted() {
+    if (!this.#isInterrupted) this.#emit({ type: "interrupted" });
+    this.#isInterrupted = true;
+  }
+
+  /** Take a message; false if tokens before it are missing and must be asked for again. */
+  take({ id: _id, ...event }) {
+    const choice = this.#choiceOf(event.choice ?? 0);
+    switch (event.type) {
+      case "accepted":
+        this.requestId = event.request_id;
+        this.#session = event.session ?? this.#session;
+        if (this.#isInterrupted) {
+          this.#isInterrupted = false;
+          this.#emit({ type: "resumed" });
+        }
+        break;
+      case "delta":
+        return this.#takeDelta(choice, event);
+      case "tool_call": {
+        const call = choice.addCall(event);
+        if (!call) return true;
+        this.#listeners.onToolCall?.(publicCall(call));
+        break;
+      }
+      case "tool_arguments": {
+        const [call, text] = choice.addArguments(event);
+        if (!text) return true;
+        event.text = text;
+        this.#listeners.onToolCall?.(publicCall(call));
+        break;
+      }
+      case "tool_step":
+        if (this.#steps.some((step) => step.call_id === event.call_id)) return true;
+        this.#steps.push(event);
+        this.#listeners.onToolStep?.(event);
+        break;
+      case "choice_done":
+        if (choice.finishReason) return true;
+        choice.finishReason = event.finish_reason;
+        break;
+      case "done":
+        this.#finish(event.finish_reason, event.usage ?? null, event);
+        return true;
+    }
+    this.#emit(event);
+    return true;
+  }
+
+  fail(error) {
+    if (this.ended) return;
+    this.ended = true;
+    this.#reject(error);
+    this.#wakeAll();
+  }
+
+  /** It was cancelled where no gateway could be told. */
+  cancelledHere() {
+    this.#finish("cancelled", null, { type: "done", finish_reason: "cancelled" });
+  }
+
+  #choiceOf(number) {
+    while (this.#choices.length <= number) this.#choices.push(new Choice());
+    return this.#choices[number];
+  }
+
+  #takeDelta(choice, event) {
+    const fresh = choice.addDelta(event);
+    if (fresh === undefined) {
+      if (++this.#numAsked <= MOST_ASKED) return false;
+      this.fail(new MillraceError("protocol_error", "The gateway left tokens out."));
+    } else if (fresh) {
+      this.#numAsked = 0;
+      this.#listeners.onDelta?.(fresh.text, fresh);
+      this.#emit(fresh);
+    }
+    return true;
+  }
+
+  #finish(finishReason, usage, event) {
+    if (this.ended) return;
+    this.ended = true;
+    this.#choices[0].finishReason ??= finishReason;
+    const choices = this.#choices.map((choice) => ({
+      text: choice.text,
+      toolCalls: choice.calls.map(publicCall),
+      finishReason: choice.finishReason ?? finishReason,
+    }));
+    const [{ text, toolCalls }] = choices;
+    const { requestId } = this;
+    const [session, steps] = [this.#session, this.#steps];
+    this.#emit(event);
+    this.#resolve({ requestId, text, toolCalls, steps, finishReason, usage, session, choices });
+    this.#wakeAll();
+  }
+
+  #emit(event) {
+    this.#events.push(event);
+    this.#listeners.onEvent?.(event);
+    this.#wakeAll();
+  }
+
+  #wakeAll() {
+    for (const wake of this.#wake.splice(0)) wake();
+  }
+}
+
+function publicCall({ callId, name, arguments: text }) {
+  return { callId, name, arguments: text };
+}

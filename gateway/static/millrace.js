@@ -1,0 +1,356 @@
+// The browser's client of `/v1/ws`: generations that outlive their connection.
+//
+//   import { Millrace } from "https://gateway.example/static/millrace.js";
+//   const client = new Millrace({ url: "https://gateway.example", token: "mr-…" });
+//   const answer = client.generate({ model: "demo", messages: [{ role: "user", content: "Hello" }] });
+//   for await (const event of answer) if (event.type === "delta") show(event.text);
+//   const { text, usage } = await answer.done;
+//
+// It connects by itself, comes back when the connection is lost, and goes on with every generation
+// at the token where it stopped. docs/websocket.md describes the protocol.
+
+import { Generation, MillraceError } from "./generation.js";
+
+export { MillraceError };
+
+const SUBPROTOCOL = "millrace.v1";
+const GOING_AWAY_CODE = "draining";
+const POLICY_VIOLATION = 1008;
+const DEFAULT_TIMING = {
+  firstPauseMs: 300,
+  longestPauseMs: 15_000,
+  growth: 1.8,
+  connectWaitMs: 10_000,
+  pingMs: 20_000,
+  pongWaitMs: 8_000,
+};
+
+/**
+ * What the connection is doing: "connecting" at first, "open", "lost" (it will be tried again),
+ * "unauthorized" (it waits for another token), "closed" (by `close`).
+ * @typedef {"connecting" | "open" | "lost" | "unauthorized" | "closed"} State
+ */
+
+/** One gateway, one connection at a time, any number of generations on it. */
+export class Millrace {
+  #url;
+  #token;
+  #onState;
+  #timing;
+  #state = "connecting";
+  #socket = null; // the connection that generations are on
+  #next = null; // one that is being made
+  #running = new Set();
+  #byId = new Map();
+  #orphans = []; // requests to be cancelled once there is a connection
+  #numIds = 0;
+  #pauseMs;
+  #retry = 0;
+  #pings = 0;
+  #silence = 0;
+  #listening = new AbortController();
+
+  /**
+   * Connects at once.
+   * @param {object} [options]
+   * @param {string | URL} [options.url] The gateway (http, https, ws or wss); by default the page's own origin.
+   * @param {string} [options.token] The API key. It goes in the first message, never in the URL.
+   * @param {(state: State, detail: {error?: MillraceError, retryMs?: number}) => void} [options.onState]
+   * @param {Partial<typeof DEFAULT_TIMING>} [options.timing] Pauses and patience, in milliseconds.
+   */
+  constructor({ url, token = "", onState = () => {}, timing = {} } = {}) {
+    this.#url = new URL("/v1/ws", new URL(url ?? "", globalThis.location?.href));
+    this.#url.protocol = this.#url.protocol.replace("http", "ws");
+    this.#token = token;
+    this.#onState = onState;
+    this.#timing = { ...DEFAULT_TIMING, ...timing };
+    this.#pauseMs = this.#timing.firstPauseMs;
+    const { signal } = this.#listening;
+    globalThis.addEventListener?.("online", () => this.#hurry(), { signal });
+    globalThis.document?.addEventListener(
+      "visibilitychange",
+      () => document.hidden || this.#hurry(),
+      { signal },
+    );
+    this.#connect();
+  }
+
+  /** @returns {State} */
+  get state() {
+    return this.#state;
+  }
+
+  /** Another key: connects again with it, and goes on with what runs. */
+  set token(token) {
+    if (this.#state === "closed" || (token === this.#token && this.#state === "open")) return;
+    this.#token = token;
+    this.#abandon(this.#next);
+    this.#abandon(this.#socket);
+    this.#next = this.#socket = null;
+    this.#interrupt();
+    this.#say("connecting");
+    this.#connect();
+  }
+
+  /**
+   * Start a generation: now, or as soon as there is a connection. It is safe against doubling: sent
+   * twice, it runs once.
+   * @param {object} request Fields of the protocol's `generate`: model, messages or prompt,
+   *   session_id, temperature and so on.
+   * @param {import("./generation.js").Listeners} [listeners]
+   */
+  generate(request, listeners = {}) {
+    const message = { idempotency_key: randomKey(), ...request };
+    return this.#begin(new Generation(message, listeners, (one) => this.#cancel(one)));
+  }
+
+  /**
+   * Go on with a generation that was begun elsewhere, say before the page was loaded again.
+   * @param {string} requestId From `accepted`.
+   * @param {import("./generation.js").Listeners & {nextIndex?: number}} [listeners]
+   *   `nextIndex` is the index of the first token wanted.
+   */
+  resume(requestId, { nextIndex = 0, ...listeners } = {}) {
+    const generation = new Generation(null, listeners, (one) => this.#cancel(one));
+    generation.adopt(requestId, nextIndex);
+    return this.#begin(generation);
+  }
+
+  /** Part for good. What still runs is rejected here; the gateway lets it go after a while. */
+  close() {
+    this.#listening.abort();
+    clearTimeout(this.#retry);
+    this.#abandon(this.#next);
+    this.#abandon(this.#socket);
+    this.#next = this.#socket = null;
+    for (const generation of [...this.#running]) {
+      this.#end(generation, new MillraceError("closed", "The client was closed."));
+    }
+    this.#say("closed");
+  }
+
+  // Generations.
+
+  #begin(generation) {
+    if (this.#state === "closed") throw new MillraceError("closed", "The client was closed.");
+    generation.settled.then(() => this.#forget(generation));
+    if (generation.ended) return generation;
+    this.#running.add(generation);
+    if (this.#state === "open") this.#attach(generation);
+    return generation;
+  }
+
+  /** Give a generation a new id on the present connection, and ask there for what is missing. */
+  #attach(generation) {
+    if (generation.id) this.#byId.delete(generation.id);
+    generation.id = `m${++this.#numIds}`;
+    this.#byId.set(generation.id, generation);
+    this.#send(generation.opening());
+    if (generation.isCancelled) this.#sendCancel(generation.id);
+  }
+
+  #cancel(generation) {
+    if (this.#state === "open" && generation.id) this.#sendCancel(generation.id);
+    else this.#cancelAway(generation);
+  }
+
+  /** End it here, and tell the gateway when there is a connection again. */
+  #cancelAway(generation) {
+    if (generation.requestId) this.#orphans.push(generation.requestId);
+    generation.cancelledHere();
+  }
+
+  #sendCancel(id) {
+    this.#send({ type: "cancel", id });
+  }
+
+  #end(generation, error) {
+    this.#forget(generation);
+    generation.fail(error);
+  }
+
+  #forget(generation) {
+    this.#running.delete(generation);
+    this.#byId.delete(generation.id);
+  }
+
+  // The connection.
+
+  #connect() {
+    clearTimeout(this.#retry);
+    const socket = new WebSocket(this.#url, SUBPROTOCOL);
+    this.#next = socket;
+    const giveUp = setTimeout(() => this.#drop(socket), this.#timing.connectWaitMs);
+    socket.onopen = () => {
+      if (this.#token) socket.send(JSON.stringify({ type: "authenticate", token: this.#token }));
+      else this.#opened(socket);
+    };
+    socket.onmessage = ({ data }) => this.#receive(socket, JSON.parse(data));
+    socket.onclose = ({ code, reason }) => this.#lost(socket, code, reason);
+    socket.settle = () => clearTimeout(giveUp);
+  }
+
+  /** The new connection is good: everything that runs moves over, and an old one is let go. */
+  #opened(socket) {
+    socket.settle();
+    this.#next = null;
+    this.#abandon(this.#socket);
+    this.#socket = socket;
+    this.#watch();
+    this.#state = "open";
+    for (const requestId of this.#orphans.splice(0)) {
+      const id = `m${++this.#numIds}`;
+      this.#send({ type: "resume", id, request_id: requestId, next_index: 0 });
+      this.#sendCancel(id);
+    }
+    for (const generation of this.#running) this.#attach(generation);
+    this.#onState("open", {});
+  }
+
+  #receive(socket, message) {
+    if (socket === this.#next) {
+      if (message.type === "authenticated") this.#opened(socket);
+      else if (message.type === "error") {
+        const error = errorOf(message);
+        // The gateway cannot check the key right now, or it is a bad one.
+        if (error.retryAfterS !== undefined) this.#drop(socket);
+        else this.#refused(socket, error);
+      }
+      return;
+    }
+    if (socket !== this.#socket) return;
+    this.#heard();
+    if (message.type === "going_away") {
+      if (!this.#next) this.#later(() => this.#connect());
+      return;
+    }
+    this.#pauseMs = this.#timing.firstPauseMs;
+    const generation = this.#byId.get(message.id);
+    if (generation) this.#deliver(generation, message);
+    else if (message.type === "error" && message.id === undefined) {
+      this.#onState(this.#state, { error: errorOf(message) });
+    }
+  }
+
+  #deliver(generation, message) {
+    if (message.type === "error" && message.code === GOING_AWAY_CODE) {
+      // Refused because this gateway shuts down: it is for the next one.
+      this.#byId.delete(generation.id);
+      generation.id = "";
+      if (!this.#next) this.#later(() => this.#connect());
+    } else if (message.type === "error") {
+      this.#end(generation, errorOf(message));
+    } else if (!generation.take(message)) {
+      this.#attach(generation);
+    }
+  }
+
+  #lost(socket, code, reason) {
+    if (socket !== this.#socket && socket !== this.#next) return;
+    socket.settle();
+    const isSpare = socket === this.#next && this.#socket !== null;
+    if (socket === this.#next) this.#next = null;
+    else {
+      this.#socket = null;
+      this.#stopWatching();
+    }
+    if (code === POLICY_VIOLATION) {
+      this.#refused(socket, new MillraceError("unauthorized", reason || "The gateway refused."));
+    } else if (isSpare) {
+      // Still on the old connection, whose gateway shuts down.
+      this.#later(() => this.#connect());
+    } else {
+      this.#interrupt();
+      const retryMs = this.#next ? 0 : this.#later(() => this.#connect());
+      this.#say("lost", { retryMs });
+    }
+  }
+
+  /** The key is not good. What runs waits for another. */
+  #refused(socket, error) {
+    socket.settle();
+    this.#abandon(socket);
+    if (this.#next === socket) this.#next = null;
+    clearTimeout(this.#retry);
+    this.#interrupt();
+    this.#say("unauthorized", { error });
+  }
+
+  #interrupt() {
+    for (const generation of [...this.#running]) {
+      this.#byId.delete(generation.id);
+      generation.id = "";
+      if (generation.isCancelled) this.#cancelAway(generation);
+      else generation.interrupted();
+    }
+  }
+
+  #drop(socket) {
+    this.#abandon(socket);
+    this.#lost(socket, 1006, "");
+  }
+
+  #abandon(socket) {
+    if (!socket) return;
+    socket.settle();
+    socket.onopen = socket.onmessage = socket.onclose = null;
+    socket.close();
+    if (socket === this.#socket) this.#stopWatching();
+  }
+
+  /** Plan the next attempt; pauses grow, and chance keeps many clients from coming as one. */
+  #later(attempt) {
+    const pauseMs = this.#pauseMs * (0.5 + Math.random());
+    this.#pauseMs = Math.min(this.#pauseMs * this.#timing.growth, this.#timing.longestPauseMs);
+    clearTimeout(this.#retry);
+    this.#retry = setTimeout(attempt, pauseMs);
+    return pauseMs;
+  }
+
+  #hurry() {
+    if (this.#state === "lost" && !this.#next) this.#connect();
+    else if (this.#state === "open") this.#ping();
+  }
+
+  // A connection that died without a word is noticed by a ping that nobody answers.
+
+  #watch() {
+    this.#stopWatching();
+    this.#pings = setInterval(() => this.#ping(), this.#timing.pingMs);
+  }
+
+  #stopWatching() {
+    clearInterval(this.#pings);
+    this.#heard();
+  }
+
+  #ping() {
+    const socket = this.#socket;
+    if (!socket || this.#silence) return;
+    this.#send({ type: "ping" });
+    this.#silence = setTimeout(() => this.#drop(socket), this.#timing.pongWaitMs);
+  }
+
+  #heard() {
+    clearTimeout(this.#silence);
+    this.#silence = 0;
+  }
+
+  #send(message) {
+    this.#socket.send(JSON.stringify(message));
+  }
+
+  #say(state, detail = {}) {
+    this.#state = state;
+    this.#onState(state, detail);
+  }
+}
+
+function errorOf({ code, message, retry_after_s: retryAfterS, param, request_id: requestId }) {
+  return new MillraceError(code, message, { retryAfterS, param, requestId });
+}
+
+function randomKey() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
