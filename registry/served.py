@@ -102,6 +102,11 @@ class ServedModel:
             raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
         return _prepared(job, token_ids, 1, seed_source)
 
+    @property
+    def embedding_size(self) -> int:
+        """How many numbers an embedding has."""
+        return self.config.hidden_size
+
     @cached_property
     def embedding_defaults(self) -> EmbeddingSettings:
         """The catalogue's word, then the checkpoint's; else the mean, scaled to length 1. Raises

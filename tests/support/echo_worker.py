@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ from schemas.frames import (
     Cancelled,
     Delta,
     Done,
+    Embedding,
     FinishReason,
     Frame,
     Started,
@@ -26,6 +28,7 @@ from schemas.frames import (
 from schemas.jobs import Job
 
 Script = Callable[[Job], Sequence[str]]
+EMBEDDING_SIZE = 8
 _HEARTBEAT_S = 0.5
 _PULL_S = 0.5
 _AWAY_S = 0.02
@@ -151,6 +154,9 @@ class EchoWorker:
         await self._send(
             job, Started(worker_id=self.worker_id, num_prompt_tokens=num_prompt, epoch=epoch)
         )
+        if job.pooling is not None:
+            await self._embed(job)
+            return
         limit = job.sampling.max_tokens
         whole = self.script(job)
         texts = whole[:limit]
@@ -169,6 +175,19 @@ class EchoWorker:
         )
         reason = FinishReason.LENGTH if len(whole) > len(texts) else FinishReason.STOP
         await self._send(job, Done(finish_reason=reason, num_tokens=len(texts), epoch=epoch))
+
+    async def _embed(self, job: Job) -> None:
+        await self.gate.wait()
+        values, num_prompt, epoch = embedding_of(job), len(job.prompt_token_ids or ()), self.epoch
+        await self._send(job, Embedding(values=values, epoch=epoch))
+        await self._send(job, Usage(prompt_tokens=num_prompt, epoch=epoch))
+        done = Done(
+            finish_reason=FinishReason.STOP,
+            num_tokens=0,
+            embedding_bytes=len(values),
+            epoch=epoch,
+        )
+        await self._send(job, done)
 
     async def _send(self, job: Job, frame: Frame) -> None:
         self._sent.setdefault(job.request_id, []).append(frame)
@@ -194,6 +213,12 @@ class EchoWorker:
             command.reply, [(command.request_id, frame) for frame in frames], batch=True
         )
         return WorkerReply(ok=True)
+
+
+def embedding_of(job: Job) -> bytes:
+    """The pooling's length, then the first of the prompt's token ids, as numbers."""
+    numbers = [len(job.pooling or ""), *(job.prompt_token_ids or ())][:EMBEDDING_SIZE]
+    return struct.pack(f"<{EMBEDDING_SIZE}f", *numbers, *[0] * (EMBEDDING_SIZE - len(numbers)))
 
 
 def delta_of(index: int, texts: Sequence[str], epoch: int = 0) -> Delta:

@@ -14,12 +14,14 @@ from bus.memory import MemoryBroker, MemoryBus
 from gateway.core import Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
+from registry.served import EmbeddingSettings
 from schemas.config import GatewayConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
+from schemas.pooling import Pooling
 from schemas.tools import ToolDefinition
-from tests.support.echo_worker import EchoWorker
+from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
 
 CONTEXT_WINDOW_TOKENS = 4_096
 MODEL = "echo"
@@ -43,6 +45,8 @@ class ByteModel:
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.context_window_tokens = CONTEXT_WINDOW_TOKENS
+        self.embedding_size = EMBEDDING_SIZE
+        self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         token_ids = job.prompt_token_ids
