@@ -97,7 +97,7 @@ class Identity:
             or known is None
             or not hmac.compare_digest(known.key.digest, digest_of(parts[1]))
         ):
-            raise AuthenticationError("The API key is not known here. Check it for typing errors.")
+            raise unknown_key()
         if known.key.revoked_ns is not None:
             raise revoked_key(known.key.key_id)
         return self._caller(known)
@@ -155,6 +155,11 @@ def require_admin(caller: Caller) -> None:
     """Raises InsufficientPermissionsError."""
     if not caller.is_admin:
         raise InsufficientPermissionsError("This needs an API key of an administrator.")
+
+
+def unknown_key() -> AuthenticationError:
+    """What to tell whoever comes with a key that was never made here."""
+    return AuthenticationError("The API key is not known here. Check it for typing errors.")
 
 
 def revoked_key(key_id: str) -> AuthenticationError:

@@ -1,0 +1,119 @@
+"""What a caller is told who is over a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.redis_link import RedisAwayError
+from gateway.accounts import NEVER, NEXT_MONTH, Account, Charge, Verdict, next_month_s
+from gateway.http import Headers
+from gateway.limit_headers import rate_headers
+from schemas.errors import MillraceError
+from schemas.tenants import from_nano
+
+_RETRY_AFTER_S = 2.0
+# The openai client tries again by itself unless it is told not to.
+_DO_NOT_RETRY = (b"x-should-retry", b"false")
+
+
+class RateLimitError(MillraceError):
+    """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``."""
+
+    code = "rate_limit_exceeded"
+    retryable = True
+    http_status = 429
+
+    def __init__(
+        self, message: str, limit: str, retry_after_s: float | None, headers: Headers
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.headers = headers
+
+
+class RequestsPerMinuteError(RateLimitError):
+    """Too many requests lately."""
+
+    code = "requests_per_minute"
+
+
+class TokensPerMinuteError(RateLimitError):
+    """Too many tokens lately, or in this one request."""
+
+    code = "tokens_per_minute"
+
+
+class ConcurrentRequestsError(RateLimitError):
+    """Too many requests at the same time."""
+
+    code = "concurrent_requests"
+
+
+class InsufficientQuotaError(RateLimitError):
+    """The month's budget does not cover what the request may cost."""
+
+    code = "insufficient_quota"
+
+
+class TierContextError(MillraceError):
+    """Prompt and completion exceed what the caller's tier may hold at once."""
+
+    code = "context_length_exceeded"
+    http_status = 400
+
+
+class LimitsAwayError(RedisAwayError):
+    """Work that can wait is not taken while nobody can say what its tenant has used."""
+
+    retry_after_s = _RETRY_AFTER_S
+
+
+_KINDS: dict[str, type[RateLimitError]] = {
+    "requests_per_minute": RequestsPerMinuteError,
+    "tokens_per_minute": TokensPerMinuteError,
+    "concurrent_requests": ConcurrentRequestsError,
+    "monthly_budget": InsufficientQuotaError,
+}
+
+
+def rate_limit_error(
+    accounts: Sequence[Account], verdict: Verdict, charge: Charge, now_ns: int
+) -> RateLimitError:
+    """The error that says whose limit it is, how large, and when there is room again."""
+    account = verdict.refused_by
+    assert account is not None, "it was granted"
+    size = getattr(account.limits, verdict.limit)
+    headers = rate_headers(accounts, verdict.standings)
+    retry_after_s: float | None = verdict.wait_ms / 1_000
+    if verdict.wait_ms == NEVER:
+        retry_after_s = None
+        headers.append(_DO_NOT_RETRY)
+        advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
+    elif verdict.wait_ms == NEXT_MONTH:
+        retry_after_s = next_month_s(now_ns)
+        headers.append(_DO_NOT_RETRY)
+        spent = verdict.standings[accounts.index(account)].spent_nano
+        advice = (
+            f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
+            "A new month begins at 00:00 UTC on the first."
+        )
+    elif verdict.limit == "monthly_budget":
+        advice = "What is left is set aside for requests that run. Try again when some have ended."
+    elif verdict.limit == "concurrent_requests":
+        advice = "Try again when one of them has ended."
+    else:
+        advice = f"Try again in {verdict.wait_ms / 1_000:.1f} s."
+    whose = f"{account.kind} {account.name}"
+    message = f"Limit {verdict.limit} of {whose} reached: {size}. {advice}"
+    return _KINDS[verdict.limit](message, verdict.limit, retry_after_s, headers)
+
+
+def tier_context_error(account: Account, charge: Charge) -> TierContextError:
+    """The error that names the window and whose it is."""
+    return TierContextError(
+        f"Requests of {account.kind} {account.name} (tier {charge.tier.value}) may hold "
+        f"{account.limits.context_tokens} tokens, but this one for {charge.model} asks for "
+        f"{charge.num_prompt_tokens} tokens in the prompt and {charge.max_tokens} in the "
+        "completion. Shorten the prompt or lower max_tokens."
+    )

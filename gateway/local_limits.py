@@ -1,0 +1,170 @@
+"""Limits within this process, for the time that Redis is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bus.clock import Clock
+from gateway.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
+
+_MS_PER_S = 1_000
+_WAIT_MS = 1_000
+
+_Refusal = tuple[str, int]
+
+
+class _Ledger:
+    """What one account has used here since Redis went away."""
+
+    def __init__(self, spent_nano: int, now_ms: int) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self.spent_nano = spent_nano
+        self.held_nano = 0
+        self.running: dict[str, int] = {}
+        self.at_ms = now_ms
+
+    def drain(self, account: Account, now_ms: int) -> None:
+        elapsed_ms = now_ms - self.at_ms
+        self.requests = drain(self.requests, account.limits.requests_per_minute, elapsed_ms)
+        self.tokens = drain(self.tokens, account.limits.tokens_per_minute, elapsed_ms)
+        self.at_ms = now_ms
+
+    def refusals(self, account: Account, charge: Charge) -> Iterator[_Refusal]:
+        """Each limit that refuses, and the ms to wait."""
+        limits = account.limits
+        buckets = (
+            ("requests_per_minute", limits.requests_per_minute, self.requests, 1),
+            ("tokens_per_minute", limits.tokens_per_minute, self.tokens, charge.num_tokens),
+        )
+        for name, per_minute, used, wanted in buckets:
+            if per_minute is None:
+                continue
+            over = used + (wanted - per_minute) * TICKS
+            if wanted > per_minute:
+                yield name, NEVER
+            elif over > 0:
+                yield name, -(-over // per_minute)
+        concurrent = limits.concurrent_requests
+        if concurrent is not None and len(self.running) >= concurrent:
+            yield "concurrent_requests", _WAIT_MS
+        if limits.monthly_budget is not None and charge.cost_nano > 0:
+            left_nano = limits.monthly_budget.scaleb(9) - self.spent_nano - charge.cost_nano
+            if left_nano < 0:
+                yield "monthly_budget", NEXT_MONTH
+            elif left_nano < self.held_nano:
+                yield "monthly_budget", _WAIT_MS
+
+    def standing(self) -> Standing:
+        return Standing(
+            self.requests, self.tokens, len(self.running), self.spent_nano, self.held_nano
+        )
+
+
+class _Reservation:
+    def __init__(
+        self, charge: Charge, ledgers: Sequence[_Ledger], spent_keys: tuple[str, ...], lapse_ms: int
+    ) -> None:
+        self.charge = charge
+        self.ledgers = ledgers
+        self.spent_keys = spent_keys
+        self.lapse_ms = lapse_ms
+
+
+class LocalLimits:
+    """The same limits by the same rules, of the same sizes, but of this process alone.
+
+    An account begins with empty buckets and what it was last known to have spent. ``forget_idle``
+    once Redis is back.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ledgers: dict[str, _Ledger] = {}
+        self._reservations: dict[str, _Reservation] = {}
+
+    def __len__(self) -> int:
+        """How many reservations are not settled."""
+        return len(self._reservations)
+
+    def reserve(
+        self,
+        accounts: Sequence[Account],
+        spent_nano: Sequence[int],
+        charge: Charge,
+        month: str,
+    ) -> Verdict:
+        """All or nothing. ``spent_nano`` is what each account was last known to have spent."""
+        now_ms = int(self._clock.monotonic() * _MS_PER_S)
+        self._release_lapsed(now_ms)
+        spent_keys = tuple(account.spent_key(month) for account in accounts)
+        ledgers = []
+        for key, known_nano in zip(spent_keys, spent_nano, strict=True):
+            if key not in self._ledgers:
+                self._ledgers[key] = _Ledger(known_nano, now_ms)
+            ledgers.append(self._ledgers[key])
+        found: list[tuple[int, Account, str]] = []
+        for account, ledger in zip(accounts, ledgers, strict=True):
+            ledger.drain(account, now_ms)
+            found += [
+                (wait_ms, account, name) for name, wait_ms in ledger.refusals(account, charge)
+            ]
+        if found:
+            wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
+            return Verdict(
+                standings=tuple(ledger.standing() for ledger in ledgers),
+                refused_by=account,
+                limit=name,
+                wait_ms=wait_ms,
+            )
+        for account, ledger in zip(accounts, ledgers, strict=True):
+            ledger.requests += TICKS * (account.limits.requests_per_minute is not None)
+            ledger.tokens += (
+                TICKS * charge.num_tokens * (account.limits.tokens_per_minute is not None)
+            )
+            ledger.held_nano += charge.cost_nano
+            ledger.running[charge.request_id] = now_ms + charge.lapse_ms
+        self._reservations[charge.request_id] = _Reservation(
+            charge, ledgers, spent_keys, now_ms + charge.lapse_ms
+        )
+        return Verdict(standings=tuple(ledger.standing() for ledger in ledgers))
+
+    def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
+        """Give back what was not used; where Redis keeps what the accounts have spent.
+
+        Empty if the request was not granted here.
+        """
+        made = self._reservations.pop(request_id, None)
+        if made is None:
+            return ()
+        for ledger in made.ledgers:
+            self._release(ledger, made.charge)
+            ledger.spent_nano += cost_nano
+            unused = made.charge.num_tokens - (num_tokens or 0)
+            ledger.tokens = max(0, ledger.tokens - unused * TICKS)
+            if num_tokens is None:
+                ledger.requests = max(0, ledger.requests - TICKS)
+        return made.spent_keys
+
+    def forget_idle(self) -> None:
+        """Redis counts again: keep only what running requests still need."""
+        if self._ledgers and not self._reservations:
+            self._ledgers.clear()
+
+    def _release_lapsed(self, now_ms: int) -> None:
+        # In the order in which they were made, which is nearly that of their deadlines.
+        for request_id, made in list(self._reservations.items()):
+            if made.lapse_ms > now_ms:
+                break
+            del self._reservations[request_id]
+            for ledger in made.ledgers:
+                self._release(ledger, made.charge)
+
+    def _release(self, ledger: _Ledger, charge: Charge) -> None:
+        if ledger.running.pop(charge.request_id, None) is not None:
+            ledger.held_nano -= charge.cost_nano
+
+
+def _rank(wait_ms: int) -> float:
+    """The longest wait is the one to tell."""
+    return float("inf") if wait_ms == NEVER else 1e15 if wait_ms == NEXT_MONTH else wait_ms

@@ -1,0 +1,162 @@
+-- Set aside what a request may use of each of its accounts, or nothing at all.
+--
+-- KEYS: the reservation; then for each account its record, buckets, running requests, holds and
+-- what it has spent this month.
+-- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
+-- is left of it, tokens, cost in billionths; then for each account the version of its record,
+-- requests and tokens per minute, concurrent requests and budget (empty: no limit).
+--
+-- A bucket holds what was used and has not drained yet, in ticks: one request or token is as many
+-- as a minute has ms, so that a limit of n a minute drains n ticks each ms, and all of it is whole.
+--
+-- Answers {'changed', record, version, ...} if a version is not that of the record any more;
+-- {'refused', account, limit, ms to wait, ...} or {'granted', 0, '', 0, ...} with five numbers for
+-- each account: ticks of requests and of tokens in the buckets, running requests, billionths
+-- spent and held. A wait of -1: not before the next month; of -2: never.
+
+local TICKS = 60000
+local MAX_LAPSED = 1000
+local DAY_MS = 86400000
+
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local request, lapse_ms, keep_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local tokens, cost = tonumber(ARGV[5]), tonumber(ARGV[6])
+
+local accounts = {}
+local changed = false
+for i = 1, (#KEYS - 1) / 5 do
+  local k, a = 5 * i - 4, 5 * i + 1
+  accounts[i] = {
+    record = KEYS[k + 1], buckets = KEYS[k + 2], running = KEYS[k + 3], holds = KEYS[k + 4],
+    spent_key = KEYS[k + 5],
+    rpm = tonumber(ARGV[a + 2]), tpm = tonumber(ARGV[a + 3]),
+    concurrent = tonumber(ARGV[a + 4]), budget = tonumber(ARGV[a + 5]),
+  }
+  if (redis.call('HGET', KEYS[k + 1], 'version') or '') ~= ARGV[a + 1] then changed = true end
+end
+
+if changed then
+  local answer = {'changed'}
+  for _, account in ipairs(accounts) do
+    local known = redis.call('HMGET', account.record, 'record', 'version')
+    answer[#answer + 1] = known[1] or ''
+    answer[#answer + 1] = known[2] or ''
+  end
+  return answer
+end
+
+local function release_lapsed(account)
+  local lapsed =
+    redis.call('ZRANGEBYSCORE', account.running, '-inf', now, 'LIMIT', 0, MAX_LAPSED)
+  for _, id in ipairs(lapsed) do
+    redis.call('ZREM', account.running, id)
+    local held = redis.call('HGET', account.holds, id)
+    if held then
+      redis.call('HDEL', account.holds, id)
+      -- The field without a name is the sum of the others.
+      redis.call('HINCRBY', account.holds, '', '-' .. held)
+    end
+  end
+end
+
+local function drained(ticks, per_minute, elapsed)
+  if not per_minute then return 0 end
+  return math.max(0, (tonumber(ticks) or 0) - elapsed * per_minute)
+end
+
+local function load(account)
+  release_lapsed(account)
+  local kept = redis.call('HMGET', account.buckets, 'at', 'requests', 'tokens')
+  account.at = math.max(tonumber(kept[1]) or 0, now)
+  local elapsed = math.max(0, now - (tonumber(kept[1]) or now))
+  account.requests = drained(kept[2], account.rpm, elapsed)
+  account.tokens = drained(kept[3], account.tpm, elapsed)
+  account.num_running = redis.call('ZCOUNT', account.running, '(' .. now, '+inf')
+  account.held = tonumber(redis.call('HGET', account.holds, '') or 0)
+  account.spent = tonumber(redis.call('GET', account.spent_key) or 0)
+end
+
+local refused, limit, wait = 0, '', 0
+
+-- The limit that takes longest to make room is the one to tell.
+local function refuse(account, name, ms)
+  local rank = ms < 0 and 1e15 - ms or ms
+  local worst = wait < 0 and 1e15 - wait or wait
+  if refused == 0 or rank > worst then refused, limit, wait = account, name, ms end
+end
+
+local function check_bucket(i, name, used, wanted, per_minute)
+  if not per_minute then return end
+  local capacity = per_minute * TICKS
+  if wanted * TICKS > capacity then
+    refuse(i, name, -2)
+  elseif used + wanted * TICKS > capacity then
+    refuse(i, name, math.ceil((used + wanted * TICKS - capacity) / per_minute))
+  end
+end
+
+local function check(i, account)
+  check_bucket(i, 'requests_per_minute', account.requests, 1, account.rpm)
+  check_bucket(i, 'tokens_per_minute', account.tokens, tokens, account.tpm)
+  if account.concurrent and account.num_running >= account.concurrent then
+    refuse(i, 'concurrent_requests', 1000)
+  end
+  if account.budget and cost > 0 then
+    if account.spent + cost > account.budget then
+      refuse(i, 'monthly_budget', -1)
+    elseif account.spent + account.held + cost > account.budget then
+      refuse(i, 'monthly_budget', 1000)
+    end
+  end
+end
+
+local function live_for(key, ms)
+  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
+end
+
+local function take(account)
+  account.requests = account.rpm and account.requests + TICKS or 0
+  account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
+  account.num_running = account.num_running + 1
+  account.held = account.held + cost
+  redis.call('HSET', account.buckets, 'at', account.at, 'requests', account.requests,
+    'tokens', account.tokens)
+  live_for(account.buckets, 2 * TICKS + account.at - now)
+  redis.call('ZADD', account.running, now + lapse_ms, request)
+  live_for(account.running, lapse_ms + DAY_MS)
+  if cost > 0 then
+    redis.call('HSET', account.holds, request, ARGV[6])
+    redis.call('HINCRBY', account.holds, '', ARGV[6])
+    live_for(account.holds, lapse_ms + DAY_MS)
+  end
+end
+
+for i, account in ipairs(accounts) do load(account) end
+
+-- A reservation that was made already, by an attempt whose answer was lost, stands as it is.
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  for i, account in ipairs(accounts) do check(i, account) end
+  if refused == 0 then
+    local made = {tokens = tokens, accounts = {}}
+    for i, account in ipairs(accounts) do
+      take(account)
+      made.accounts[i] = {
+        account.buckets, account.running, account.holds, account.spent_key,
+        account.rpm or 0, account.tpm or 0,
+      }
+    end
+    redis.call('SET', KEYS[1], cmsgpack.pack(made), 'PX', lapse_ms + keep_ms)
+  end
+end
+
+local answer = {refused == 0 and 'granted' or 'refused', refused, limit, wait}
+for _, account in ipairs(accounts) do
+  for _, name in ipairs({'requests', 'tokens', 'num_running', 'spent', 'held'}) do
+    answer[#answer + 1] = account[name]
+  end
+end
+return answer
