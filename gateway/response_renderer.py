@@ -15,7 +15,7 @@ from gateway.response_input import named
 from gateway.response_items import LENGTH, Describe, OutputItems
 from gateway.response_store import ResponseStore
 from schemas.frames import Usage
-from schemas.openai import PromptTokensDetails, TextFormat
+from schemas.openai import TextFormat
 from schemas.response_events import (
     ResponseCompleted,
     ResponseCreated,
@@ -27,6 +27,7 @@ from schemas.response_events import (
 )
 from schemas.responses import (
     IncompleteDetails,
+    InputTokensDetails,
     Item,
     Response,
     ResponseError,
@@ -168,7 +169,7 @@ def _bytes_of(events: Iterable[ResponseEvent]) -> bytes:
 def _usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,21 +13,30 @@ from gateway.models import ServedModelLike
 from gateway.parsing import Ask
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.config import GatewayConfig
+from schemas.tools import ToolDefinition
 
 
 async def fit_window(
-    ask: Ask, model: ServedModelLike, caller: Caller, config: GatewayConfig
+    ask: Ask,
+    tools: Sequence[ToolDefinition],
+    model: ServedModelLike,
+    caller: Caller,
+    config: GatewayConfig,
 ) -> Ask:
-    """The ask with as many of its newest messages as fit the model's window and the caller's.
-
-    Raises ContextLengthError if even the last turn does not fit.
-    """
+    """The ask with as many of its newest messages as fit the model's window and the caller's,
+    beside ``tools``. System messages and the last turn stay, even if they do not fit."""
     if ask.num_prompt_characters > MAX_INLINE_CHARACTERS:
-        return await asyncio.to_thread(_fit, ask, model, caller, config)
-    return _fit(ask, model, caller, config)
+        return await asyncio.to_thread(_fit, ask, tools, model, caller, config)
+    return _fit(ask, tools, model, caller, config)
 
 
-def _fit(ask: Ask, model: ServedModelLike, caller: Caller, config: GatewayConfig) -> Ask:
+def _fit(
+    ask: Ask,
+    tools: Sequence[ToolDefinition],
+    model: ServedModelLike,
+    caller: Caller,
+    config: GatewayConfig,
+) -> Ask:
     assert ask.messages
     tokenizer = model.tokenizer
     counted = count(
@@ -47,6 +57,6 @@ def _fit(ask: Ask, model: ServedModelLike, caller: Caller, config: GatewayConfig
         counted[-1:],
         "",
         window,
-        lambda messages: tokenizer.encode_chat(messages, ask.tools),
+        lambda messages: tokenizer.encode_chat(messages, tools),
     )
     return msgspec.structs.replace(ask, messages=fitted.messages)

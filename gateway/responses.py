@@ -74,7 +74,8 @@ class ResponsesEndpoint(Endpoint):
         ask = ask_of(request, messages_of(items, request.instructions))
         if request.truncation == "auto":
             model = await self._gateway.models.get(ask.model)
-            ask = await fit_window(ask, model, caller, self._gateway.config)
+            tools = (*ask.tools, *self._gateway.tools.definitions(ask.server_tools))
+            ask = await fit_window(ask, tools, model, caller, self._gateway.config)
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
         return Prepared(ask=ask, stream=bool(request.stream), render=render)

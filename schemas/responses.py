@@ -14,7 +14,6 @@ from schemas.openai import (
     GenerationFields,
     JsonObjectFormat,
     LogprobInfo,
-    PromptTokensDetails,
     TextFormat,
 )
 
@@ -220,6 +219,13 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 # --- answers ---------------------------------------------------------------------------------
 
 
+class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing is ever charged for filling the cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
@@ -228,7 +234,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one answer, as the worker counted them."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails = OutputTokensDetails()
     total_tokens: int
