@@ -35,7 +35,7 @@ _MAX_INLINE_BYTES = 64 * 1024
 _MARGIN_S = 60.0
 # How long it is tried to add an answer while Redis is away.
 COMMIT_TIMEOUT_S = 60.0
-_COMMITTED, _DELETED = -1, -2
+_COMMITTED, _DELETED, _CHANGED = -1, -2, -3
 
 # KEYS: the conversation's. ARGV: its new time to live in ms (0: as it is).
 _LOAD = Script(
@@ -47,7 +47,7 @@ return {tonumber(found[1] or '0'), found[2] or '', redis.call('PTTL', KEYS[1])}
 )
 
 # KEYS: the conversation's and, maybe, the waiting turn's. ARGV: the version that is expected, the
-# one that the change is based on, the new data, time to live in ms. Gives the version after it.
+# one that the change is based on, the new data, time to live in ms. Gives the new version.
 _STORE = Script(
     """
 if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
@@ -57,7 +57,7 @@ if tonumber(known[2] or '0') > tonumber(ARGV[2]) then
   if KEYS[2] then redis.call('DEL', KEYS[2]) end
   return -2
 end
-if version ~= tonumber(ARGV[1]) then return version end
+if version ~= tonumber(ARGV[1]) then return -3 end
 redis.call('HSET', KEYS[1], 'version', version + 1, 'data', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 if KEYS[2] then redis.call('DEL', KEYS[2]) end
@@ -256,7 +256,7 @@ class SessionStore:
             version = await self._store(keys, session.version, turn.base_version, data)
             if version in (_COMMITTED, _DELETED):
                 return None
-            if version == session.version + 1:
+            if version != _CHANGED:
                 return msgspec.structs.replace(changed, version=version)
         raise SessionBusyError
 
@@ -264,8 +264,7 @@ class SessionStore:
         """Put ``session`` in the place of what has its version; False if that is not there."""
         data = await self._encoded(session)
         keys = [subjects.session_key(tenant, session_id)]
-        version = await self._store(keys, session.version, session.version, data)
-        return version == session.version + 1
+        return await self._store(keys, session.version, session.version, data) > 0
 
     async def delete(self, tenant: str, session_id: str) -> bool:
         """Forget the conversation and what running requests would add to it; whether there was
