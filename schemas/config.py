@@ -70,7 +70,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     is loopback, "required" always does, "none" never does; ``tiers`` are the limits of tenants of
     each tier (see ``schemas.tenants``). Sizes bound what one client may send or make us hold.
     ``max_file_bytes`` is for uploaded files. A gateway works on ``max_batches_at_once``
-    batches with ``max_jobs_per_batch`` jobs in the queue for each; one that dies is noticed after
+    batches, on ``batch_lines_at_once`` requests of each; one that dies is noticed after
     ``batch_lease_s``.
 
     A session is kept for ``session_ttl_s`` after its last request and holds at most
@@ -78,6 +78,10 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     length ``session_reserve_tokens`` where it can. When its messages pass ``session_summary_share``
     of the context window, the oldest may become a summary of ``session_summary_tokens`` at most,
     where ``session_context`` says so.
+
+    ``tools`` is a file of HTTP tools that the gateway runs itself (none if empty), at most
+    ``max_tool_runs`` at a time. They may lead to the hosts of ``tool_allowed_hosts`` only, where
+    ``*.name`` stands for all hosts below a name; empty: to any.
 
     Answers of the Responses API are kept for ``response_ttl_s``, with the conversation before them
     if that has at most ``response_max_bytes``.
@@ -101,7 +105,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     response_max_bytes: int = 8 * 1024 * 1024
     max_file_bytes: int = 100 * 1024 * 1024
     max_batches_at_once: int = 16
-    max_jobs_per_batch: int = 256
+    batch_lines_at_once: int = 256
     batch_lease_s: float = 10.0
     session_ttl_s: float = 3_600.0
     session_max_bytes: int = 4 * 1024 * 1024
@@ -110,6 +114,9 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     session_context: SessionContexts = SessionContexts()
     session_summary_share: float = 0.6
     session_summary_tokens: int = 256
+    tools: str = ""
+    tool_allowed_hosts: tuple[str, ...] = ()
+    max_tool_runs: int = 32
 
 
 class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
