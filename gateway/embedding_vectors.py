@@ -1,0 +1,46 @@
+"""From an embedding as a worker pools it to what a client asked for."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+_BYTES_PER_NUMBER = 4
+
+
+class VectorForm(NamedTuple):
+    """``dimensions`` None keeps all numbers; fewer are scaled to length 1, whatever ``normalize``
+    says. ``as_base64``: the bytes of little-endian float32, in base64, else an array."""
+
+    dimensions: int | None
+    normalize: bool
+    as_base64: bool
+
+    def encode(self, pooled: bytes) -> msgspec.Raw:
+        """JSON of an embedding that came as little-endian float32."""
+        num_all = len(pooled) // _BYTES_PER_NUMBER
+        num_kept = num_all if self.dimensions is None else self.dimensions
+        is_cut = num_kept < num_all
+        if self.as_base64 and not (is_cut or self.normalize):
+            return _quoted(pooled)
+        values = struct.unpack(f"<{num_all}f", pooled)[:num_kept]
+        if is_cut or self.normalize:
+            values = _scaled(values)
+        if self.as_base64:
+            return _quoted(struct.pack(f"<{num_kept}f", *values))
+        # Nine digits tell every float32 from every other.
+        return msgspec.Raw(f"[{','.join(f'{value:.9g}' for value in values)}]".encode())
+
+
+def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+    """To length 1; a vector of zeros has no direction and stays one of zeros."""
+    length = math.hypot(*values) or 1.0
+    return tuple(value / length for value in values)
+
+
+def _quoted(values: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b'"' + base64.b64encode(values) + b'"')

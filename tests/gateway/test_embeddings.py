@@ -1,0 +1,252 @@
+"""``POST /v1/embeddings`` with OpenAI's own client, and what only bare requests can show."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.embedding_vectors import VectorForm
+from gateway.embeddings import MAX_JOBS_AT_ONCE
+from schemas.config import GatewayConfig
+from schemas.embeddings import MAX_INPUTS
+from schemas.frames import Expired, Failed, Frame, Shed
+from schemas.jobs import Source
+from schemas.pooling import Pooling
+from tests.support.echo_worker import EMBEDDING_SIZE
+from tests.support.running_gateway import (
+    CONTEXT_WINDOW_TOKENS,
+    MODEL,
+    RunningGateway,
+    running_gateway,
+)
+from tests.support.waiting import eventually
+
+_PATH = "/v1/embeddings"
+
+
+@pytest.fixture
+async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
+    ) as made:
+        yield made
+
+
+def _pooled(text: str, pooling: Pooling = Pooling.MEAN) -> list[float]:
+    """What the worker says of a text."""
+    numbers = [float(len(pooling)), *map(float, text.encode())][:EMBEDDING_SIZE]
+    return numbers + [0.0] * (EMBEDDING_SIZE - len(numbers))
+
+
+def _unit(values: list[float]) -> Any:
+    length = math.hypot(*values)
+    return pytest.approx([value / length for value in values], abs=1e-6)
+
+
+# --- what is answered -------------------------------------------------------------------------
+
+
+async def test_the_client_s_default_is_base64(
+    client: openai.AsyncOpenAI, front: RunningGateway
+) -> None:
+    answer = await client.embeddings.create(model=MODEL, input="mill", user="ada")
+    assert (answer.object, answer.model) == ("list", MODEL)
+    (made,) = answer.data
+    assert (made.object, made.index) == ("embedding", 0)
+    assert made.embedding == _unit(_pooled("mill"))
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (4, 4)
+    (job,) = front.worker.jobs
+    assert (job.pooling, job.user, job.source) == (Pooling.MEAN, "ada", Source.HTTP)
+    assert job.prompt_token_ids == tuple(b"mill")
+    await eventually(lambda: len(front.gateway.streams) == 0)
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_many_inputs_keep_their_order(
+    client: openai.AsyncOpenAI, front: RunningGateway, encoding_format: Any
+) -> None:
+    texts = [f"text {number}" * (1 + number % 3) for number in range(3 * MAX_JOBS_AT_ONCE)]
+    answer = await client.embeddings.create(
+        model=MODEL, input=texts, encoding_format=encoding_format
+    )
+    assert [made.index for made in answer.data] == list(range(len(texts)))
+    for made, text in zip(answer.data, texts, strict=True):
+        values = made.embedding
+        if isinstance(values, str):  # It is for whoever asks for base64 to read it.
+            values = list(struct.unpack(f"<{EMBEDDING_SIZE}f", base64.b64decode(values)))
+        assert values == _unit(_pooled(text))
+    assert answer.usage.prompt_tokens == sum(map(len, texts))
+    ids = {job.request_id for job in front.worker.jobs}
+    first = next(one for one in ids if "." not in one)
+    assert ids == {first, *(f"{first}.{number}" for number in range(1, len(texts)))}
+
+
+async def test_token_ids(client: openai.AsyncOpenAI) -> None:
+    one = await client.embeddings.create(model=MODEL, input=[109, 105])
+    assert [made.embedding for made in one.data] == [_unit(_pooled("mi"))]
+    two = await client.embeddings.create(model=MODEL, input=[[109, 105], [108]])
+    assert [made.embedding for made in two.data] == [_unit(_pooled("mi")), _unit(_pooled("l"))]
+    assert two.usage.prompt_tokens == 3
+
+
+async def test_fewer_dimensions_have_length_1(client: openai.AsyncOpenAI) -> None:
+    for normalize in (True, False):
+        answer = await client.embeddings.create(
+            model=MODEL, input="mill", dimensions=3, extra_body={"normalize": normalize}
+        )
+        assert answer.data[0].embedding == _unit(_pooled("mill")[:3])
+
+
+async def test_pooling_and_normalize(client: openai.AsyncOpenAI) -> None:
+    extra = {"pooling": "last", "normalize": False}
+    answer = await client.embeddings.create(
+        model=MODEL, input="mill", encoding_format="float", extra_body=extra
+    )
+    assert answer.data[0].embedding == _pooled("mill", Pooling.LAST)
+    whole = await client.embeddings.create(
+        model=MODEL, input="mill", dimensions=EMBEDDING_SIZE, extra_body=extra
+    )
+    assert whole.data[0].embedding == _pooled("mill", Pooling.LAST)
+
+
+@pytest.mark.parametrize("as_base64", [True, False])
+def test_numbers_come_through_exactly(as_base64: bool) -> None:
+    values = [0.1, -1e-30, 3.4e38, 1 / 3, 0.0, -0.0, 123456.789]
+    pooled = struct.pack("<7f", *values)
+    raw = bytes(VectorForm(None, normalize=False, as_base64=as_base64).encode(pooled))
+    if as_base64:
+        assert base64.b64decode(raw.strip(b'"')) == pooled
+    else:
+        assert struct.pack("<7f", *map(float, raw[1:-1].split(b","))) == pooled
+
+
+def test_nothing_has_no_direction() -> None:
+    form = VectorForm(None, normalize=True, as_base64=False)
+    assert bytes(form.encode(struct.pack("<2f", 0.0, 0.0))) == b"[0,0]"
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input"),
+        ({"input": ["a", 3]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [["a"]]}, "input[0][0]"),
+        ({"input": [[3], 4]}, "input"),
+        ({"input": [300]}, "input"),
+        ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
+        ({"input": {"text": "x"}}, "input"),
+        ({"input": None}, "input"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"pooling": "first"}, "pooling"),
+        ({"normalize": 1}, "normalize"),
+        ({"user": "x" * 257}, "user"),
+        ({"temperature": 1}, "temperature"),
+    ],
+)
+async def test_the_bad_field_is_named(
+    http: httpx.AsyncClient, front: RunningGateway, changes: dict[str, Any], param: str
+) -> None:
+    response = await http.post(_PATH, json={"model": MODEL, "input": "mill"} | changes)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert not front.worker.jobs
+
+
+async def test_the_bad_input_is_named(http: httpx.AsyncClient, front: RunningGateway) -> None:
+    body = {"model": MODEL, "input": [[1, 2], [3, 300]]}
+    error = (await http.post(_PATH, json=body)).json()["error"]
+    assert error["param"] == "input"
+    assert not front.worker.jobs
+
+
+async def test_other_refusals(http: httpx.AsyncClient, front: RunningGateway) -> None:
+    unknown = await http.post(_PATH, json={"model": "none", "input": "x"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    long = {"model": MODEL, "input": ["short", "x" * (CONTEXT_WINDOW_TOKENS + 1)]}
+    too_long = await http.post(_PATH, json=long)
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert (await http.get(_PATH)).status_code == 405
+    assert (await http.post(_PATH, content=b"{")).json()["error"]["code"] == "invalid_json"
+    assert not front.worker.jobs
+
+
+async def test_a_body_too_large() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_body_bytes=100)) as front,
+        httpx.AsyncClient(base_url=front.url) as http,
+    ):
+        response = await http.post(_PATH, json={"model": MODEL, "input": "x" * 200})
+    assert response.status_code == 413
+
+
+# --- what goes wrong on the way ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frame", "status"),
+    [
+        (Failed(code="non_finite_embedding", message="not finite"), 500),
+        (Shed(retry_after_s=3.0), 429),
+        (Expired(), 504),
+    ],
+)
+async def test_one_that_fails_fails_the_request(
+    http: httpx.AsyncClient, front: RunningGateway, frame: Frame, status: int
+) -> None:
+    front.worker.end_with = frame
+    response = await http.post(_PATH, json={"model": MODEL, "input": ["a", "b"]})
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+    assert ("retry-after" in response.headers) == isinstance(frame, Shed)
+    front.worker.end_with = None
+    response = await http.post(_PATH, json={"model": MODEL, "input": "a"})
+    assert response.status_code == 200
+    await eventually(lambda: len(front.gateway.streams) == 0)
+
+
+async def test_a_client_that_leaves_cancels_all(front: RunningGateway) -> None:
+    front.worker.gate.clear()
+    num_inputs = MAX_JOBS_AT_ONCE + 10
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        asking = asyncio.create_task(
+            http.post(_PATH, json={"model": MODEL, "input": ["x"] * num_inputs})
+        )
+        await eventually(lambda: len(front.worker.jobs) == MAX_JOBS_AT_ONCE)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await eventually(lambda: len(front.worker.cancelled) == MAX_JOBS_AT_ONCE)
+    await eventually(lambda: len(front.gateway.streams) == 0)
+    assert len(front.worker.jobs) == MAX_JOBS_AT_ONCE
+
+
+async def test_frames_that_are_lost_are_asked_for_again() -> None:
+    async with running_gateway(GatewayConfig(replay_probe_s=0.1)) as front:
+        lost: list[Frame] = []
+
+        def lose(frame: Frame) -> bool:
+            lost.append(frame)
+            return len(lost) == 2  # the embedding itself
+
+        front.worker.lose = lose
+        async with httpx.AsyncClient(base_url=front.url, timeout=10.0) as http:
+            response = await http.post(
+                _PATH, json={"model": MODEL, "input": "mill", "normalize": False}
+            )
+        assert response.json()["data"][0]["embedding"] == _pooled("mill")
+        assert front.worker.replays
