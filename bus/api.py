@@ -277,7 +277,10 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Objects(Protocol):
-    """Large immutable things, each under its owner and a name."""
+    """Large immutable things, each under its owner and a name, kept for ``ttl_s``."""
+
+    @property
+    def ttl_s(self) -> float: ...
 
     async def put(
         self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]

@@ -14,7 +14,7 @@ from bus.clock import Clock
 from bus.journal import JournalConflictError
 from schemas.errors import MillraceError
 
-CHUNK_BYTES = 128 * 1024
+_CHUNK_BYTES = 128 * 1024
 _INFOS_AT_ONCE = 500
 
 
@@ -33,10 +33,13 @@ class JournalObjects:
     store the same object one wins and the other removes what it wrote.
     """
 
-    def __init__(self, journal: Journal, clock: Clock, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, journal: Journal, clock: Clock, ttl_s: float, max_payload_bytes: int
+    ) -> None:
+        self.ttl_s = ttl_s
         self._journal = journal
         self._clock = clock
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = min(_CHUNK_BYTES, max_payload_bytes // 2)
 
     async def put(
         self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]

@@ -183,6 +183,10 @@ def open_batch(tenant: str, batch_id: str) -> str:
     return f"batches.open.{token(tenant)}.{token(batch_id)}"
 
 
+def open_batches_of(tenant: str) -> str:
+    return f"batches.open.{token(tenant)}.*"
+
+
 def open_batch_of(subject: str) -> tuple[str, str]:
     """The tenant and the batch that ``open_batch`` was made of. Raises ValueError."""
     parts = subject.split(".")
@@ -315,6 +319,11 @@ def batch_lease_key(batch_id: str) -> str:
 def request_key(request_id: str) -> str:
     """What gateways know of a request."""
     return f"req:{request_id}"
+
+
+def request_steps_key(request_id: str) -> str:
+    """What the tools gave that the gateway ran for a request."""
+    return f"req:{request_id}:steps"
 
 
 def idempotency_key(tenant: str, key: str) -> str:

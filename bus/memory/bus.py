@@ -25,7 +25,7 @@ from bus.frames import CoreFrameStreams
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
 from bus.memory.journal import MemoryJournal
-from bus.objects import CHUNK_BYTES, JournalObjects
+from bus.objects import JournalObjects
 from bus.refusals import Refusals
 from bus.results import watch_results
 from bus.transport import Message, OnMessage
@@ -181,7 +181,7 @@ class MemoryBus:
         self.outbox: Outbox = _MemoryOutbox(broker)
         self.journal: Journal = MemoryJournal(broker)
         self.objects: Objects = JournalObjects(
-            self.journal, broker.clock, min(CHUNK_BYTES, broker.max_payload_bytes // 2)
+            self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )
         refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
         self.jobs: JobQueue = MemoryJobQueue(broker, refusals)

@@ -25,7 +25,7 @@ from bus.nats.jobs import NatsJobQueue
 from bus.nats.journal import NatsJournal
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
-from bus.objects import CHUNK_BYTES, JournalObjects
+from bus.objects import JournalObjects
 from bus.refusals import Refusals
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
@@ -49,7 +49,7 @@ class NatsBus:
         self.outbox: Outbox = NatsOutbox(connection)
         self.journal: Journal = NatsJournal(connection)
         self.objects: Objects = JournalObjects(
-            self.journal, clock, min(CHUNK_BYTES, connection.max_payload_bytes // 2)
+            self.journal, clock, config.files_ttl_s, connection.max_payload_bytes
         )
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, config, refusals, clock)

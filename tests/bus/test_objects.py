@@ -11,12 +11,13 @@ import pytest
 from bus import subjects
 from bus.api import Bus
 from bus.journal import JournalConflictError
-from bus.objects import CHUNK_BYTES, ObjectLostError
+from bus.objects import ObjectLostError
 from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 
+CHUNK_BYTES = 128 * 1024
 LOG = subjects.batch_log("b1")
 
 

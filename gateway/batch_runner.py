@@ -1,0 +1,177 @@
+"""Which batches this gateway runs: those that nobody runs, as far as it has room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from bus import subjects
+from bus.journal import JournalConflictError
+from bus.redis_link import RedisAwayError, RedisLink, Script
+from gateway.batch_embeddings import EmbeddingKind
+from gateway.batch_lines import GenerationKind, LineKind
+from gateway.batch_run import BatchRun
+from gateway.batch_store import BatchStore
+from gateway.chat import ChatEndpoint
+from gateway.core import Gateway
+from gateway.errors import NotFoundError
+from gateway.paging import created_ms
+from gateway.text_completions import CompletionEndpoint
+from schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S = 1.0
+_RENEWALS_PER_LEASE = 4
+_MS_PER_S = 1_000
+_NS_PER_MS = 1_000_000
+# A batch that has no state after so long was never created: its gateway died on the way.
+_UNBORN_MS = 60_000
+
+# KEYS: the lease's. ARGV: who holds it, ms that it lasts. 0: somebody else has it now.
+_RENEW = Script(
+    """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+# KEYS: the lease's. ARGV: who holds it.
+_RELEASE = Script(
+    """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+)
+
+
+class BatchRunner:
+    """Owns the runs of this gateway's batches. Without Redis it runs none.
+
+    The lease in Redis says who runs a batch, so that it is run by one gateway at a time; should two
+    think that they do, the batch's log takes the entries of one of them only.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = BatchStore(gateway.bus.journal)
+        self._kinds: dict[str, LineKind] = {
+            endpoint.route: GenerationKind(gateway, endpoint)
+            for endpoint in (ChatEndpoint(), CompletionEndpoint())
+        }
+        self._kinds[EmbeddingKind.route] = EmbeddingKind(gateway)
+        self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_running(self) -> int:
+        """How many batches this gateway runs."""
+        return len(self._runs)
+
+    async def start(self) -> None:
+        link = self._gateway.redis
+        if link is not None:
+            self._tasks = [
+                asyncio.create_task(self._scan_forever(link)),
+                asyncio.create_task(self._renew_forever(link)),
+            ]
+
+    async def close(self) -> None:
+        """Stop, write down what was done, and leave the batches to other gateways."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        runs, self._runs = self._runs, {}
+        for _, task in runs.values():
+            task.cancel()
+        await asyncio.gather(*(task for _, task in runs.values()), return_exceptions=True)
+        for batch_id, (run, _) in runs.items():
+            try:
+                await run.flush()
+                await self._release(batch_id)
+            except MillraceError as error:
+                logger.warning(
+                    "a batch is left without a word",
+                    extra={"batch_id": batch_id, "cause": error.message},
+                )
+
+    async def _scan_forever(self, link: RedisLink) -> None:
+        while True:
+            try:
+                await self._scan(link)
+            except MillraceError as error:
+                if not error.retryable:
+                    logger.exception("batches could not be looked for")
+            await self._gateway.clock.sleep(_SCAN_S)
+
+    async def _scan(self, link: RedisLink) -> None:
+        if len(self._runs) >= self._gateway.config.max_batches_at_once:
+            return
+        for tenant, batch_id in await self._store.open_batches():
+            if len(self._runs) >= self._gateway.config.max_batches_at_once:
+                return
+            if batch_id in self._runs:
+                continue
+            key = subjects.batch_lease_key(batch_id)
+            if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
+                self._begin(tenant, batch_id)
+
+    def _begin(self, tenant: str, batch_id: str) -> None:
+        run = BatchRun(self._gateway, self._store, self._kinds, tenant, batch_id)
+        task = asyncio.create_task(self._run(run, tenant, batch_id))
+        self._runs[batch_id] = (run, task)
+
+    async def _run(self, run: BatchRun, tenant: str, batch_id: str) -> None:
+        try:
+            await run.run()
+        except NotFoundError:
+            await self._forget_unborn(tenant, batch_id)
+        except JournalConflictError:
+            logger.warning("another gateway runs the batch now", extra={"batch_id": batch_id})
+        except MillraceError as error:
+            logger.warning(
+                "a batch goes on later", extra={"batch_id": batch_id, "cause": error.message}
+            )
+        except Exception:
+            # The lease is left to lapse, so that whoever tries again does not do it at once.
+            logger.exception("a batch has failed", extra={"batch_id": batch_id})
+            self._runs.pop(batch_id, None)
+            return
+        self._runs.pop(batch_id, None)
+        await self._release(batch_id)
+
+    async def _forget_unborn(self, tenant: str, batch_id: str) -> None:
+        now_ms = self._gateway.clock.now_ns() // _NS_PER_MS
+        if now_ms - created_ms(batch_id) > _UNBORN_MS:
+            await self._store.close(tenant, batch_id)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._gateway.config.batch_lease_s * _MS_PER_S)
+
+    async def _renew_forever(self, link: RedisLink) -> None:
+        while True:
+            await self._gateway.clock.sleep(
+                self._gateway.config.batch_lease_s / _RENEWALS_PER_LEASE
+            )
+            for batch_id, (_, task) in list(self._runs.items()):
+                key = subjects.batch_lease_key(batch_id)
+                try:
+                    ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
+                except RedisAwayError:
+                    continue  # Nobody else can take it meanwhile.
+                if not ours:
+                    logger.warning("a batch was lost", extra={"batch_id": batch_id})
+                    task.cancel()
+                    del self._runs[batch_id]
+
+    async def _release(self, batch_id: str) -> None:
+        link = self._gateway.redis
+        assert link is not None
+        try:
+            await link.evaluate(_RELEASE, [subjects.batch_lease_key(batch_id)], [self._holder])
+        except RedisAwayError:
+            return  # It lapses by itself.
