@@ -106,9 +106,11 @@ class Embeddings:
         asked = decode(self._decoder, body)
         inputs = inputs_of(asked)
         model = await gateway.models.get(asked.model)
-        form = _form_of(asked, model)
+        form = form_of(asked, model)
         request_id = new_request_id("embd")
-        jobs = await self._jobs(asked, inputs, request_id, model, caller)
+        jobs = await jobs_of(
+            self._base_job(asked, request_id, model, caller), inputs, model, caller
+        )
         num_tokens = sum(len(job.prompt_token_ids or ()) for job in jobs)
         reservation = await gateway.limiter.reserve(
             caller,
@@ -148,18 +150,12 @@ class Embeddings:
 
     # --- from inputs to jobs ---
 
-    async def _jobs(
-        self,
-        asked: EmbeddingRequest,
-        inputs: Sequence[Input],
-        request_id: str,
-        model: ServedModelLike,
-        caller: Caller,
-    ) -> list[Job]:
-        """Raises MillraceError, naming the input at fault."""
+    def _base_job(
+        self, asked: EmbeddingRequest, request_id: str, model: ServedModelLike, caller: Caller
+    ) -> Job:
         gateway = self._gateway
         received_ns = gateway.clock.now_ns()
-        base = Job(
+        return Job(
             request_id=request_id,
             model=asked.model,
             prompt_token_ids=(),
@@ -167,27 +163,13 @@ class Embeddings:
             reply=gateway.gateway_id,
             batch_frames=True,
             tenant=caller.tenant,
-            user=_user_of(asked),
+            user=user_of(asked),
             tier=caller.tier,
             source=Source.HTTP,
             model_requested=asked.model,
             received_ns=received_ns,
             deadline_ns=received_ns + round(gateway.config.request_timeout_s * _NS_PER_S),
         )
-
-        def prepare_all() -> list[Job]:
-            # Nothing is drawn for an embedding, so any seed will do.
-            seeds = random.Random(request_id)
-            return [
-                _prepare(base, index, one, is_list=len(inputs) > 1, model=model, seeds=seeds)
-                for index, one in enumerate(inputs)
-            ]
-
-        is_short = sum(map(len, inputs)) <= MAX_INLINE_CHARACTERS
-        jobs = prepare_all() if is_short else await asyncio.to_thread(prepare_all)
-        for job in jobs:
-            _check_context(job, caller)
-        return jobs
 
     # --- jobs to embeddings ---
 
@@ -260,7 +242,28 @@ def inputs_of(asked: EmbeddingRequest) -> list[Input]:
     raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
 
 
-def _form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
+async def jobs_of(
+    base: Job, inputs: Sequence[Input], model: ServedModelLike, caller: Caller
+) -> list[Job]:
+    """A job like ``base`` for each input. Raises MillraceError, naming the input at fault."""
+
+    def prepare_all() -> list[Job]:
+        # Nothing is drawn for an embedding, so any seed will do.
+        seeds = random.Random(base.request_id)
+        return [
+            _prepare(base, index, one, is_list=len(inputs) > 1, model=model, seeds=seeds)
+            for index, one in enumerate(inputs)
+        ]
+
+    is_short = sum(map(len, inputs)) <= MAX_INLINE_CHARACTERS
+    jobs = prepare_all() if is_short else await asyncio.to_thread(prepare_all)
+    for job in jobs:
+        _check_context(job, caller)
+    return jobs
+
+
+def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
+    """How the vectors are given out. Raises ParameterError."""
     dimensions, size = asked.dimensions, model.embedding_size
     if dimensions is not None and not 1 <= dimensions <= size:
         raise ParameterError(
@@ -272,7 +275,8 @@ def _form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
     return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
 
 
-def _user_of(asked: EmbeddingRequest) -> str:
+def user_of(asked: EmbeddingRequest) -> str:
+    """Raises ParameterError for a name that is too long."""
     user = asked.user or ""
     if len(user) > MAX_LABEL_CHARACTERS:
         raise ParameterError("user", f"user must have at most {MAX_LABEL_CHARACTERS} characters")
