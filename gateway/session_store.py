@@ -226,7 +226,8 @@ class SessionStore:
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
         key = subjects.session_turn_key(tenant, session_id, request_id)
-        await self._call("SET", key, _encode(turn), "PX", self._turn_ttl_ms)
+        data = await _encoded(turn)
+        await self._call("SET", key, data, "PX", self._turn_ttl_ms)
 
     async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
         """What a request adds; None if that was done, or its time is over. Raises
@@ -252,7 +253,7 @@ class SessionStore:
                 turn_version=session.version + 1,
                 updated_ns=self._clock.now_ns(),
             )
-            data = await self._encoded(changed)
+            data = await _encoded(_stored(changed))
             version = await self._store(keys, session.version, turn.base_version, data)
             if version in (_COMMITTED, _DELETED):
                 return None
@@ -262,7 +263,7 @@ class SessionStore:
 
     async def replace(self, tenant: str, session_id: str, session: Session) -> bool:
         """Put ``session`` in the place of what has its version; False if that is not there."""
-        data = await self._encoded(session)
+        data = await _encoded(_stored(session))
         keys = [subjects.session_key(tenant, session_id)]
         return await self._store(keys, session.version, session.version, data) > 0
 
@@ -285,10 +286,6 @@ class SessionStore:
     async def _store(self, keys: Sequence[str], expected: int, base: int, data: bytes) -> int:
         answer = await self._evaluate(_STORE, keys, [expected, base, data, self._ttl_ms])
         return int(answer)
-
-    async def _encoded(self, session: Session) -> bytes:
-        stored = msgspec.structs.replace(session, num_bytes=0, expires_in_s=0.0)
-        return await off_loop(session.num_bytes > _MAX_INLINE_BYTES, lambda: _encode(stored))
 
     async def _evaluate(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
@@ -315,12 +312,21 @@ def _refused(error: ResponseError) -> RedisAwayError:
     return RedisAwayError()
 
 
-def _encode(value: Session | Turn) -> bytes:
-    return zlib.compress(msgspec.json.encode(value), _COMPRESSION_LEVEL)
+def _stored(session: Session) -> Session:
+    """Without what only a reader knows."""
+    return msgspec.structs.replace(session, num_bytes=0, expires_in_s=0.0)
+
+
+async def _encoded(value: Session | Turn) -> bytes:
+    num_characters = sum(len(one.message.content) for one in value.messages)
+    return await off_loop(
+        num_characters > _MAX_INLINE_BYTES,
+        lambda: zlib.compress(msgspec.json.encode(value), _COMPRESSION_LEVEL),
+    )
 
 
 def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value, int]:
-    """What ``_encode`` encoded, and the size of its JSON. Raises SessionUnreadableError."""
+    """What ``_encoded`` gave, and the size of its JSON. Raises SessionUnreadableError."""
     try:
         plain = zlib.decompress(data)
         return decoder.decode(plain), len(plain)

@@ -31,6 +31,8 @@ _PAUSE_S = 60.0
 # and of the window. The template and the instruction take some of it.
 _KEPT_SHARE = 0.5
 _READ_SHARE = 0.75
+# Who speaks, and an empty line.
+_LINE_TOKENS = 8
 _WORDS_PER_TOKEN = 0.6
 _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
@@ -110,9 +112,10 @@ class Summaries:
         chosen: list[int] = []
         for indices in turns([one.message for one in messages])[:-1]:
             num_tokens = sum(messages[index].num_tokens for index in indices)
-            if num_left <= _KEPT_SHARE * bound or num_tokens > room:
+            num_read = num_tokens + _LINE_TOKENS * len(indices)
+            if num_left <= _KEPT_SHARE * bound or num_read > room:
                 break
-            room -= num_tokens
+            room -= num_read
             num_left -= num_tokens
             chosen += indices
         if not chosen:
