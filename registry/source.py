@@ -19,6 +19,8 @@ _WANTED_FILES = (
     "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 
 

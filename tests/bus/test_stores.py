@@ -11,7 +11,7 @@ import pytest
 from bus import codec
 from bus.api import Bus
 from schemas.errors import PayloadTooLargeError
-from schemas.frames import FinishReason, Usage
+from schemas.frames import FinishReason, TokenLogprob, Usage
 from schemas.jobs import JobResult, Source
 from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
 from tests.bus.conftest import Broker
@@ -40,6 +40,23 @@ class TestResults:
         other = await broker.connect("client")
         assert await other.results.fetch("acme corp", "r.1") == result
         assert await other.results.fetch("other", "r.1") is None
+
+    async def test_whole_as_it_was(self, bus: Bus) -> None:
+        score = TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5)))
+        result = JobResult(
+            request_id="r",
+            tenant="t",
+            model="m",
+            status="done",
+            text="né",
+            token_ids=(7, 8),
+            text_ends=(1, 2),
+            logprobs=(score, TokenLogprob(8, -3e-7)),
+            prompt_logprobs=(None, score),
+            embedding=bytes(range(256)),
+        )
+        await bus.results.store(result)
+        assert await bus.results.fetch("t", "r") == result
 
     async def test_too_large(self, bus: Bus) -> None:
         text = "x" * bus.max_payload_bytes

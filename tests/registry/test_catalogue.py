@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,11 @@ def test_a_hub_model_is_fetched_by_revision(
     catalogue = written(tmp_path, "models: {x: {source: org/large@v1}}")
     assert resolve(catalogue.get("x")) == tmp_path
     assert (calls[0]["repository"], calls[0]["revision"]) == ("org/large", "v1")
-    assert "model*.safetensors" in calls[0]["allow_patterns"]
+    patterns = calls[0]["allow_patterns"]
+    assert "model*.safetensors" in patterns
+    # How embeddings are pooled is said beside the weights.
+    for name in ("modules.json", "1_Pooling/config.json"):
+        assert any(fnmatch(name, pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize(
