@@ -128,8 +128,8 @@ class Sessions:
         Nothing that was said changes nothing. Never raises for Redis: while that is away, the turn
         is added later.
         """
-        answer = [turn for turn in turns if turn.content or turn.tool_calls]
-        if not answer:
+        answer = [turn for turn in turns if turn.role != "assistant" or _says_something(turn)]
+        if not any(turn.role == "assistant" for turn in answer):
             return
         try:
             await self._commit(tenant, session_id, request_id, answer)
@@ -240,6 +240,10 @@ def _check_keep(session: Session, keep: int | None) -> None:
             f"The first {session.least_keep} messages of this session were summarised and cannot "
             f"be told apart any more; keep at least {session.least_keep}, or 0.",
         )
+
+
+def _says_something(message: ChatMessage) -> bool:
+    return bool(message.content or message.tool_calls)
 
 
 def _lost(request_id: str, error: MillraceError) -> None:

@@ -34,6 +34,7 @@ from schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from schemas.jobs import ChatMessage, Job, Source, Tier
 from schemas.openai import ModelCard
 from schemas.sampling import SamplingParams
+from schemas.tools import ToolCall
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
@@ -303,6 +304,14 @@ async def test_nothing_said_changes_nothing(front: Front) -> None:
     await front.commit(assistant(""))
     with pytest.raises(SessionNotFoundError):
         await front.kept()
+
+
+async def test_all_rounds_of_tools_are_kept(front: Front) -> None:
+    call = ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
+    result = ChatMessage("tool", "", tool_call_id="c")
+    await front.begin(user("q"))
+    await front.commit(call, result, assistant(""))
+    assert await front.kept() == (user("q"), call, result)
 
 
 @settings(
