@@ -15,7 +15,7 @@ from starlette.routing import Route
 from gateway.caller import Caller
 from gateway.core import Gateway
 from gateway.embedding_vectors import VectorForm
-from gateway.errors import refusal_of_end
+from gateway.errors import DrainingError, refusal_of_end
 from gateway.http import (
     JSON,
     ClientLeftError,
@@ -73,6 +73,7 @@ class _Waiting(Client):
         super().__init__(gateway.config.client_buffer_bytes)
         self._gateway = gateway
         self._over = asyncio.Event()
+        self._dropped = ""
 
     def wake(self, stream: OpenStream) -> None:
         # What is taken wakes us for the next news; there is no text to keep.
@@ -81,10 +82,16 @@ class _Waiting(Client):
             self._over.set()
 
     def drop(self, reason: str) -> None:
-        """Nothing of an embedding waits to be written, so nobody can be slow to read it."""
+        """Nothing of an embedding waits to be written, so nobody can be slow to read it: it is the
+        gateway that goes."""
+        self._dropped = reason
+        self._over.set()
 
     async def over(self) -> None:
+        """Return when the stream has ended. Raises DrainingError if this gateway goes before."""
         await self._over.wait()
+        if self._dropped:
+            raise DrainingError("This gateway is shutting down. Send the request again.")
 
 
 class Embeddings:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 
 from bus.clock import SystemClock
+from bus.generations import GenerationIndex
 from bus.memory import MemoryBroker, MemoryBus
+from bus.redis_link import RedisLink
 from gateway.core import Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
+from gateway.tool_catalogue import ToolCatalogue
+from registry.pricing import UNPRICED
 from registry.served import EmbeddingSettings
-from schemas.config import GatewayConfig
+from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
 from schemas.pooling import Pooling
-from schemas.tools import ToolDefinition
+from schemas.tools import ToolDefinition, ToolFormat
 from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
 
 CONTEXT_WINDOW_TOKENS = 4_096
@@ -38,6 +42,12 @@ class ByteTokenizer:
     ) -> list[int]:
         return list(messages[-1].content.encode())
 
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
 
 class ByteModel:
     """What the gateway needs of a served model."""
@@ -45,6 +55,10 @@ class ByteModel:
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.context_window_tokens = CONTEXT_WINDOW_TOKENS
+        self.tool_format: ToolFormat | None = ToolFormat.HERMES
+        self.prices = UNPRICED
+        self.tool_format: ToolFormat | None = None
+        self.prices = UNPRICED
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
 
@@ -105,23 +119,48 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    config: GatewayConfig | None = None, models: Models | None = None
+    config: GatewayConfig | None = None,
+    models: Models | None = None,
+    *,
+    gateway_id: str = "gw-test",
+    broker: MemoryBroker | None = None,
+    redis: RedisConfig | None = None,
+    tools: ToolCatalogue | None = None,
 ) -> AsyncIterator[RunningGateway]:
-    """Serve on a free port until the block ends."""
-    config = msgspec.structs.replace(config or GatewayConfig(), port=0, gateway_id="gw-test")
-    broker = MemoryBroker()
+    """Serve on a free port until the block ends.
+
+    Gateways on one ``broker`` and ``redis`` are of one system; the first brings the worker.
+    """
+    config = msgspec.structs.replace(config or GatewayConfig(), port=0, gateway_id=gateway_id)
+    is_first = broker is None
+    broker = broker or MemoryBroker()
     bus = MemoryBus(broker)
     worker = EchoWorker(MemoryBus(broker))
-    seeds = random.Random(7)
-    gateway = Gateway(bus, config, models or byte_models(), SystemClock(), seeds)
+    link = None if redis is None else RedisLink(redis)
+    index = None if redis is None else GenerationIndex(redis)
+    gateway = Gateway(
+        bus,
+        config,
+        models or byte_models(),
+        SystemClock(),
+        random.Random(7),
+        generations=index,
+        redis=link,
+        tools=tools,
+    )
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())
     try:
         await server.wait_started()
-        await worker.start()
+        if is_first:
+            await worker.start()
         yield RunningGateway(gateway, server, broker, worker)
     finally:
         await server.stop(drain_timeout_s=0.0)
         await serving
         await worker.close()
         await bus.close()
+        if link is not None:
+            await link.close()
+        if index is not None:
+            await index.close()
