@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 from bus.clock import Clock
@@ -9,6 +10,7 @@ from gateway.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing
 
 _MS_PER_S = 1_000
 _WAIT_MS = 1_000
+_KEEP_MS = 3_600_000
 
 _Refusal = tuple[str, int]
 
@@ -21,7 +23,7 @@ class _Ledger:
         self.tokens = 0
         self.spent_nano = spent_nano
         self.held_nano = 0
-        self.running: dict[str, int] = {}
+        self.running: set[str] = set()
         self.at_ms = now_ms
 
     def drain(self, account: Account, now_ms: int) -> None:
@@ -63,12 +65,20 @@ class _Ledger:
 
 class _Reservation:
     def __init__(
-        self, charge: Charge, ledgers: Sequence[_Ledger], spent_keys: tuple[str, ...], lapse_ms: int
+        self, charge: Charge, ledgers: Sequence[_Ledger], spent_keys: tuple[str, ...]
     ) -> None:
         self.charge = charge
         self.ledgers = ledgers
         self.spent_keys = spent_keys
-        self.lapse_ms = lapse_ms
+        self.has_lapsed = False
+
+    def release(self) -> None:
+        """Free its place and its share of the budget."""
+        if not self.has_lapsed:
+            self.has_lapsed = True
+            for ledger in self.ledgers:
+                ledger.running.discard(self.charge.request_id)
+                ledger.held_nano -= self.charge.cost_nano
 
 
 class LocalLimits:
@@ -82,10 +92,7 @@ class LocalLimits:
         self._clock = clock
         self._ledgers: dict[str, _Ledger] = {}
         self._reservations: dict[str, _Reservation] = {}
-
-    def __len__(self) -> int:
-        """How many reservations are not settled."""
-        return len(self._reservations)
+        self._lapses: list[tuple[int, str]] = []
 
     def reserve(
         self,
@@ -94,7 +101,7 @@ class LocalLimits:
         charge: Charge,
         month: str,
     ) -> Verdict:
-        """All or nothing. ``spent_nano`` is what each account was last known to have spent."""
+        """All or nothing; once for a request. ``spent_nano``: as last known of each account."""
         now_ms = int(self._clock.monotonic() * _MS_PER_S)
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
@@ -106,27 +113,25 @@ class LocalLimits:
         found: list[tuple[int, Account, str]] = []
         for account, ledger in zip(accounts, ledgers, strict=True):
             ledger.drain(account, now_ms)
+        standings = tuple(ledger.standing() for ledger in ledgers)
+        if charge.request_id in self._reservations:
+            return Verdict(standings=standings)
+        for account, ledger in zip(accounts, ledgers, strict=True):
             found += [
                 (wait_ms, account, name) for name, wait_ms in ledger.refusals(account, charge)
             ]
         if found:
             wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
-            return Verdict(
-                standings=tuple(ledger.standing() for ledger in ledgers),
-                refused_by=account,
-                limit=name,
-                wait_ms=wait_ms,
-            )
+            return Verdict(standings=standings, refused_by=account, limit=name, wait_ms=wait_ms)
         for account, ledger in zip(accounts, ledgers, strict=True):
             ledger.requests += TICKS * (account.limits.requests_per_minute is not None)
             ledger.tokens += (
                 TICKS * charge.num_tokens * (account.limits.tokens_per_minute is not None)
             )
             ledger.held_nano += charge.cost_nano
-            ledger.running[charge.request_id] = now_ms + charge.lapse_ms
-        self._reservations[charge.request_id] = _Reservation(
-            charge, ledgers, spent_keys, now_ms + charge.lapse_ms
-        )
+            ledger.running.add(charge.request_id)
+        self._reservations[charge.request_id] = _Reservation(charge, ledgers, spent_keys)
+        heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
         return Verdict(standings=tuple(ledger.standing() for ledger in ledgers))
 
     def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
@@ -137,8 +142,8 @@ class LocalLimits:
         made = self._reservations.pop(request_id, None)
         if made is None:
             return ()
+        made.release()
         for ledger in made.ledgers:
-            self._release(ledger, made.charge)
             ledger.spent_nano += cost_nano
             unused = made.charge.num_tokens - (num_tokens or 0)
             ledger.tokens = max(0, ledger.tokens - unused * TICKS)
@@ -150,19 +155,20 @@ class LocalLimits:
         """Redis counts again: keep only what running requests still need."""
         if self._ledgers and not self._reservations:
             self._ledgers.clear()
+            self._lapses.clear()
 
     def _release_lapsed(self, now_ms: int) -> None:
-        # In the order in which they were made, which is nearly that of their deadlines.
-        for request_id, made in list(self._reservations.items()):
-            if made.lapse_ms > now_ms:
-                break
-            del self._reservations[request_id]
-            for ledger in made.ledgers:
-                self._release(ledger, made.charge)
-
-    def _release(self, ledger: _Ledger, charge: Charge) -> None:
-        if ledger.running.pop(charge.request_id, None) is not None:
-            ledger.held_nano -= charge.cost_nano
+        """A reservation lapses at its deadline, and is forgotten if nobody settles it then."""
+        while self._lapses and self._lapses[0][0] <= now_ms:
+            lapse_ms, request_id = heapq.heappop(self._lapses)
+            made = self._reservations.get(request_id)
+            if made is None:
+                continue
+            if made.has_lapsed:
+                del self._reservations[request_id]
+            else:
+                made.release()
+                heapq.heappush(self._lapses, (lapse_ms + _KEEP_MS, request_id))
 
 
 def _rank(wait_ms: int) -> float:
