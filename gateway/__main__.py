@@ -19,10 +19,12 @@ from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
 from bus.process import exit_code_of
+from bus.redis_link import RedisLink
 from bus.settings import load_config
 from gateway.core import Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
+from gateway.tool_catalogue import load_tools
 from registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from registry.served import ServedModel
 from schemas.config import Config, GatewayConfig
@@ -56,14 +58,23 @@ def _allow_many_sockets() -> None:
 async def _run(config: Config) -> None:
     catalogue = load_catalogue(config.catalogue)
     models = models_of(catalogue)
+    tools = load_tools(config.gateway.tools, os.environ)
     listener = listen(config.gateway)
     try:
         bus = await nats.connect(config.nats, f"gateway {config.gateway.gateway_id}".strip())
     except BaseException:
         listener.close()
         raise
-    generations = GenerationIndex(config.redis)
-    gateway = Gateway(bus, config.gateway, models, SystemClock(), generations=generations)
+    generations, redis = GenerationIndex(config.redis), RedisLink(config.redis)
+    gateway = Gateway(
+        bus,
+        config.gateway,
+        models,
+        SystemClock(),
+        generations=generations,
+        redis=redis,
+        tools=tools,
+    )
     server = Server(gateway, listener)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,6 +84,7 @@ async def _run(config: Config) -> None:
         await _serve(server, stopped, config.gateway)
     finally:
         await generations.close()
+        await redis.close()
         await bus.close()
 
 

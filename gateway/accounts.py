@@ -79,7 +79,8 @@ class Standing(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What a request is to use at most, and how long it may take."""
+    """What a request is to use at most, and how long it may take. ``longest_tokens`` is how long one
+    of its several prompts with its completion may become, None if it has but one."""
 
     request_id: str
     model: str
@@ -88,11 +89,17 @@ class Charge(NamedTuple):
     max_tokens: int
     cost_nano: int
     lapse_ms: int
+    longest_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and completion together."""
         return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """What has to fit a context."""
+        return self.num_tokens if self.longest_tokens is None else self.longest_tokens
 
 
 NEXT_MONTH = -1

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from gateway.core import Gateway
 from gateway.errors import NotFoundError, TelemetryUnavailableError
-from gateway.http import read_body
+from gateway.http import json_response, read_body
 from gateway.parsing import chat_messages, decode
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.control import TelemetryQuery
@@ -47,10 +47,10 @@ class Api:
         ]
 
     async def models(self, _request: Request) -> Response:
-        return _json(ModelList(data=tuple(self._gateway.models.cards())))
+        return json_response(ModelList(data=tuple(self._gateway.models.cards())))
 
     async def model(self, request: Request) -> Response:
-        return _json(self._gateway.models.card(request.path_params["name"]))
+        return json_response(self._gateway.models.card(request.path_params["name"]))
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
@@ -72,7 +72,7 @@ class Api:
         answer = TokenizeResponse(
             tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
         )
-        return _json(answer)
+        return json_response(answer)
 
     async def healthz(self, _request: Request) -> Response:
         """200 while requests can be accepted; ``num_workers`` says whether they move at once."""
@@ -93,7 +93,7 @@ class Api:
             "gateway_id": gateway.gateway_id,
             "open_streams": gateway.streams.num_served,
         }
-        return _json(health, 503 if gateway.draining or not connected else 200)
+        return json_response(health, 503 if gateway.draining or not connected else 200)
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
@@ -121,7 +121,3 @@ def _number_or_text(value: str) -> str | int | float:
         except ValueError:
             continue
     return value
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=_JSON)

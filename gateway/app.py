@@ -11,9 +11,13 @@ from starlette.responses import Response
 
 from gateway import pages
 from gateway.api import Api
-from gateway.completions import CompletionHandler
+from gateway.batches import BatchesApi
+from gateway.chat import ChatEndpoint
 from gateway.core import Gateway
+from gateway.embeddings import Embeddings
 from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
+from gateway.files import FilesApi
+from gateway.generations import GenerationHandler
 from gateway.http import (
     AsgiApp,
     ClientLeftError,
@@ -24,6 +28,13 @@ from gateway.http import (
     new_request_id,
     request_id_header,
 )
+from gateway.limits_api import LimitsApi
+from gateway.origins import OriginGuard
+from gateway.rendering import Endpoint
+from gateway.responses import ResponsesApi, ResponsesEndpoint
+from gateway.sessions_api import SessionsApi
+from gateway.text_completions import CompletionEndpoint
+from gateway.tools_api import ToolsApi
 from gateway.websocket import ROUTE as WEBSOCKET_ROUTE
 from gateway.websocket import WebSocketHandler
 from schemas.errors import MillraceError
@@ -35,9 +46,9 @@ _UNMATCHED = "unmatched"
 
 def build_app(gateway: Gateway) -> AsgiApp:
     """The application that uvicorn serves."""
+    endpoints: list[Endpoint] = [ChatEndpoint(), CompletionEndpoint(), ResponsesEndpoint(gateway)]
     token_path: dict[str, AsgiApp] = {
-        "/v1/chat/completions": CompletionHandler(gateway, chat=True),
-        "/v1/completions": CompletionHandler(gateway, chat=False),
+        endpoint.route: GenerationHandler(gateway, endpoint) for endpoint in endpoints
     }
     socket = WebSocketHandler(gateway)
     rest = _counted(gateway, _starlette(gateway))
@@ -52,12 +63,22 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await receive()
             await send({"type": "websocket.close"})
 
-    return app
+    return OriginGuard(app, gateway.config, demands_keys=gateway.identity.demands_keys)
 
 
 def _starlette(gateway: Gateway) -> Starlette:
     return Starlette(
-        routes=[*Api(gateway).routes(), *pages.routes()],
+        routes=[
+            *Api(gateway).routes(),
+            *Embeddings(gateway).routes(),
+            *ResponsesApi(gateway).routes(),
+            *FilesApi(gateway).routes(),
+            *BatchesApi(gateway).routes(),
+            *SessionsApi(gateway).routes(),
+            *ToolsApi(gateway).routes(),
+            *LimitsApi(gateway).routes(),
+            *pages.routes(),
+        ],
         exception_handlers={
             MillraceError: _answer_error,
             HTTPException: _answer_http_exception,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from gateway.batch_lines import LineKind, LineOrder
 from gateway.batch_log import BatchLog
 from gateway.batch_results import ResultWaiter
 from gateway.batch_store import BatchRecord, FinishedLine, PublishedLine
-from gateway.errors import Refusal, refusal_of
+from gateway.errors import InternalError, Refusal, refusal_of
 from schemas.batches import BatchLine
 from schemas.errors import MillraceError
 from schemas.jobs import JobResult
@@ -20,6 +21,8 @@ from schemas.records import Status
 
 if TYPE_CHECKING:
     from gateway.core import Gateway
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
@@ -56,6 +59,21 @@ class LineRunner:
 
     async def run(self, line: InputLine) -> None:
         """On return the line is finished in the log, or the batch is stopped and it was not run."""
+        try:
+            await self._run(line)
+        except MillraceError:
+            raise
+        except Exception:
+            # A bug that one request brings out must not keep the others from being answered.
+            logger.exception(
+                "a request of a batch has failed",
+                extra={"batch_id": self._batch_id, "line": line.number},
+            )
+            refusal = refusal_of(InternalError("The gateway failed to answer this request."))
+            request_id = attempt_id(self._batch_id, line.number, 0)
+            self._refuse(line, read_line(line), request_id, refusal)
+
+    async def _run(self, line: InputLine) -> None:
         request = read_line(line)
         known = self._log.in_queue.get(line.number)
         attempt = 0 if known is None else known.attempt

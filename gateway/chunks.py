@@ -1,23 +1,14 @@
-"""The bytes of OpenAI's answers. A chunk of text costs a concatenation, not an encoder's pass."""
+"""What OpenAI's answers share: events, usage, and how a head is encoded once for many chunks."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
+from gateway.errors import Refusal
 from schemas.frames import Usage
-from schemas.openai import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChoice,
-    PromptTokensDetails,
-    UsageInfo,
-)
+from schemas.openai import PromptTokensDetails, UsageInfo
 
-_encode = msgspec.json.encode
+encode = msgspec.json.encode
 
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
@@ -38,96 +29,31 @@ def sse_data(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-class Chunks(Protocol):
-    """One response's events and body, for one of OpenAI's two endpoints."""
-
-    def first(self) -> bytes:
-        """What comes before any text; may be empty."""
-
-    def text(self, text: str) -> bytes: ...
-
-    def finish(self, reason: str) -> bytes: ...
-
-    def usage(self, usage: Usage) -> bytes: ...
-
-    def whole(self, text: str, reason: str, usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+def sse_failure(refusal: Refusal) -> bytes:
+    """The end of a stream that failed on the way."""
+    return sse_data(refusal.body) + SSE_DONE
 
 
-class _SseChunks:
-    def __init__(self, kind: str, request_id: str, model: str, created_s: int, with_usage: bool):
+class SseHead:
+    """The beginning and the end that all chunks of one answer have."""
+
+    def __init__(
+        self, request_id: str, kind: str, created_s: int, model: str, *, with_usage: bool
+    ) -> None:
         head = {"id": request_id, "object": kind, "created": created_s, "model": model}
-        self._head = _encode(head)[:-1]
-        self._prefix = b"data: " + self._head + b',"choices":[{"index":0,'
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._head = encode(head)[:-1]
+        self._before = b"data: " + self._head + b',"choices":[{"index":'
+        self._after = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
 
-    def usage(self, usage: Usage) -> bytes:
-        return sse_data(self._head + b',"choices":[],"usage":' + _encode(usage_info(usage)) + b"}")
+    def before(self, choice: int) -> bytes:
+        """Up to and with the index of the choice; what else it has follows after a comma."""
+        return self._before + str(choice).encode()
 
+    @property
+    def after(self) -> bytes:
+        return self._after
 
-class ChatChunks(_SseChunks):
-    """``chat.completion.chunk`` events and the ``chat.completion`` body."""
-
-    def __init__(self, request_id: str, model: str, created_s: int, *, with_usage: bool) -> None:
-        super().__init__("chat.completion.chunk", request_id, model, created_s, with_usage)
-        self._request_id = request_id
-        self._model = model
-        self._created_s = created_s
-        self._before = self._prefix + b'"delta":{"content":'
-        self._after = b'},"logprobs":null,"finish_reason":null}' + self._tail
-
-    def first(self) -> bytes:
-        role = b'"delta":{"role":"assistant","content":""'
-        return self._prefix + role + self._after
-
-    def text(self, text: str) -> bytes:
-        return self._before + _encode(text) + self._after
-
-    def finish(self, reason: str) -> bytes:
-        end = b'"delta":{},"logprobs":null,"finish_reason":' + _encode(reason) + b"}"
-        return self._prefix + end + self._tail
-
-    def whole(self, text: str, reason: str, usage: Usage) -> bytes:
-        choice = ChatChoice(message=AssistantMessage(content=text), finish_reason=reason)
-        return _encode(
-            ChatCompletion(
-                id=self._request_id,
-                created=self._created_s,
-                model=self._model,
-                choices=(choice,),
-                usage=usage_info(usage),
-            )
-        )
-
-
-class CompletionChunks(_SseChunks):
-    """``text_completion`` events and body."""
-
-    def __init__(self, request_id: str, model: str, created_s: int, *, with_usage: bool) -> None:
-        super().__init__("text_completion", request_id, model, created_s, with_usage)
-        self._request_id = request_id
-        self._model = model
-        self._created_s = created_s
-        self._before = self._prefix + b'"text":'
-        self._after = b',"logprobs":null,"finish_reason":null}' + self._tail
-
-    def first(self) -> bytes:
-        return b""
-
-    def text(self, text: str) -> bytes:
-        return self._before + _encode(text) + self._after
-
-    def finish(self, reason: str) -> bytes:
-        end = b'"","logprobs":null,"finish_reason":' + _encode(reason) + b"}"
-        return self._before + end + self._tail
-
-    def whole(self, text: str, reason: str, usage: Usage) -> bytes:
-        return _encode(
-            Completion(
-                id=self._request_id,
-                created=self._created_s,
-                model=self._model,
-                choices=(CompletionChoice(text=text, finish_reason=reason),),
-                usage=usage_info(usage),
-            )
-        )
+    def without_choices(self, name: str, value: object) -> bytes:
+        """An event with a field beside an empty list of choices."""
+        field = f',"choices":[],"{name}":'.encode()
+        return sse_data(self._head + field + encode(value) + b"}")

@@ -1,41 +1,55 @@
-"""The gateway without its sockets: a request's life from a well-formed ask to its record."""
+"""The gateway without its sockets: its parts, from start to end."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import secrets
+from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
-from bus.api import Bus
+from bus.api import Bus, Subscription
 from bus.clock import Clock
+from bus.redis_link import RedisLink
+from gateway.answer import Answer
+from gateway.asking import Asker
 from gateway.deliveries import Deliveries
 from gateway.errors import DrainingError
 from gateway.fleet import Fleet
+from gateway.idempotency import Idempotency
+from gateway.identity import Identity
+from gateway.limits import Limiter
 from gateway.metrics import Metrics
-from gateway.models import Models, ServedModelLike
-from gateway.parsing import Ask
+from gateway.models import Models
+from gateway.quiet import generate_quietly
+from gateway.replays import GenerationIndex
+from gateway.request_index import RequestIndex
+from gateway.resuming import Resuming
+from gateway.sessions import Sessions
 from gateway.stream import Client, OpenStream, status_of
-from gateway.streams import GenerationIndex, StreamTable
-from registry.served import MAX_INLINE_CHARACTERS
+from gateway.streams import StreamTable
+from gateway.tool_catalogue import ToolCatalogue
+from gateway.tool_runner import ToolRunner
 from schemas.config import GatewayConfig
-from schemas.errors import BusUnavailableError, ParameterError
-from schemas.frames import Cancelled
-from schemas.jobs import Job, Source
+from schemas.errors import BusUnavailableError
+from schemas.jobs import Job
 from schemas.records import DeliveryRecord
 
-_TENANT = "local"
-_NS_PER_S = 1_000_000_000
+if TYPE_CHECKING:
+    from gateway.socket_session import SocketSession
+
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0
+_LAST_SETTLEMENTS_S = 1.0
 
 
 class Gateway:
-    """Owns the streams, what is known of the fleet, and the records on their way out.
+    """Owns what the endpoints share: streams, answers, limits, sessions, tools, the fleet's state.
 
-    ``start`` before the first request, ``close`` after the last; ``begin`` and the streams that
-    it returns are all that the HTTP and WebSocket handlers need.
+    ``start`` before the first request, ``close`` after the last. Without ``redis`` there are no
+    keys, sessions, idempotency keys or batches, and an answer cannot move to another gateway. Those
+    whose client has a socket are in ``sockets``.
     """
 
     def __init__(
@@ -46,78 +60,101 @@ class Gateway:
         clock: Clock,
         seed_source: random.Random | None = None,
         generations: GenerationIndex | None = None,
+        redis: RedisLink | None = None,
+        tools: ToolCatalogue | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
         self.models = models
         self.clock = clock
+        self.redis = redis
         self.gateway_id = config.gateway_id or f"gw-{secrets.token_hex(6)}"
+        self.sockets: set[SocketSession] = set()
         self.metrics = Metrics()
         self.fleet = Fleet(clock)
         self.streams = StreamTable(
             bus, config, self.gateway_id, self.fleet, clock, self._on_end, generations
         )
         self.deliveries = Deliveries(bus.outbox, clock)
-        self.draining = False
-        self._seed_source = seed_source or random.Random()
+        self.seed_source = seed_source or random.Random()
+        self.identity = Identity(redis, config, clock)
+        self.limiter = Limiter(redis, config, clock)
+        self.tools = ToolRunner(tools or ToolCatalogue(), config, clock)
+        self.sessions = Sessions(
+            redis, config, clock, models, self.generate_quietly, self.tools.definitions
+        )
+        index = RequestIndex(redis, config.idempotency_ttl_s)
+        self.asker = Asker(
+            bus,
+            config,
+            self.gateway_id,
+            models,
+            self.streams,
+            self.fleet,
+            clock,
+            index,
+            self.limiter,
+            self.sessions,
+            self.tools,
+            self.metrics.gaps,
+            self.seed_source,
+        )
+        self.resuming = Resuming(bus, self.gateway_id, index, self.asker, self.streams, models)
+        self.idempotency = Idempotency(index, self.asker, self.resuming, clock)
+        self._handovers: Subscription | None = None
         self.metrics.watch(self.streams, self.fleet)
+        self.metrics.watch_limits(self.limiter)
+
+    @property
+    def draining(self) -> bool:
+        return self.asker.draining
 
     async def start(self) -> None:
         self.deliveries.start()
         await self.fleet.start(self.bus)
         await self.streams.start()
+        self._handovers = await self.bus.control.serve_handovers(
+            self.gateway_id, self.resuming.hand_over
+        )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new and wait for the open streams, at most ``timeout_s``."""
-        self.draining = True
+        """Take nothing new and wait for the open streams, at most ``timeout_s``; then part with the
+        clients that are left, who go on elsewhere."""
+        self.asker.draining = True
+        for socket in list(self.sockets):
+            socket.announce_going_away()
         give_up_s = self.clock.monotonic() + timeout_s
         while self.streams.num_served and self.clock.monotonic() < give_up_s:
             await self.clock.sleep(_DRAIN_POLL_S)
+        for client in {stream.client for stream in self.streams}:
+            client.go_away()
 
     async def close(self) -> None:
-        """End what is left and let go of the bus's subscriptions; the bus stays open."""
-        self.streams.end_all(Cancelled())
+        """Let go of the answers that are left, which others may go on with, and of the bus's
+        subscriptions; the bus stays open."""
+        for answer in self.asker.answers():
+            answer.let_go()
+        if self._handovers is not None:
+            await self._handovers.close()
+        await self.sessions.close()
+        await self.asker.close()
+        await self.tools.close()
         await self.streams.close()
         await self.fleet.close()
-        await self.deliveries.close(_LAST_RECORDS_S)
+        await asyncio.gather(
+            self.deliveries.close(_LAST_RECORDS_S), self.limiter.close(_LAST_SETTLEMENTS_S)
+        )
 
-    async def begin(self, ask: Ask, request_id: str, source: Source, client: Client) -> OpenStream:
-        """Tokenise, knock at the queue's door and publish; the stream is accepted on return.
-
-        Raises MillraceError: nothing was stored then, and nothing will come. A client that left
-        in the meantime (``client_gone``) is for the caller to notice.
-        """
+    async def begin_job(self, job: Job, client: Client) -> OpenStream:
+        """Publish a job that is ready for a worker and whose frames come here; the stream is
+        accepted on return. Raises MillraceError: nothing was stored then."""
         if self.draining:
             raise DrainingError("This gateway is shutting down. Send the request again.")
-        received_ns = self.clock.now_ns()
-        received_s = self.clock.monotonic()
-        model = await self.models.get(ask.model)
-        job = Job(
-            request_id=request_id,
-            model=ask.model,
-            prompt=ask.prompt,
-            messages=ask.messages,
-            prompt_token_ids=ask.prompt_token_ids,
-            sampling=ask.sampling,
-            reply=self.gateway_id,
-            batch_frames=True,
-            tenant=_TENANT,
-            user=ask.user,
-            session_id=ask.session_id,
-            tier=ask.tier,
-            source=source,
-            model_requested=ask.model,
-            received_ns=received_ns,
-            deadline_ns=received_ns + round(self.config.request_timeout_s * _NS_PER_S),
-        )
-        job = await self._prepare(model, job, ask.num_prompt_characters)
         self.fleet.check_door(job.model)
         if not self.bus.connected:
             raise BusUnavailableError("The message bus is away. Try again in a moment.")
-        # Once published, text is of no use here any more: ids say it all.
-        stream = self.streams.open(
-            msgspec.structs.replace(job, prompt_token_ids=()), client, received_s
-        )
+        stripped = replace(job, prompt_token_ids=())
+        stream = self.streams.open(stripped, client, self.clock.monotonic())
         try:
             await self.bus.jobs.publish(job)
         except BaseException:
@@ -126,18 +163,15 @@ class Gateway:
         self.streams.accept(stream)
         return stream
 
-    async def _prepare(self, model: ServedModelLike, job: Job, num_characters: int) -> Job:
-        try:
-            if num_characters > MAX_INLINE_CHARACTERS:
-                return await asyncio.to_thread(model.prepare, job, self._seed_source)
-            return model.prepare(job, self._seed_source)
-        except ParameterError as error:
-            if error.param != "prompt_token_ids":
-                raise
-            # Token ids come in the field that also takes text.
-            raise ParameterError("prompt", error.message) from error
+    async def generate_quietly(self, job: Job) -> str:
+        """The text of a job that no client waits for. Raises MillraceError if there is none."""
+        model = await self.models.get(job.model)
+        addressed = replace(job, reply=self.gateway_id, batch_frames=True)
+        return await generate_quietly(self, model.prepare(addressed, self.seed_source))
 
     def _on_end(self, stream: OpenStream) -> None:
+        if isinstance(stream.owner, Answer):
+            stream.owner.note_end(stream)
         now_s = self.clock.monotonic()
         first_s = stream.first_text_s
         self.metrics.count_end(stream, now_s)

@@ -127,6 +127,7 @@ class Embeddings:
             max_tokens=0,
             cost_upper=cost(model.prices, num_tokens, 0, 0),
             deadline_s=gateway.config.request_timeout_s,
+            longest_tokens=max(len(job.prompt_token_ids or ()) for job in jobs),
         )
         made: list[_Made | None] = [None] * len(jobs)
         try:

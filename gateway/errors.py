@@ -78,8 +78,13 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    more_headers: tuple[tuple[bytes, bytes], ...] = ()
 
-    _TYPES: ClassVar[dict[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
+    _TYPES: ClassVar[dict[int, str]] = {
+        401: "authentication_error",
+        403: "permission_error",
+        429: "rate_limit_error",
+    }
 
     @property
     def body(self) -> bytes:
@@ -93,28 +98,36 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.retry_after_s is None:
-            return []
-        return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
+            return list(self.more_headers)
+        retry_after = str(max(1, math.ceil(self.retry_after_s))).encode()
+        return [(b"retry-after", retry_after), *self.more_headers]
+
+
+GOING_AWAY_REFUSAL = Refusal(
+    status=503,
+    code="gateway_restarting",
+    message=(
+        "This gateway shuts down, but the answer goes on: send the request again with the "
+        "Last-Event-ID of the last event, or with its Idempotency-Key."
+    ),
+    retry_after_s=_NO_RETRY_HINT_S,
+)
 
 
 def refusal_of(error: MillraceError) -> Refusal:
-    """What to tell the caller whose request met ``error``."""
-    param = None
-    retry_after_s = None
-    if isinstance(error, ParameterError):
-        param = error.param
-    elif isinstance(error, ModelNotFoundError):
-        param = "model"
-    elif isinstance(error, QueueFullError):
-        retry_after_s = error.retry_after_s
-    elif isinstance(error, BusUnavailableError | DrainingError):
+    """What to tell the caller whose request met ``error``: with its ``param``, ``retry_after_s``
+    and ``headers``, if it has any."""
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None and error.retryable:
         retry_after_s = _NO_RETRY_HINT_S
+    param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
     return Refusal(
         status=error.http_status,
         code=error.code,
         message=error.message,
         param=param,
         retry_after_s=retry_after_s,
+        more_headers=tuple(getattr(error, "headers", ())),
     )
 
 
@@ -146,7 +159,7 @@ def refusal_of_end(frame: TerminalFrame) -> Refusal:
 
 
 def _status_by_code() -> dict[str, int]:
-    statuses = {"request_timeout": 504}
+    statuses = {"request_timeout": 504, "taken_over": 409}
     kinds: list[type[MillraceError]] = [
         BusUnavailableError,
         GrammarError,

@@ -8,6 +8,9 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
+
 from gateway.errors import Refusal, SlowRequestError
 from schemas.errors import ParameterError, PayloadTooLargeError
 
@@ -44,7 +47,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     SlowRequestError if it takes too long, ParameterError for a bad Content-Length, and
     ClientLeftError.
     """
-    declared_bytes = _content_length(scope)
+    declared_bytes = content_length(scope)
     if declared_bytes is not None and declared_bytes > limit_bytes:
         raise PayloadTooLargeError(declared_bytes, limit_bytes)
     chunks: list[bytes] = []
@@ -66,13 +69,28 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         raise SlowRequestError(f"The body did not arrive within {_BODY_TIMEOUT_S:g} s.") from None
 
 
-def _content_length(scope: Scope) -> int | None:
+def content_length(scope: Scope) -> int | None:
+    """What the head declares. Raises ParameterError if it is no number."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             if not value.isdigit():
                 raise ParameterError("content-length", "content-length must be a number")
             return int(value)
     return None
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The value of a request's header (``name`` in lower case), if it is there."""
+    for known, value in scope["headers"]:
+        if known == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A Starlette response with a value as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:

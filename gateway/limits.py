@@ -127,8 +127,11 @@ class Limiter:
         cost_upper: Decimal,
         deadline_s: float,
         tier: Tier | None = None,
+        longest_tokens: int | None = None,
     ) -> Reservation:
-        """Set aside tokens (``max_tokens`` of all choices together), money and a place.
+        """Set aside tokens (of all prompts and choices together), money and a place.
+
+        ``longest_tokens`` is what one prompt with one completion may have, if there are several.
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the caller's. The same ``request_id`` again takes nothing more. Raises
@@ -143,6 +146,7 @@ class Limiter:
             max_tokens=max_tokens,
             cost_nano=to_nano(cost_upper),
             lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
+            longest_tokens=longest_tokens,
         )
         degraded = False
         try:
@@ -354,7 +358,7 @@ def _check(caller: Caller, charge: Charge, known: _Known) -> None:
         raise revoked_key(caller.key_id)
     for account in known.accounts:
         bound = account.limits.context_tokens
-        if bound is not None and charge.num_tokens > bound:
+        if bound is not None and charge.num_context_tokens > bound:
             raise tier_context_error(account, charge)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.fleet import Fleet
 from gateway.latency import GapCounts
+from gateway.limits import Limiter
 from gateway.stream import OpenStream, status_of
 from gateway.streams import StreamTable
 from schemas.frames import Done
@@ -90,6 +91,10 @@ class Metrics:
         """Report the present state of these at every scrape."""
         self._registry.register(_PresentState(streams, fleet))
 
+    def watch_limits(self, limiter: Limiter) -> None:
+        """Report what was refused and done without Redis at every scrape."""
+        self._registry.register(_Limits(limiter))
+
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
         model = stream.job.model
@@ -140,3 +145,28 @@ class _PresentState(Collector):
         workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
         workers.add_metric([], len(self._fleet.live_workers()))
         yield workers
+
+
+class _Limits(Collector):
+    """Counters of the limiter."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+
+    def collect(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily(
+            "millrace_limit_refusals", "Requests that a limit refused, by limit", labels=["limit"]
+        )
+        for limit, count in self._limiter.num_refusals.items():
+            refused.add_metric([limit], count)
+        yield refused
+        degraded = CounterMetricFamily(
+            "millrace_degraded_reservations", "Reservations that were made while Redis was away"
+        )
+        degraded.add_metric([], self._limiter.num_degraded)
+        yield degraded
+        lost = CounterMetricFamily(
+            "millrace_lost_settlements", "Settlements that were given up while Redis was away"
+        )
+        lost.add_metric([], self._limiter.num_settlements_lost)
+        yield lost

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from registry.pricing import PriceBook
+from registry.served import EmbeddingSettings
 from schemas.errors import ModelNotFoundError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
+from schemas.tools import ToolDefinition, ToolFormat
 
 
 class TokenizerLike(Protocol):
@@ -19,7 +22,13 @@ class TokenizerLike(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class ServedModelLike(Protocol):
@@ -30,6 +39,18 @@ class ServedModelLike(Protocol):
 
     @property
     def context_window_tokens(self) -> int: ...
+
+    @property
+    def tool_format(self) -> ToolFormat | None: ...
+
+    @property
+    def prices(self) -> PriceBook: ...
+
+    @property
+    def embedding_size(self) -> int: ...
+
+    @property
+    def embedding_defaults(self) -> EmbeddingSettings: ...
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""

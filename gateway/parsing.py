@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -16,21 +16,32 @@ from schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
+    FunctionTool,
     GenerationFields,
     Message,
 )
 from schemas.sampling import SamplingParams
-from schemas.tools import ToolChoice, ToolDefinition
+from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LABEL_CHARACTERS = 256
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TIERS = {
-    "auto": Tier.FREE,
-    "default": Tier.FREE,
+_MAX_PROMPTS = 64
+_MAX_METADATA = 16
+_MAX_METADATA_KEY_CHARACTERS = 64
+_MAX_METADATA_VALUE_CHARACTERS = 512
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_TIERS: dict[str, Tier | None] = {
+    "auto": None,
+    "default": None,
     "flex": Tier.BATCH,
     "priority": Tier.ENTERPRISE,
 } | {tier.value: tier for tier in Tier}
@@ -38,14 +49,6 @@ _TIERS = {
 # Fields that are known but not honoured, with the values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "metadata": _NOTHING,
-    "tools": _NOTHING,
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
     "functions": _NOTHING,
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
@@ -55,7 +58,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
-    "echo": (None, False),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
 }
@@ -63,8 +65,6 @@ _NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "refusal": (None,),
     "annotations": _NOTHING,
     "audio": (None,),
-    "tool_calls": _NOTHING,
-    "tool_call_id": (None,),
     "function_call": (None,),
 }
 
@@ -76,15 +76,17 @@ _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is well formed: what to continue, how, and for whom.
 
-    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given. ``sampling.n`` choices
-    are made, each by a job of its own. ``tier`` None is the caller's own. ``tools`` are those that
-    the client runs, ``server_tools`` names of those that the gateway runs.
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
+    further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
+    None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
+    those that the gateway runs.
     """
 
     model: str
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    other_prompts: tuple[str | tuple[int, ...], ...] = ()
     tools: tuple[ToolDefinition, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -119,13 +121,27 @@ def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
 def chat_ask(request: ChatCompletionRequest) -> Ask:
     """Raises ParameterError for whatever cannot be honoured."""
     _check_stream_options(request)
-    return _ask(request, messages=chat_messages(request.messages))
+    return _chat_ask(request, request.messages)
 
 
 def completion_ask(request: CompletionRequest) -> Ask:
     """Raises ParameterError for whatever cannot be honoured."""
     _check_stream_options(request)
-    return _ask(request, prompt=request.prompt, default_max_tokens=_DEFAULT_COMPLETION_TOKENS)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ParameterError("best_of", "best_of must be n: all completions are given out.")
+    text, token_ids, others = _prompts(request.prompt)
+    sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
+    echo = bool(request.echo)
+    if echo and request.logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
+    return _ask(
+        request,
+        sampling=sampling,
+        prompt=text,
+        prompt_token_ids=token_ids,
+        other_prompts=others,
+        echo=echo,
+    )
 
 
 def socket_ask(message: Generate) -> Ask:
@@ -133,8 +149,15 @@ def socket_ask(message: Generate) -> Ask:
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
-        return _ask(message, messages=chat_messages(message.messages))
-    return _ask(message, prompt=message.prompt)
+        return _chat_ask(message, message.messages)
+    for name in ("tools", "server_tools", "session_id"):
+        if getattr(message, name):
+            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+    text, token_ids, others = _prompts(message.prompt)
+    if others:
+        raise ParameterError("prompt", "Only one prompt is taken in a message.")
+    sampling = _sampling(message, _num_logprobs(message), None)
+    return _ask(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
 
 
 def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
@@ -144,44 +167,150 @@ def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
     return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
+def tools_of(tools: tuple[FunctionTool, ...] | None) -> tuple[ToolDefinition, ...]:
+    """Raises ParameterError for bad or double names."""
+    if not tools:
+        return ()
+    if len(tools) > MAX_TOOLS:
+        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
+    definitions = tuple(
+        ToolDefinition(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=tool.function.parameters,
+            strict=bool(tool.function.strict),
+        )
+        for tool in tools
+    )
+    names = [tool.name for tool in definitions]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ParameterError("tools", f"tools has {double} twice.")
+    return definitions
+
+
+def tool_choice_of(value: Any, names: Collection[str]) -> ToolChoice:
+    """From ``auto``, ``none``, ``required`` or an object that names a function. ``names`` are those
+    of the tools that there are."""
+    if value is None or value == "auto":
+        return ToolChoice()
+    if value == "none":
+        return ToolChoice(mode=ToolMode.NONE)
+    if not names:
+        raise ParameterError("tool_choice", "tool_choice demands a tool, but there are no tools.")
+    if value == "required":
+        return ToolChoice(mode=ToolMode.REQUIRED)
+    try:
+        named = msgspec.convert(value, _NamedTool)
+    except msgspec.ValidationError as error:
+        raise ParameterError(
+            "tool_choice",
+            "tool_choice must be auto, none, required or an object that names a function.",
+        ) from error
+    if named.function.name not in names:
+        raise ParameterError("tool_choice", f"There is no tool {named.function.name!r:.100}.")
+    return ToolChoice(mode=ToolMode.NAMED, name=named.function.name)
+
+
+class _ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class _NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: _ToolName
+    type: Literal["function"] = "function"
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises ParameterError for more than OpenAI's API takes."""
+    if not metadata:
+        return
+    if len(metadata) > _MAX_METADATA:
+        raise ParameterError("metadata", f"metadata takes at most {_MAX_METADATA} pairs.")
+    for key, value in metadata.items():
+        if len(key) > _MAX_METADATA_KEY_CHARACTERS or len(value) > _MAX_METADATA_VALUE_CHARACTERS:
+            raise ParameterError(
+                "metadata",
+                f"metadata takes keys of at most {_MAX_METADATA_KEY_CHARACTERS} and values of at "
+                f"most {_MAX_METADATA_VALUE_CHARACTERS} characters.",
+            )
+
+
 def _chat_message(message: Message, where: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise ParameterError(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}.")
     _refuse_unhonoured(message, _NEUTRAL_IN_MESSAGE, f"{where}.")
+    if message.tool_calls and role != "assistant":
+        raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
+    if (message.tool_call_id is not None) != (role == "tool"):
+        raise ParameterError(
+            f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
+        )
     content = message.content
     if content is None:
-        raise ParameterError(f"{where}.content", f"{where}.content must be text.")
+        if not message.tool_calls:
+            raise ParameterError(f"{where}.content", f"{where}.content must be text.")
+        content = ""
     if not isinstance(content, str):
         content = "".join(part.text for part in content)
-    return ChatMessage(role, content, message.name)
+    calls = tuple(
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    return ChatMessage(role, content, message.name, calls, message.tool_call_id)
 
 
-def _ask(
-    request: GenerationFields,
-    *,
-    messages: tuple[ChatMessage, ...] | None = None,
-    prompt: Any = None,
-    default_max_tokens: int | None = None,
-) -> Ask:
-    _refuse_unhonoured(request, _NEUTRAL, "")
-    tier = _TIERS.get(request.service_tier or "auto")
-    if tier is None:
-        raise ParameterError("service_tier", f"service_tier must be one of {', '.join(_TIERS)}.")
-    text, token_ids = (None, None) if messages is not None else _prompt(prompt)
-    return Ask(
-        model=request.model,
-        prompt=text,
-        messages=messages,
-        prompt_token_ids=token_ids,
-        sampling=_sampling(request, default_max_tokens),
-        tier=tier,
-        user=_label("user", request.user),
-        session_id=_label("session_id", request.session_id),
+def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
+    if request.session_keep is not None:
+        if request.session_id is None:
+            raise ParameterError("session_keep", "session_keep goes with session_id.")
+        if request.session_keep < 0:
+            raise ParameterError("session_keep", "session_keep must be 0 or more.")
+    if request.session_id is not None and (request.n or 1) > 1:
+        raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
+    tools = tools_of(request.tools)
+    server_tools = tuple(dict.fromkeys(request.server_tools or ()))
+    names = {tool.name for tool in tools}.union(server_tools)
+    parallel = request.parallel_tool_calls
+    return _ask(
+        request,
+        sampling=_sampling(request, _num_logprobs(request), None),
+        messages=chat_messages(messages),
+        tools=tools,
+        server_tools=server_tools,
+        tool_choice=tool_choice_of(request.tool_choice, names),
+        parallel_tool_calls=True if parallel is None else parallel,
+        session_keep=request.session_keep,
     )
 
 
-def _sampling(request: GenerationFields, default_max_tokens: int | None) -> SamplingParams:
+def _num_logprobs(request: ChatFields) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise ParameterError("top_logprobs", "top_logprobs goes only with logprobs: true.")
+    return None
+
+
+def _ask(request: GenerationFields, **fields: Any) -> Ask:
+    _refuse_unhonoured(request, _NEUTRAL, "")
+    check_metadata(request.metadata)
+    asked_tier = request.service_tier or "auto"
+    if asked_tier not in _TIERS:
+        raise ParameterError("service_tier", f"service_tier must be one of {', '.join(_TIERS)}.")
+    return Ask(
+        model=request.model,
+        tier=_TIERS[asked_tier],
+        user=_label("user", request.user),
+        session_id=_label("session_id", request.session_id),
+        **fields,
+    )
+
+
+def _sampling(
+    request: GenerationFields, logprobs: int | None, default_max_tokens: int | None
+) -> SamplingParams:
     stop = request.stop or ()
     given = {
         "max_tokens": _max_tokens(request, default_max_tokens),
@@ -201,6 +330,8 @@ def _sampling(request: GenerationFields, default_max_tokens: int | None) -> Samp
         "min_tokens": request.min_tokens,
         "bad_words": request.bad_words,
         "grammar": grammar_of(request),
+        "logprobs": logprobs,
+        "n": request.n,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
@@ -221,19 +352,27 @@ def _max_tokens(request: GenerationFields, default: int | None) -> int | None:
     return default if older is None else older
 
 
-def _prompt(prompt: Any) -> tuple[str | None, tuple[int, ...] | None]:
-    """Text or token ids out of the four shapes that OpenAI's API knows."""
+_Prompts = tuple[str | None, tuple[int, ...] | None, tuple[str | tuple[int, ...], ...]]
+
+
+def _prompts(prompt: Any) -> _Prompts:
+    """Text or token ids, and further prompts, out of the four shapes that OpenAI's API knows."""
     if isinstance(prompt, list) and prompt and not _are_token_ids(prompt):
-        if len(prompt) > 1:
-            raise ParameterError("prompt", "Only one prompt is taken per request.")
-        prompt = prompt[0]
+        if len(prompt) > _MAX_PROMPTS:
+            raise ParameterError("prompt", f"At most {_MAX_PROMPTS} prompts are taken.")
+        first, *others = [_prompt(one) for one in prompt]
+    else:
+        first, others = _prompt(prompt), []
+    text, token_ids = (first, None) if isinstance(first, str) else (None, first)
+    return text, token_ids, tuple(others)
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt
     if isinstance(prompt, list) and prompt and _are_token_ids(prompt):
-        return None, tuple(prompt)
-    raise ParameterError(
-        "prompt", "prompt must be text, a list of token ids, or a list with one of these."
-    )
+        return tuple(prompt)
+    raise ParameterError("prompt", "prompt must be text, a list of token ids, or a list of these.")
 
 
 def _are_token_ids(values: list[Any]) -> bool:
@@ -268,8 +407,6 @@ def _refuse_unhonoured(
         value = getattr(struct, name)
         if value is None or any(_same(value, nothing) for nothing in allowed):
             continue
-        if name == "n":
-            raise ParameterError(name, "n must be 1: one request makes one completion.")
         raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
 
 

@@ -8,11 +8,11 @@ from schemas.frames import TokenLogprob
 
 
 class TextPart(NamedTuple):
-    """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add, which
-    may be empty. ``logprobs`` has an entry for each token if the request asked for them."""
+    """``num_tokens`` more tokens of a choice from ``first_index`` on, and the text that they add,
+    which may be empty. ``logprobs`` has an entry for each token if the request asked for them."""
 
     choice: int
-    index: int
+    first_index: int
     num_tokens: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -15,8 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from gateway.app import build_app
-from gateway.completions import ABORT_EXTENSION
 from gateway.core import Gateway
+from gateway.http_client import ABORT_EXTENSION
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 

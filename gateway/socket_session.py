@@ -1,67 +1,61 @@
-"""The generations of one WebSocket, and the messages on their way to its client."""
+"""The generations of one WebSocket, and what goes out on it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.chunks import usage_info
-from gateway.core import Gateway
-from gateway.errors import Refusal, refusal_of, refusal_of_end
+from gateway.answer import Answer
+from gateway.caller import Caller
+from gateway.errors import Refusal, refusal_of
 from gateway.http import Send, new_request_id
 from gateway.parsing import socket_ask
+from gateway.request_index import digest_of
+from gateway.socket_messages import Generation, encode_message
 from gateway.stream import Client, OpenStream
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
-from schemas.frames import Cancelled
-from schemas.frames import Done as DoneFrame
 from schemas.jobs import Source
-from schemas.websocket import Accepted, Done, Error, Generate, Queued, ServerMessage, Started
+from schemas.websocket import Accepted, Error, Generate, GoingAway, Resume, ServerMessage
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
 
 _log = logging.getLogger(__name__)
 
-_MAX_ID_CHARACTERS = 128
-_encode_text = msgspec.json.encode
+_MAX_ID_CHARACTERS = 256
 
-
-class Generation:
-    """One generation of a socket, from its message to its ``done`` or ``error``."""
-
-    __slots__ = ("cancelled", "delta_head", "id", "queued", "request_id", "started", "stream")
-
-    def __init__(self, generation_id: str, request_id: str) -> None:
-        self.id = generation_id
-        self.request_id = request_id
-        self.stream: OpenStream | None = None
-        self.cancelled = False
-        self.queued: object = None
-        self.started: object = None
-        names = _encode_text({"id": generation_id, "request_id": request_id}).decode()
-        self.delta_head = f'{{"type":"delta",{names[1:-1]},"index":'
+_Start = Callable[[Generation], Awaitable[Answer]]
 
 
 class SocketSession(Client):
     """Owns the generations of one socket.
 
     Whatever is ready in one turn of the event loop goes out together. ``dropped`` says why the
-    client must be parted with; ``close`` cancels everything that still runs.
+    client must be parted with; ``close`` cancels everything that still runs, or holds it for a
+    client that may come back. ``caller`` is None until it is known.
     """
 
-    def __init__(self, gateway: Gateway, send: Send) -> None:
+    def __init__(self, gateway: Gateway, send: Send, caller: Caller | None) -> None:
         super().__init__(gateway.config.client_buffer_bytes)
+        self.caller = caller
         self._gateway = gateway
         self._send = send
         self._generations: dict[str, Generation] = {}
-        self._by_request: dict[str, Generation] = {}
         self._ready: list[OpenStream] = []
         self._texts: list[str] = []
         self._wakeup = asyncio.Event()
         self._dropped_event = asyncio.Event()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._holds = False
+        self._is_going_away = False
+        self._parting = ""
         self.dropped = ""
 
     # What streams call.
@@ -74,30 +68,28 @@ class SocketSession(Client):
         self.dropped = self.dropped or reason
         self._dropped_event.set()
 
+    def drop_when_said(self, reason: str) -> None:
+        """Part with the client once it was sent what there is to say."""
+        self._parting = reason
+        self._wakeup.set()
+
     async def wait_dropped(self) -> None:
         await self._dropped_event.wait()
+
+    def announce_going_away(self) -> None:
+        """The gateway shuts down: the socket ends with its last generation."""
+        self._is_going_away = True
+        self.say(GoingAway())
 
     # What the client asks for.
 
     def generate(self, message: Generate) -> Error | None:
         """Start a generation in the background; or say why not."""
-        limit = self._gateway.config.max_generations_per_socket
-        if not 0 < len(message.id) <= _MAX_ID_CHARACTERS:
-            text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
-            return Error(code="invalid_parameter", message=text, param="id")
-        if message.id in self._generations:
-            # Without its id, which would end the one that runs.
-            text = f"A generation with the id {message.id!r} runs on this socket."
-            return Error(code="duplicate_id", message=text, param="id")
-        if len(self._generations) >= limit:
-            text = f"{limit} generations run on this socket; wait for one to end."
-            return Error(code="too_many_generations", message=text, id=message.id)
-        generation = Generation(message.id, new_request_id("chatcmpl"))
-        self._generations[message.id] = generation
-        task = asyncio.create_task(self._start(generation, message))
-        self._starting.add(task)
-        task.add_done_callback(partial(self._check_start, generation))
-        return None
+        return self._begin(message.id, partial(self._answer_to, message))
+
+    def resume(self, message: Resume) -> Error | None:
+        """Go on with a request of another socket; or say why not."""
+        return self._begin(message.id, partial(self._resumed, message))
 
     def runs(self, generation_id: str) -> bool:
         return generation_id in self._generations
@@ -110,13 +102,13 @@ class SocketSession(Client):
             self.say(Error(code="unknown_id", message=text, param="id", id=generation_id))
             return
         generation.cancelled = True
-        if generation.stream is not None:
-            self._gateway.streams.cancel(generation.stream, CancelReason.CLIENT)
+        if generation.answer is not None:
+            generation.answer.cancel(CancelReason.CLIENT)
 
     def say(self, message: ServerMessage) -> None:
         if isinstance(message, Error):
             self._gateway.metrics.refusals.labels(message.code).inc()
-        self.say_text(_encode_text(message).decode())
+        self.say_text(encode_message(message))
 
     def say_text(self, text: str) -> None:
         """Queue a message. What the client asks for and does not read counts against its bound."""
@@ -126,50 +118,114 @@ class SocketSession(Client):
         if self.pending_bytes > self.limit_bytes:
             self.drop("slow_client")
 
-    def close(self) -> None:
-        """The socket is gone: cancel what runs."""
+    def close(self, *, hold: bool) -> None:
+        """The socket is gone; with ``hold`` its client may come back for what runs."""
         self._closed = True
-        outcome = self.dropped or "disconnect"
+        self._holds = hold
         for generation in self._generations.values():
-            if generation.stream is not None:
-                self._gateway.streams.leave(generation.stream, outcome)
+            if generation.answer is not None:
+                self._part_with(generation.answer)
 
-    # From a message to an accepted stream.
+    # From a message to an accepted answer.
 
-    async def _start(self, generation: Generation, message: Generate) -> None:
-        gateway = self._gateway
+    def _begin(self, generation_id: str, start: _Start) -> Error | None:
+        limit = self._gateway.config.max_generations_per_socket
+        if not 0 < len(generation_id) <= _MAX_ID_CHARACTERS:
+            text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
+            return Error(code="invalid_parameter", message=text, param="id")
+        if generation_id in self._generations:
+            # Without its id, which would end the one that runs.
+            text = f"A generation with the id {generation_id!r} runs on this socket."
+            return Error(code="duplicate_id", message=text, param="id")
+        if len(self._generations) >= limit:
+            text = f"{limit} generations run on this socket; wait for one to end."
+            return Error(code="too_many_generations", message=text, id=generation_id)
+        generation = Generation(generation_id, new_request_id("chatcmpl"))
+        self._generations[generation_id] = generation
+        self._spawn(self._start(generation, start), generation)
+        return None
+
+    async def _answer_to(self, message: Generate, generation: Generation) -> Answer:
+        gateway, caller = self._gateway, self._known_caller()
+        ask = socket_ask(message)
+        if not message.idempotency_key:
+            return await gateway.asker.begin(
+                ask, caller, generation.request_id, Source.WEBSOCKET, self, owner=generation
+            )
+        # A client that asks again may name the generation anew.
+        digest = digest_of(
+            b"generate", msgspec.json.encode(msgspec.structs.replace(message, id=""))
+        )
+        return await gateway.idempotency.begin(
+            message.idempotency_key,
+            digest,
+            ask,
+            caller,
+            generation.request_id,
+            self,
+            source=Source.WEBSOCKET,
+            owner=generation,
+        )
+
+    async def _resumed(self, message: Resume, generation: Generation) -> Answer:
+        index = message.next_index
+        indices = (index,) if isinstance(index, int) else index
+        return await self._gateway.resuming.resume(
+            self._known_caller(), message.request_id, indices, self, owner=generation
+        )
+
+    def _known_caller(self) -> Caller:
+        assert self.caller is not None
+        return self.caller
+
+    async def _start(self, generation: Generation, start: _Start) -> None:
         try:
-            ask = socket_ask(message)
-            stream = await gateway.begin(ask, generation.request_id, Source.WEBSOCKET, self)
+            answer = await start(generation)
         except MillraceError as error:
             self._forget(generation)
-            self._say_refusal(generation, refusal_of(error), accepted=False)
+            self._say_refusal(generation, refusal_of(error))
             return
-        generation.stream = stream
+        generation.accept(answer)
         if self._closed:
-            gateway.streams.leave(stream, self.dropped or "disconnect")
+            self._part_with(answer)
             return
-        self._by_request[stream.request_id] = generation
-        self.say(Accepted(id=generation.id, request_id=stream.request_id))
+        self.say(Accepted(id=generation.id, request_id=answer.request_id, session=answer.session))
         if generation.cancelled:
-            gateway.streams.cancel(stream, CancelReason.CLIENT)
+            answer.cancel(CancelReason.CLIENT)
         # Frames may have come before the queue's answer did.
-        self.wake(stream)
+        for choice in answer.choices:
+            self.wake(choice.stream)
 
-    def _check_start(self, generation: Generation, task: asyncio.Task[None]) -> None:
-        self._starting.discard(task)
+    def _part_with(self, answer: Answer) -> None:
+        outcome = self.dropped or "disconnect"
+        if self._holds:
+            answer.hold(self._gateway.config.resume_grace_s, outcome)
+        elif answer.is_kept:
+            answer.hold(None, outcome)
+        else:
+            answer.leave(outcome)
+
+    def _spawn(self, work: Awaitable[None], generation: Generation) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._check, generation))
+
+    def _check(self, generation: Generation, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        _log.error("a generation could not be started", exc_info=error)
+        _log.error("a generation failed in the gateway", exc_info=error)
         self._forget(generation)
+        if generation.answer is not None:
+            generation.answer.leave("failed")
         failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
-        self._say_refusal(generation, failed, accepted=False)
+        self._say_refusal(generation, failed)
 
     def _forget(self, generation: Generation) -> None:
-        self._generations.pop(generation.id, None)
-        self._by_request.pop(generation.request_id, None)
+        if self._generations.get(generation.id) is generation:
+            del self._generations[generation.id]
 
-    # From streams to the socket.
+    # From answers to the socket.
 
     async def send_all(self) -> None:
         """Send what is ready, for as long as the socket lives."""
@@ -188,78 +244,46 @@ class SocketSession(Client):
                 for text in texts:
                     await self._send({"type": "websocket.send", "text": text})
                 self.sending_since_s = None
+            if self._is_going_away and not self._generations:
+                self.drop("going_away")
+            if self._parting:
+                self.drop(self._parting)
 
     def _collect(self, stream: OpenStream, now_s: float, texts: list[str]) -> None:
-        """Append what a stream has for its client, its end last."""
-        generation = self._by_request.get(stream.request_id)
-        if generation is None:
+        """Append what an answer has for its client, its end last."""
+        answer = stream.owner
+        assert isinstance(answer, Answer)
+        generation = answer.owner
+        assert isinstance(generation, Generation)
+        if generation.answer is not answer or generation.is_concluding:
             return
-        reader = stream.reader
-        if reader.queued is not generation.queued and reader.queued is not None:
-            generation.queued = reader.queued
-            texts.append(self._queued(generation, stream))
-        if reader.started is not generation.started and reader.started is not None:
-            generation.started = reader.started
-            texts.append(self._started(generation, stream))
-        index, num_tokens, text = stream.take(now_s, self._gateway.metrics.gaps)
-        if num_tokens:
-            texts.append(
-                f'{generation.delta_head}{index},"num_tokens":{num_tokens},"text":'
-                f"{_encode_text(text).decode()}}}"
-            )
-        if stream.ended:
-            texts.append(self._end(generation, stream))
-
-    def _queued(self, generation: Generation, stream: OpenStream) -> str:
-        queued = stream.reader.queued
-        assert queued is not None
-        message = Queued(
-            id=generation.id,
-            request_id=stream.request_id,
-            position=queued.position,
-            eta_s=queued.eta_s,
-        )
-        return _encode_text(message).decode()
-
-    def _started(self, generation: Generation, stream: OpenStream) -> str:
-        started = stream.reader.started
-        assert started is not None
-        message = Started(
-            id=generation.id,
-            request_id=stream.request_id,
-            prompt_tokens=started.num_prompt_tokens,
-            cached_tokens=started.num_cached_tokens,
-        )
-        return _encode_text(message).decode()
-
-    def _end(self, generation: Generation, stream: OpenStream) -> str:
-        self._forget(generation)
-        self._gateway.streams.finish(stream)
-        end = stream.reader.terminal
-        assert end is not None
-        usage = stream.reader.usage
-        cancelled = isinstance(end, Cancelled) and stream.cancel_reason is CancelReason.CLIENT
-        if isinstance(end, DoneFrame) or cancelled:
-            message: ServerMessage = Done(
-                id=generation.id,
-                request_id=stream.request_id,
-                finish_reason=end.finish_reason if isinstance(end, DoneFrame) else "cancelled",
-                usage=None if usage is None else usage_info(usage),
-            )
+        if stream is answer.choices[0].stream:
+            generation.notes_of(stream, texts)
+        for part in answer.take(now_s):
+            text = generation.say(part)
+            if text:
+                texts.append(text)
+        if not answer.ended:
+            return
+        if answer.must_conclude:
+            generation.is_concluding = True
+            self._spawn(self._conclude(generation, answer), generation)
         else:
-            message = self._error(generation, refusal_of_end(end), accepted=True)
-        return _encode_text(message).decode()
+            texts.append(encode_message(self._end(generation, answer)))
 
-    def _say_refusal(self, generation: Generation, refusal: Refusal, *, accepted: bool) -> None:
+    async def _conclude(self, generation: Generation, answer: Answer) -> None:
+        await answer.conclude()
+        self.say(self._end(generation, answer))
+
+    def _end(self, generation: Generation, answer: Answer) -> ServerMessage:
+        self._forget(generation)
+        message = generation.end(answer)
+        answer.finish()
+        refusal = answer.refusal
+        if refusal is not None and refusal.retry_after_s is not None and answer.is_kept:
+            self._spawn(self._gateway.idempotency.release(answer), generation)
+        return message
+
+    def _say_refusal(self, generation: Generation, refusal: Refusal) -> None:
         if not self._closed:
-            self.say(self._error(generation, refusal, accepted=accepted))
-
-    def _error(self, generation: Generation, refusal: Refusal, *, accepted: bool) -> Error:
-        return Error(
-            id=generation.id,
-            request_id=generation.request_id if accepted else None,
-            code=refusal.code,
-            message=refusal.message,
-            param=refusal.param,
-            retry_after_s=refusal.retry_after_s,
-        )
+            self.say(generation.refuse(refusal))

@@ -31,12 +31,20 @@ class Client(ABC):
     def drop(self, reason: str) -> None:
         """The client does not read: part with it. Must return at once."""
 
+    def go_away(self) -> None:
+        """This gateway shuts down: part with the client, which may go on at another one."""
+        self.drop("going_away")
+
 
 class OpenStream:
-    """A request that this gateway answers, from before it is published until its end is recorded.
+    """A job that this gateway answers, from before it is published until its end is recorded.
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
     client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``).
+    ``owner`` is whatever the client needs to find its way from the stream to what it is a part of.
+    A stream ``from_index`` is one that another connection began: the client has the tokens before
+    that. It is ``foreign`` if its frames go to another gateway that lives, so that each news of it
+    has to be asked for. While nobody is connected it may wait for somebody until ``held_until_s``.
     """
 
     __slots__ = (
@@ -45,6 +53,8 @@ class OpenStream:
         "client",
         "client_gone",
         "first_text_s",
+        "foreign",
+        "held_until_s",
         "is_ready",
         "job",
         "last_delivery_s",
@@ -54,16 +64,28 @@ class OpenStream:
         "num_replays",
         "opened_s",
         "outcome",
+        "owner",
         "reader",
         "remove_at_s",
         "replay_after_s",
         "replaying",
     )
 
-    def __init__(self, job: Job, client: Client, now_s: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        client: Client,
+        now_s: float,
+        *,
+        owner: object = None,
+        from_index: int = 0,
+    ) -> None:
         self.job = job
         self.client = client
-        self.reader = StreamReader()
+        self.owner = owner
+        self.foreign = False
+        self.held_until_s: float | None = None
+        self.reader = StreamReader(from_index)
         self.accepted = False
         self.client_gone = False
         self.cancel_reason: CancelReason | None = None
@@ -121,6 +143,14 @@ class OpenStream:
                 gaps.add(now_s - self.last_delivery_s, progress.num_tokens)
             self.last_delivery_s = now_s
         return progress
+
+    def change_client(self, client: Client) -> None:
+        """What waits, and all that comes, is for ``client`` from now on."""
+        self.client.pending_bytes -= self.reader.pending_bytes
+        self.client = client
+        client.pending_bytes += self.reader.pending_bytes
+        self.is_ready = True
+        client.wake(self)
 
     def leave(self, outcome: str) -> None:
         """The client is gone; what still comes is read and thrown away."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
-from bus.generations import Generation
 from bus.reader import Outcome
 from gateway.fleet import Fleet
+from gateway.replays import GenerationIndex, Replays
 from gateway.stream import Client, OpenStream
 from schemas.config import GatewayConfig
-from schemas.control import Cancel, CancelReason, Replay, ResumePoint
+from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.errors import MillraceError
 from schemas.frames import Cancelled, Failed, Frame, TerminalFrame
 from schemas.jobs import Job
@@ -22,28 +22,31 @@ from schemas.jobs import Job
 _log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
-_REPLAY_TIMEOUT_S = 1.0
-_MIN_REPLAY_INTERVAL_S = 0.2
-_MAX_REPLAYS_AT_ONCE = 64
 _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
 _LAST_CANCELS_S = 0.5
-_LOST_AFTER_S = 5.0
+
+TAKEN_OVER = "taken_over"
+_TAKEN_OVER_MESSAGE = "Another connection goes on with this request."
 
 
-class GenerationIndex(Protocol):
-    """What the table uses of ``bus.generations.GenerationIndex``."""
+class _NotYet:
+    """In the place of a subscription that is being made."""
 
-    async def lookup(self, request_id: str) -> Generation | None: ...
+    async def close(self) -> None:
+        return
+
+
+_NOT_YET = _NotYet()
 
 
 class StreamTable:
     """Owns every open stream of this gateway.
 
     A stream leaves the table when its client has taken its end (``finish``); once the client is
-    gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed. ``on_end`` is called
-    once for each stream that was accepted. ``on_frame`` never waits: it runs on the bus's read
-    path.
+    gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed; or when another
+    gateway has taken it over. ``on_end`` is called once for each stream that was accepted and was
+    not taken over. ``on_frame`` never waits: it runs on the bus's read path.
     """
 
     def __init__(
@@ -59,19 +62,23 @@ class StreamTable:
         self._bus = bus
         self._config = config
         self._gateway_id = gateway_id
-        self._fleet = fleet
         self._clock = clock
         self._on_end = on_end
-        self._generations = generations
+        self._replays = Replays(
+            bus, gateway_id, fleet, clock, generations, self.on_frame, self._end
+        )
         self._streams: dict[str, OpenStream] = {}
         self._subscriptions: list[Subscription] = []
+        self._stand_ins: dict[str, dict[str, Subscription]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
-        self._replay_slots = asyncio.Semaphore(_MAX_REPLAYS_AT_ONCE)
-        self.num_replays = 0
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def num_replays(self) -> int:
+        return self._replays.num_asked
 
     def __iter__(self) -> Iterator[OpenStream]:
         return iter(self._streams.values())
@@ -97,19 +104,79 @@ class StreamTable:
             self._sweeper.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_LAST_CANCELS_S)
-        for subscription in self._subscriptions:
+        stand_ins = [s for standing in self._stand_ins.values() for s in standing.values()]
+        for subscription in (*self._subscriptions, *stand_ins):
             await subscription.close()
         self._subscriptions = []
+        self._stand_ins = {}
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def open(self, job: Job, client: Client, received_s: float) -> OpenStream:
+    def get(self, request_id: str) -> OpenStream | None:
+        return self._streams.get(request_id)
+
+    def open(
+        self,
+        job: Job,
+        client: Client,
+        received_s: float,
+        owner: object = None,
+        from_index: int = 0,
+    ) -> OpenStream:
         """A stream for a job that is about to be published; ``received_s`` is monotonic."""
-        stream = OpenStream(job, client, received_s)
+        stream = OpenStream(job, client, received_s, owner=owner, from_index=from_index)
         self._streams[job.request_id] = stream
         return stream
+
+    def take_over(self, job: Job, client: Client, owner: object, from_index: int) -> OpenStream:
+        """A stream for a job that was published before, of whose tokens the client has those before
+        ``from_index``. ``follow`` it next."""
+        now_s = self._clock.monotonic()
+        stream = OpenStream(job, client, now_s, owner=owner, from_index=from_index)
+        stream.accepted = True
+        self._streams[job.request_id] = stream
+        return stream
+
+    def follow(self, stream: OpenStream, *, is_foreign: bool = True) -> None:
+        """Ask for all frames of a job that was published before; for news, too, if its frames are
+        sent to another gateway (``is_foreign``)."""
+        stream.must_probe = True
+        stream.foreign = is_foreign
+        self._ask_replay(stream)
+
+    def let_go(self, stream: OpenStream) -> None:
+        """Another connection, here or at another gateway, has it now: nothing is owed, and a client
+        that is still there is told."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+        stream.reader.end(Failed(code=TAKEN_OVER, message=_TAKEN_OVER_MESSAGE))
+        stream.wake()
+
+    def hold(self, stream: OpenStream, for_s: float) -> None:
+        """Nobody is connected; cancel it unless somebody comes within ``for_s``."""
+        stream.held_until_s = self._clock.monotonic() + for_s
+
+    async def stand_in_for(self, gateway_id: str, *, is_dead: bool) -> None:
+        """Say in the place of another gateway, whose streams were taken over, which tokens their
+        clients have, and if it is dead get its frames, until these streams have ended."""
+        if gateway_id == self._gateway_id:
+            return
+        wanted = ("points", "frames") if is_dead else ("points",)
+        standing = self._stand_ins.setdefault(gateway_id, {})
+        for kind in wanted:
+            if kind in standing:
+                continue
+            control, frames = self._bus.control, self._bus.frames
+            standing[kind] = _NOT_YET
+            standing[kind] = (
+                await control.serve_resume_points(gateway_id, self.resume_point)
+                if kind == "points"
+                else await frames.subscribe(gateway_id, self.on_frame)
+            )
+            if self._stand_ins.get(gateway_id) is not standing:
+                await standing[kind].close()  # all of its streams ended in the meantime
 
     def accept(self, stream: OpenStream) -> None:
         """The job is stored: from now on the stream ends in a terminal frame and a record."""
@@ -180,6 +247,8 @@ class StreamTable:
                 stream.client.drop("slow_client")
             elif stream.ended:
                 continue
+            elif stream.held_until_s is not None and now_s >= stream.held_until_s:
+                self.leave(stream, "disconnect")
             elif stream.cancel_reason is not None:
                 self._sweep_cancelled(stream, now_s)
             elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
@@ -246,71 +315,21 @@ class StreamTable:
             self._ask_replay(stream)
 
     def _ask_replay(self, stream: OpenStream) -> None:
-        now_s = self._clock.monotonic()
-        if stream.replaying or now_s < stream.replay_after_s or stream.cancel_reason is not None:
-            return
-        stream.replaying = True
-        self._spawn(self._replay(stream))
-
-    async def _replay(self, stream: OpenStream) -> None:
-        """Ask the stream's worker, or, if it knows nothing, every worker of the model."""
-        try:
-            async with self._replay_slots:
-                if stream.ended:
-                    return
-                stream.num_replays += 1
-                self.num_replays += 1
-                started = stream.reader.started
-                known = [started.worker_id] if started is not None else []
-                others = [
-                    worker.worker_id
-                    for worker in self._fleet.live_workers(stream.job.model)
-                    if worker.worker_id not in known
-                ]
-                answers = []
-                for worker_id in known + others:
-                    answers.append(await self._ask_worker(worker_id, stream))
-                    if answers[-1]:
-                        return
-                if answers and None not in answers:
-                    # Everybody answered that it does not run: it waits in the queue.
-                    stream.must_probe = False
-                await self._end_if_lost(stream)
-        finally:
-            stream.replaying = False
-            stream.replay_after_s = self._clock.monotonic() + _MIN_REPLAY_INTERVAL_S
-
-    async def _end_if_lost(self, stream: OpenStream) -> None:
-        """No worker has the frames any more; if the request is answered, none ever will."""
-        silent_s = self._clock.monotonic() - stream.last_frame_s
-        if self._generations is None or silent_s < _LOST_AFTER_S:
-            return
-        known = await self._generations.lookup(stream.request_id)
-        if known is not None and known.finished and not stream.ended:
-            message = "The answer was made, but its end was lost on the way. Ask again."
-            self._end(stream, Failed(code="answer_lost", message=message, retryable=True))
-
-    async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
-        """True: it sends the frames again; False: it knows nothing of them; None: no answer."""
-        replay = Replay(
-            request_id=stream.request_id,
-            from_index=stream.reader.next_index,
-            reply=self._gateway_id,
-        )
-        try:
-            answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
-        except (MillraceError, TimeoutError):
-            return None
-        if answer is None:
-            return None
-        if answer.ok:
-            stream.must_probe = False
-        return answer.ok
+        if self._replays.is_due(stream):
+            self._spawn(self._replays.ask(stream))
 
     async def _sweep_forever(self) -> None:
         while True:
             await self._clock.sleep(_SWEEP_S)
             self.sweep()
+            await self._stand_down()
+
+    async def _stand_down(self) -> None:
+        """Stop standing in for gateways none of whose streams is left."""
+        needed = {stream.job.reply for stream in self._streams.values()}
+        for gateway_id in [known for known in self._stand_ins if known not in needed]:
+            for subscription in self._stand_ins.pop(gateway_id).values():
+                await subscription.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

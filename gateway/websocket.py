@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.core import Gateway
-from gateway.errors import InvalidJsonError, refusal_of
+from gateway.errors import InvalidJsonError, Refusal, refusal_of
 from gateway.http import JSON, Receive, Scope, Send
+from gateway.identity import token_of
 from gateway.parsing import decode
 from gateway.socket_session import SocketSession
 from schemas.errors import MillraceError, ParameterError
 from schemas.websocket import (
     SUBPROTOCOL,
+    Authenticate,
+    Authenticated,
     CancelGeneration,
     ClientMessage,
     Error,
     Generate,
     Pong,
+    Resume,
 )
+
+if TYPE_CHECKING:
+    from gateway.caller import Caller
+    from gateway.core import Gateway
 
 ROUTE = "/v1/ws"
 _LOOSE = msgspec.json.Decoder()
 _PONG = msgspec.json.encode(Pong()).decode()
-_MESSAGE_TYPES = ("generate", "cancel", "ping")
+_MESSAGE_TYPES = ("authenticate", "generate", "resume", "cancel", "ping")
+_KEY_WITHIN_S = 10.0
+_NORMAL_CODES = (1000, 1001, 1005)
+_SERVICE_RESTART, _TRY_AGAIN_LATER, _POLICY_VIOLATION = 1012, 1013, 1008
+_UNAUTHENTICATED = "unauthenticated"
 
 
 class WebSocketHandler:
@@ -35,66 +47,136 @@ class WebSocketHandler:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._decoder: msgspec.json.Decoder[ClientMessage] = msgspec.json.Decoder(ClientMessage)
+        self._per_address: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (await receive())["type"] != "websocket.connect":
             return
-        offered = scope["subprotocols"]
-        if offered and SUBPROTOCOL not in offered:
-            await _reject(send, f"This socket speaks the subprotocol {SUBPROTOCOL}; offer that.")
-            self._gateway.metrics.requests.labels(ROUTE, "400").inc()
+        address = (scope.get("client") or ("",))[0]
+        try:
+            caller = await self._welcome(scope, address)
+        except MillraceError as error:
+            await self._reject(send, refusal_of(error))
             return
-        subprotocol = SUBPROTOCOL if offered else None
+        subprotocol = SUBPROTOCOL if scope["subprotocols"] else None
         await send({"type": "websocket.accept", "subprotocol": subprotocol})
         self._gateway.metrics.requests.labels(ROUTE, "101").inc()
-        session = SocketSession(self._gateway, send)
-        sender = asyncio.create_task(session.send_all())
+        self._per_address[address] += 1
         try:
-            await self._read(receive, session, sender)
+            await self._serve(receive, send, caller)
         finally:
-            session.close()
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]
+
+    async def _welcome(self, scope: Scope, address: str) -> Caller | None:
+        """Who is there; None if the key is to follow. Raises MillraceError for one to refuse."""
+        gateway = self._gateway
+        offered = scope["subprotocols"]
+        if offered and SUBPROTOCOL not in offered:
+            raise ParameterError(
+                "sec-websocket-protocol",
+                f"This socket speaks the subprotocol {SUBPROTOCOL}; offer that.",
+            )
+        limit = gateway.config.max_sockets_per_address
+        if limit and self._per_address[address] >= limit:
+            raise TooManySocketsError(limit)
+        if gateway.identity.demands_keys and token_of(scope) is None:
+            return None
+        return await gateway.identity.caller(scope)
+
+    async def _serve(self, receive: Receive, send: Send, caller: Caller | None) -> None:
+        gateway = self._gateway
+        session = SocketSession(gateway, send, caller)
+        gateway.sockets.add(session)
+        if gateway.draining:
+            session.announce_going_away()
+        sender = asyncio.create_task(session.send_all())
+        hold = True
+        try:
+            code = await self._read(receive, session, sender)
+            hold = code not in _NORMAL_CODES
+        finally:
+            gateway.sockets.discard(session)
+            session.close(hold=hold)
             sender.cancel()
             # OSError: the client went away under a write.
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await sender
         if session.dropped:
-            # 1013: try again later; what it has missed can be asked for again.
-            await send({"type": "websocket.close", "code": 1013, "reason": session.dropped})
+            await send(
+                {
+                    "type": "websocket.close",
+                    "code": _CODES.get(session.dropped, _TRY_AGAIN_LATER),
+                    "reason": session.dropped,
+                }
+            )
 
     async def _read(
         self, receive: Receive, session: SocketSession, sender: asyncio.Task[None]
-    ) -> None:
-        """Handle messages until the client leaves, is dropped or cannot be written to."""
+    ) -> int:
+        """Handle messages until the client leaves, is dropped or cannot be written to; the code
+        that it closed with, 0 if it did not."""
         dropped = asyncio.create_task(session.wait_dropped())
+        late = asyncio.get_running_loop().call_later(_KEY_WITHIN_S, _drop_stranger, session)
         try:
             while True:
                 reading = asyncio.ensure_future(receive())
                 await asyncio.wait((reading, dropped, sender), return_when=asyncio.FIRST_COMPLETED)
                 if dropped.done() or sender.done():
                     reading.cancel()
-                    return
+                    return 0
                 event = reading.result()
                 if event["type"] == "websocket.disconnect":
-                    return
+                    code: int = event.get("code", 1005)
+                    return code
                 text = event.get("text")
-                self._handle(text if text is not None else event["bytes"], session)
+                await self._handle(text if text is not None else event["bytes"], session)
         finally:
+            late.cancel()
             dropped.cancel()
 
-    def _handle(self, payload: str | bytes, session: SocketSession) -> None:
+    async def _handle(self, payload: str | bytes, session: SocketSession) -> None:
         try:
             message = decode(self._decoder, payload)
         except MillraceError as error:
             session.say(self._malformed(payload, error, session))
             return
-        if isinstance(message, Generate):
+        refused = None
+        if isinstance(message, Authenticate):
+            await self._authenticate(message, session)
+        elif session.caller is None:
+            text = "This gateway demands an API key: send authenticate first."
+            session.say(
+                Error(code="invalid_api_key", message=text, id=getattr(message, "id", None))
+            )
+        elif isinstance(message, Generate):
             refused = session.generate(message)
-            if refused is not None:
-                session.say(refused)
+        elif isinstance(message, Resume):
+            refused = session.resume(message)
         elif isinstance(message, CancelGeneration):
             session.cancel(message.id)
         else:
             session.say_text(_PONG)
+        if refused is not None:
+            session.say(refused)
+
+    async def _authenticate(self, message: Authenticate, session: SocketSession) -> None:
+        try:
+            caller = await self._gateway.identity.caller_of_token(message.token)
+        except MillraceError as error:
+            refusal = refusal_of(error)
+            session.say(
+                Error(
+                    code=refusal.code,
+                    message=refusal.message,
+                    retry_after_s=refusal.retry_after_s,
+                )
+            )
+            session.drop_when_said(_UNAUTHENTICATED)
+            return
+        session.caller = caller
+        session.say(Authenticated(tenant=caller.tenant, tier=caller.tier))
 
     def _malformed(
         self, payload: str | bytes, error: MillraceError, session: SocketSession
@@ -113,15 +195,37 @@ class WebSocketHandler:
         refusal = refusal_of(error)
         return Error(code=refusal.code, message=refusal.message, param=refusal.param, id=known_id)
 
+    async def _reject(self, send: Send, refusal: Refusal) -> None:
+        self._gateway.metrics.requests.labels(ROUTE, str(refusal.status)).inc()
+        headers = [JSON, *refusal.headers]
+        start = {"status": refusal.status, "headers": headers}
+        await send({"type": "websocket.http.response.start", **start})
+        await send({"type": "websocket.http.response.body", "body": refusal.body})
+
+
+class TooManySocketsError(MillraceError):
+    """One address has as many sockets as it may."""
+
+    code = "too_many_sockets"
+    retryable = True
+    http_status = 429
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} sockets from your address are open, which is the limit. Use one for many "
+            f"generations."
+        )
+
+
+_CODES = {"going_away": _SERVICE_RESTART, _UNAUTHENTICATED: _POLICY_VIOLATION}
+
+
+def _drop_stranger(session: SocketSession) -> None:
+    if session.caller is None:
+        session.drop(_UNAUTHENTICATED)
+
 
 def _loose(payload: str | bytes) -> dict[str, Any]:
     """The message as plain JSON, to find out whom its error is for."""
     value = decode(_LOOSE, payload)
     return value if isinstance(value, dict) else {}
-
-
-async def _reject(send: Send, message: str) -> None:
-    refusal = refusal_of(ParameterError("sec-websocket-protocol", message))
-    start = {"type": "websocket.http.response.start", "status": refusal.status, "headers": [JSON]}
-    await send(start)
-    await send({"type": "websocket.http.response.body", "body": refusal.body})

@@ -83,6 +83,12 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``max_tool_runs`` at a time. They may lead to the hosts of ``tool_allowed_hosts`` only, where
     ``*.name`` stands for all hosts below a name; empty: to any.
 
+    An answer with server tools takes at most ``max_tool_rounds`` turns of the model. One whose
+    WebSocket was lost goes on for ``resume_grace_s`` for a client that comes back; one with an
+    Idempotency-Key is made to its end, and kept for ``idempotency_ttl_s``. Pages of
+    ``allowed_origins`` (``https://app.example``; ``*``: any) may use the gateway from a browser,
+    beside its own. ``max_sockets_per_address`` 0 is no limit.
+
     Answers of the Responses API are kept for ``response_ttl_s``, with the conversation before them
     if that has at most ``response_max_bytes``.
     """
@@ -95,6 +101,11 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_body_bytes: int = 4 * 1024 * 1024
     max_ws_message_bytes: int = 1024 * 1024
     max_generations_per_socket: int = 64
+    max_sockets_per_address: int = 4_096
+    max_tool_rounds: int = 8
+    allowed_origins: tuple[str, ...] = ()
+    resume_grace_s: float = 20.0
+    idempotency_ttl_s: float = 86_400.0
     client_buffer_bytes: int = 256 * 1024
     client_stall_timeout_s: float = 30.0
     request_timeout_s: float = 600.0

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from schemas.sessions import SessionInfo
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to add to a stream."""
@@ -180,7 +182,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
-    best_of: Any = None
+    best_of: int | None = None
     echo: bool | None = None
     suffix: Any = None
 
@@ -243,7 +245,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[str, ...]
     token_logprobs: tuple[float | None, ...]
-    top_logprobs: tuple[dict[str, float] | None, ...] | None
+    top_logprobs: tuple[dict[str, float] | None, ...]
     text_offset: tuple[int, ...]
 
 
@@ -254,6 +256,17 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[MessageToolCall, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
+class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway ran one of its own tools. ``output`` is what the model was told."""
+
+    call_id: str
+    name: str
+    arguments: str
+    ok: bool
+    output: str
+    duration_ms: float
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: AssistantMessage
     finish_reason: str
@@ -262,7 +275,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a chat completion that is not streamed."""
+    """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
+    ours: how the kept conversation was fitted, and which of its own tools the gateway ran."""
 
     id: str
     created: int
@@ -270,6 +284,10 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[ChatChoice, ...]
     usage: UsageInfo
     object: Literal["chat.completion"] = "chat.completion"
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
+    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
+    tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

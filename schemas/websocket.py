@@ -33,9 +33,11 @@ class Generate(
     tag_field="type",
     tag="generate",
 ):
-    """Start a generation from ``messages`` or ``prompt`` (text or token ids)."""
+    """Start a generation from ``messages`` or ``prompt`` (text or token ids). Sent again with the
+    same ``idempotency_key``, on any socket, it attaches to the answer that there is."""
 
     id: str
+    idempotency_key: str = ""
     messages: tuple[Message, ...] | None = None
     prompt: Any = None
 
@@ -175,6 +177,7 @@ class ToolStep(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, ta
     request_id: str
     call_id: str
     name: str
+    arguments: str
     ok: bool
     output: str
     duration_ms: float

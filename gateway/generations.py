@@ -1,0 +1,266 @@
+"""The endpoints that answer with generations, streamed and whole, on bare ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from gateway.answer import Answer
+from gateway.caller import Caller
+from gateway.chunks import SSE_KEEP_ALIVE
+from gateway.errors import (
+    GOING_AWAY_REFUSAL,
+    InternalError,
+    MethodNotAllowedError,
+    Refusal,
+    SlowRequestError,
+    refusal_of,
+)
+from gateway.event_ids import event_id_line, parse_event_id, with_event_id
+from gateway.http import (
+    JSON,
+    ClientLeftError,
+    Receive,
+    Scope,
+    Send,
+    header_of,
+    new_request_id,
+    read_body,
+    request_id_header,
+    send_refusal,
+    send_refusal_and_close,
+    send_response,
+)
+from gateway.http_client import ABORT_EXTENSION, HttpClient
+from gateway.parts import Part
+from gateway.rendering import Endpoint, Prepared, Renderer
+from gateway.request_index import digest_of
+from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from schemas.jobs import Source
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
+
+_log = logging.getLogger(__name__)
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+]
+# A request that is refused this soon after it was accepted still gets its HTTP status.
+_STATUS_WAIT_S = 3.0
+_KEEP_ALIVE_S = 15.0
+_KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+class GenerationHandler:
+    """One endpoint."""
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id(self._endpoint.id_prefix)
+        try:
+            status = await self._answer(scope, receive, send, request_id)
+        except (PayloadTooLargeError, SlowRequestError) as error:
+            refusal = refusal_of(error)
+            status = refusal.status
+            await send_refusal_and_close(receive, send, refusal, request_id)
+        except MillraceError as error:
+            refusal = refusal_of(error)
+            status = refusal.status
+            await send_refusal(send, refusal, request_id)
+        except ClientLeftError:
+            status = 499
+        self._gateway.metrics.requests.labels(self._endpoint.route, str(status)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> int:
+        gateway, endpoint = self._gateway, self._endpoint
+        if scope["method"] != "POST":
+            raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
+        caller = await gateway.identity.caller(scope)
+        body = await read_body(scope, receive, gateway.config.max_body_bytes)
+        prepared = await endpoint.prepare(body, caller)
+        key = _idempotency_key(scope)
+        last_event_id = header_of(scope, b"last-event-id")
+        client = HttpClient(
+            gateway.config.client_buffer_bytes, scope["extensions"][ABORT_EXTENSION]
+        )
+        watch = asyncio.create_task(client.watch(receive))
+        try:
+            try:
+                if last_event_id is not None:
+                    answer = await self._resume(last_event_id, prepared, caller, client)
+                elif key:
+                    digest = digest_of(endpoint.route.encode(), body)
+                    answer = await gateway.idempotency.begin(
+                        key, digest, prepared.ask, caller, request_id, client
+                    )
+                else:
+                    answer = await gateway.asker.begin(
+                        prepared.ask, caller, request_id, Source.HTTP, client
+                    )
+            except MillraceError:
+                raise
+            except Exception as error:
+                # A bug is answered like any other error, and stands in the log.
+                _log.exception("a request could not be started", extra={"request_id": request_id})
+                raise InternalError("The gateway failed to answer this request.") from error
+            try:
+                return await self._deliver(prepared, answer, client, send)
+            finally:
+                # Nothing to do if the end was delivered.
+                if answer.is_kept or (client.going_away and prepared.stream):
+                    answer.hold(None, client.gone or "disconnect")
+                else:
+                    answer.leave(client.gone or "disconnect")
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _resume(
+        self, last_event_id: str, prepared: Prepared, caller: Caller, client: HttpClient
+    ) -> Answer:
+        if not prepared.stream:
+            raise ParameterError("last-event-id", "Last-Event-ID goes only with stream: true.")
+        request_id, indices = parse_event_id(last_event_id)
+        return await self._gateway.resuming.resume(caller, request_id, indices, client)
+
+    async def _deliver(
+        self, prepared: Prepared, answer: Answer, client: HttpClient, send: Send
+    ) -> int:
+        renderer = prepared.render(answer)
+        if prepared.stream:
+            return await self._stream(answer, client, send, renderer)
+        return await self._whole(answer, client, send, renderer)
+
+    async def _whole(
+        self, answer: Answer, client: HttpClient, send: Send, renderer: Renderer
+    ) -> int:
+        monotonic = self._gateway.clock.monotonic
+        while True:
+            for part in answer.take(monotonic()):
+                renderer.add(part)
+            if answer.ended:
+                break
+            await client.wait()
+            if client.has_left():
+                return 499
+            if client.going_away:
+                await send_refusal(send, GOING_AWAY_REFUSAL, answer.request_id)
+                return GOING_AWAY_REFUSAL.status
+        refusal = await self._concluded(answer, renderer)
+        headers = [JSON, request_id_header(answer.request_id), *answer.headers]
+        if refusal is not None:
+            answer.finish()
+            await send_refusal(send, refusal, answer.request_id)
+            return refusal.status
+        body = renderer.whole()
+        answer.finish()
+        await send_response(send, 200, headers, body)
+        return 200
+
+    async def _stream(
+        self, answer: Answer, client: HttpClient, send: Send, renderer: Renderer
+    ) -> int:
+        early = [] if answer.was_resumed else await self._early_parts(answer, client)
+        refusal = answer.refusal
+        if refusal is not None and not early and not answer.was_resumed:
+            await self._concluded(answer, renderer)
+            answer.finish()
+            await send_refusal(send, refusal, answer.request_id)
+            return refusal.status
+        if client.has_left():
+            return 499
+        headers = [*_SSE_HEADERS, request_id_header(answer.request_id), *answer.headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        first = b"" if any(answer.first_indices) else renderer.first()
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        if not await self._pump(early, answer, client, send, renderer):
+            if client.going_away and not client.has_left():
+                tail = renderer.failed(GOING_AWAY_REFUSAL)
+                await send({"type": "http.response.body", "body": tail})
+            return 499
+        refusal = await self._concluded(answer, renderer)
+        tail = renderer.last() if refusal is None else renderer.failed(refusal)
+        client.sending_since_s = self._gateway.clock.monotonic()
+        await send({"type": "http.response.body", "body": tail})
+        if client.has_left():
+            return 499
+        answer.finish()
+        return 200
+
+    async def _concluded(self, answer: Answer, renderer: Renderer) -> Refusal | None:
+        """Store what is to be kept before the client learns of the end."""
+        await answer.conclude()
+        refusal = answer.refusal
+        if refusal is None:
+            await renderer.store()
+        elif refusal.retry_after_s is not None and answer.idempotency_key:
+            await self._gateway.idempotency.release(answer)
+        return refusal
+
+    async def _early_parts(self, answer: Answer, client: HttpClient) -> list[Part]:
+        """Wait a moment for a sign of life, so that a refusal can still have its status."""
+        monotonic = self._gateway.clock.monotonic
+        give_up_s = monotonic() + _STATUS_WAIT_S
+        while True:
+            parts = answer.take(monotonic())
+            if parts or answer.ended or answer.has_begun or client.has_left():
+                return parts
+            left_s = give_up_s - monotonic()
+            if left_s <= 0 or not await client.wait_up_to(left_s):
+                return []
+
+    async def _pump(
+        self,
+        parts: list[Part],
+        answer: Answer,
+        client: HttpClient,
+        send: Send,
+        renderer: Renderer,
+    ) -> bool:
+        """Send parts as they come until the answer's end; False if the client is gone."""
+        monotonic = self._gateway.clock.monotonic
+        id_prefix = f"id: {answer.request_id}/".encode()
+        render = renderer.part
+        has_sent = False
+        while True:
+            if parts:
+                events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
+                if events:
+                    line = event_id_line(id_prefix, answer.next_indices)
+                    events = with_event_id(events, line)
+                    client.sending_since_s = monotonic()
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    client.sending_since_s = None
+                    has_sent = True
+            elif answer.ended:
+                return True
+            elif has_sent:
+                await client.wait()
+            elif not await client.wait_up_to(_KEEP_ALIVE_S):
+                await send(
+                    {"type": "http.response.body", "body": SSE_KEEP_ALIVE, "more_body": True}
+                )
+            if client.has_left() or client.going_away:
+                return False
+            parts = answer.take(monotonic())
+
+
+def _idempotency_key(scope: Scope) -> str:
+    key = header_of(scope, b"idempotency-key")
+    if key is None:
+        return ""
+    if not _KEY_FORM.fullmatch(key):
+        raise ParameterError(
+            "idempotency-key", "Idempotency-Key must have 1 to 255 printable ASCII characters."
+        )
+    return key

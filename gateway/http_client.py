@@ -1,0 +1,61 @@
+"""A connection that waits for one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.http import Receive, wait_for_disconnect
+from gateway.stream import Client, OpenStream
+
+ABORT_EXTENSION = "millrace.abort"
+GOING_AWAY = "going_away"
+
+
+class HttpClient(Client):
+    """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
+    gateway shuts down and the client is to be told."""
+
+    def __init__(self, limit_bytes: int, abort: Callable[[], None]) -> None:
+        super().__init__(limit_bytes)
+        self._abort = abort
+        self._wakeup = asyncio.Event()
+        self.gone = ""
+        self.going_away = False
+
+    def wake(self, _stream: OpenStream) -> None:
+        self._wakeup.set()
+
+    def has_left(self) -> bool:
+        return bool(self.gone)
+
+    def drop(self, reason: str) -> None:
+        self.leave(reason)
+        self._abort()
+
+    def go_away(self) -> None:
+        self.going_away = True
+        self._wakeup.set()
+
+    def leave(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        self._wakeup.set()
+
+    async def wait(self) -> None:
+        """Return when there is something to take, or nobody to take it."""
+        await self._wakeup.wait()
+        self._wakeup.clear()
+
+    async def wait_up_to(self, timeout_s: float) -> bool:
+        """Like ``wait``; False if nothing happened in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def watch(self, receive: Receive) -> None:
+        """Note that the client closes its connection. Runs until then."""
+        await wait_for_disconnect(receive)
+        self.leave("disconnect")

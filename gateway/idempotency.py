@@ -1,0 +1,76 @@
+"""One answer for one Idempotency-Key, however often the request is sent."""
+
+from __future__ import annotations
+
+from bus.clock import Clock
+from gateway.answer import Answer
+from gateway.asking import Asker
+from gateway.caller import Caller
+from gateway.parsing import Ask
+from gateway.request_index import RequestIndex
+from gateway.resuming import Resuming, UnknownRequestError
+from gateway.stream import Client
+from schemas.jobs import Source
+
+_POLL_S = 0.05
+_BEGUN_WITHIN_S = 3.0
+
+
+class Idempotency:
+    """The first request with a key is answered, and its result kept; equal ones get that answer
+    from its beginning, also while it is still being made, then in the place of the one before."""
+
+    def __init__(self, index: RequestIndex, asker: Asker, resuming: Resuming, clock: Clock) -> None:
+        self._index = index
+        self._asker = asker
+        self._resuming = resuming
+        self._clock = clock
+
+    async def begin(
+        self,
+        key: str,
+        digest: str,
+        ask: Ask,
+        caller: Caller,
+        request_id: str,
+        client: Client,
+        *,
+        source: Source = Source.HTTP,
+        owner: object = None,
+    ) -> Answer:
+        """The answer, new or known. Raises IdempotencyConflictError for a key of another request,
+        RedisAwayError, and what ``Asker.begin`` raises; the key can be used again then."""
+        known_id = await self._index.claim(caller.tenant, key, digest, request_id)
+        if known_id != request_id:
+            answer = await self._attach(known_id, ask, caller, client, owner)
+            if answer is not None:
+                return answer
+        try:
+            # If who claimed the key died before the queue had the job, it is asked now under the
+            # same id, which the queue takes once.
+            return await self._asker.begin(
+                ask, caller, known_id, source, client, idempotency_key=key, owner=owner
+            )
+        except BaseException:
+            await self._index.release(caller.tenant, key, known_id)
+            raise
+
+    async def release(self, answer: Answer) -> None:
+        """The answer failed in a way that may pass: let the key be tried again."""
+        await self._index.release(answer.caller.tenant, answer.idempotency_key, answer.request_id)
+
+    async def _attach(
+        self, request_id: str, ask: Ask, caller: Caller, client: Client, owner: object
+    ) -> Answer | None:
+        """The answer under way or done; None if it never began."""
+        give_up_s = self._clock.monotonic() + _BEGUN_WITHIN_S
+        num_choices = ask.sampling.n * (1 + len(ask.other_prompts))
+        while True:
+            try:
+                return await self._resuming.resume(
+                    caller, request_id, (0,) * num_choices, client, owner=owner
+                )
+            except UnknownRequestError:
+                if self._clock.monotonic() >= give_up_s:
+                    return None
+            await self._clock.sleep(_POLL_S)

@@ -1,0 +1,69 @@
+"""Log-probabilities as OpenAI's two endpoints show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from schemas.frames import TokenLogprob
+from schemas.openai import CompletionLogprobs, LogprobInfo, TopLogprob
+
+
+class TokenTexts(Protocol):
+    """What is used of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+def logprob_infos(
+    tokenizer: TokenTexts, logprobs: Sequence[TokenLogprob]
+) -> tuple[LogprobInfo, ...]:
+    """One entry for each token; bytes that are no whole character show as U+FFFD in its text."""
+    return tuple(_info(tokenizer, one) for one in logprobs)
+
+
+def _info(tokenizer: TokenTexts, one: TokenLogprob) -> LogprobInfo:
+    raw = tokenizer.token_bytes(one.token_id)
+    return LogprobInfo(
+        token=raw.decode(errors="replace"),
+        logprob=one.logprob,
+        bytes=tuple(raw),
+        top_logprobs=tuple(
+            TopLogprob(
+                token=(alternative := tokenizer.token_bytes(token_id)).decode(errors="replace"),
+                logprob=logprob,
+                bytes=tuple(alternative),
+            )
+            for token_id, logprob in one.top
+        ),
+    )
+
+
+def completion_logprobs(
+    tokenizer: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    first_offset: int,
+) -> CompletionLogprobs:
+    """The four lists of ``/v1/completions``. An entry is None for a token that nothing goes before;
+    ``first_offset`` is where the first token begins in the choice's text, in characters."""
+    tokens = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+    offsets, offset = [], first_offset
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return CompletionLogprobs(
+        tokens=tuple(tokens),
+        token_logprobs=tuple(None if one is None else one.logprob for one in logprobs),
+        top_logprobs=tuple(None if one is None else _top(tokenizer, one) for one in logprobs),
+        text_offset=tuple(offsets),
+    )
+
+
+def _top(tokenizer: TokenTexts, one: TokenLogprob) -> dict[str, float]:
+    """The chosen token and the alternatives by their texts; of two with one text the likelier."""
+    found: dict[str, float] = {}
+    for token_id, logprob in (*one.top, (one.token_id, one.logprob)):
+        text = tokenizer.token_bytes(token_id).decode(errors="replace")
+        found[text] = max(logprob, found.get(text, logprob))
+    return found

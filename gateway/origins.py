@@ -1,0 +1,112 @@
+"""Which web pages may use the gateway from a browser: its own, and those that it is told of.
+
+A browser sends a page's requests with its ``Origin``. A page of somebody else must not be able to
+use a gateway that needs no key because only this machine can reach it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from gateway.errors import refusal_of
+from gateway.http import JSON, AsgiApp, Event, Receive, Scope, Send, header_of
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+
+_ANY = "*"
+_MAX_AGE_S = b"600"
+_METHODS = b"GET, POST, DELETE"
+_EXPOSED = b"x-request-id, retry-after"
+
+
+class OriginError(MillraceError):
+    """A page of another origin, which was not allowed."""
+
+    code = "origin_not_allowed"
+    http_status = 403
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"Pages of {origin:.200} may not use this gateway. Its operator can name them in "
+            f"gateway.allowed_origins."
+        )
+
+
+class OriginGuard:
+    """Refuses requests of pages that are not allowed, and answers browsers that ask beforehand."""
+
+    def __init__(self, app: AsgiApp, config: GatewayConfig, *, demands_keys: bool) -> None:
+        self._app = app
+        self._demands_keys = demands_keys
+        self._host = config.host
+        self._allowed = frozenset(origin.rstrip("/") for origin in config.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = header_of(scope, b"origin") if scope["type"] != "lifespan" else None
+        if origin is None or self._is_own(origin, scope):
+            await self._app(scope, receive, send)
+        elif _ANY not in self._allowed and origin not in self._allowed:
+            await _refuse(OriginError(origin), scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve_elsewhere(origin, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_own(self, origin: str, scope: Scope) -> bool:
+        """Whether the page came from here: from the host that the request is for.
+
+        Without keys that host has to be an address, or this machine by name: any other name may be
+        somebody else's, who has it lead here.
+        """
+        parts = urlsplit(origin)
+        if parts.netloc != (header_of(scope, b"host") or ""):
+            return False
+        name = parts.hostname or ""
+        return self._demands_keys or name in ("localhost", self._host) or _is_address(name)
+
+    async def _serve_elsewhere(
+        self, origin: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        allow = (b"access-control-allow-origin", origin.encode("latin-1"))
+        vary = (b"vary", b"origin")
+        if scope["method"] == "OPTIONS" and header_of(scope, b"access-control-request-method"):
+            asked = header_of(scope, b"access-control-request-headers") or ""
+            headers = [
+                allow,
+                vary,
+                (b"access-control-allow-methods", _METHODS),
+                (b"access-control-allow-headers", asked.encode("latin-1")),
+                (b"access-control-max-age", _MAX_AGE_S),
+                (b"content-length", b"0"),
+            ]
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_with_origin(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                exposed = (b"access-control-expose-headers", _EXPOSED)
+                event["headers"] = [*event["headers"], allow, vary, exposed]
+            await send(event)
+
+        await self._app(scope, receive, send_with_origin)
+
+
+async def _refuse(error: MillraceError, scope: Scope, receive: Receive, send: Send) -> None:
+    refusal = refusal_of(error)
+    prefix = "http"
+    if scope["type"] == "websocket":
+        await receive()
+        prefix = "websocket.http"
+    start = {"status": refusal.status, "headers": [JSON, *refusal.headers]}
+    await send({"type": f"{prefix}.response.start", **start})
+    await send({"type": f"{prefix}.response.body", "body": refusal.body})
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""Answers that go on with another connection, at this gateway or after another."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.api import Bus
+from gateway.answer import Answer, job_id
+from gateway.asking import Asker
+from gateway.caller import Caller
+from gateway.models import Models
+from gateway.request_index import RequestIndex, RequestState
+from gateway.stream import Client
+from gateway.streams import StreamTable
+from schemas.control import HandedOver
+from schemas.errors import MillraceError, ParameterError
+from schemas.jobs import Job
+
+_HANDOVER_TIMEOUT_S = 0.5
+_NS_PER_S = 1_000_000_000
+
+
+class UnknownRequestError(MillraceError):
+    """No request of that id is known for this caller."""
+
+    code = "request_not_found"
+    http_status = 404
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"There is no request {request_id!r:.200} to go on with: it is not yours, or too old."
+        )
+        self.param = "request_id"
+
+
+class Resuming:
+    """``resume`` takes an answer over from whoever held it; ``hand_over`` gives one away."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        gateway_id: str,
+        index: RequestIndex,
+        asker: Asker,
+        streams: StreamTable,
+        models: Models,
+    ) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._index = index
+        self._asker = asker
+        self._streams = streams
+        self._models = models
+
+    async def resume(
+        self,
+        caller: Caller,
+        request_id: str,
+        next_indices: tuple[int, ...],
+        client: Client,
+        *,
+        owner: object = None,
+    ) -> Answer:
+        """The answer from ``next_indices`` on, one for each choice. Whoever had it before gets
+        nothing more of it.
+
+        Raises UnknownRequestError, ParameterError for another number of choices, RedisAwayError.
+        """
+        state = await self._state_of(request_id)
+        if state is None or state.tenant != caller.tenant:
+            raise UnknownRequestError(request_id)
+        ask = state.ask
+        num_choices = ask.sampling.n * (1 + len(ask.other_prompts))
+        if len(next_indices) != num_choices:
+            raise ParameterError(
+                "next_index", f"This request has {num_choices} choices: give an index for each."
+            )
+        model = await self._models.get(ask.model)
+        is_dead = False
+        if state.holder != self._gateway_id:
+            is_dead = await self._take_from(state) is None
+        former = self._asker.get(request_id)
+        if former is not None:
+            former.let_go()
+        answer = Answer(
+            self._asker,
+            ask,
+            caller,
+            model,
+            request_id,
+            state.created_ns // _NS_PER_S,
+            session=state.session,
+            idempotency_key=state.idempotency_key,
+            first_indices=next_indices,
+            owner=owner,
+        )
+        for index, next_index in enumerate(next_indices):
+            job = self._job(state, job_id(request_id, index, 0))
+            stream = self._streams.take_over(job, client, answer, next_index)
+            answer.choices.append(self._asker.choice(answer, index, stream, next_index))
+        self._asker.keep(answer, replace(state, holder=self._gateway_id))
+        is_foreign = state.origin != self._gateway_id
+        if is_foreign:
+            # The origin may have died before the holder did.
+            origin_is_dead = is_dead and state.origin == state.holder
+            await self._streams.stand_in_for(state.origin, is_dead=origin_is_dead)
+            is_foreign = not origin_is_dead
+        for choice in answer.choices:
+            self._streams.follow(choice.stream, is_foreign=is_foreign)
+        if state.holder != self._gateway_id:
+            await self._index.put(replace(state, holder=self._gateway_id))
+        return answer
+
+    def hand_over(self, request_id: str) -> HandedOver | None:
+        """Let go of an answer that another gateway takes over."""
+        answer = self._asker.get(request_id)
+        if answer is None:
+            return HandedOver()
+        token_ids = tuple(answer.choices[0].stream.reader.token_ids)
+        answer.let_go()
+        self._asker.forget(answer)
+        return HandedOver(token_ids=token_ids)
+
+    async def _state_of(self, request_id: str) -> RequestState | None:
+        """What this gateway knows itself, also while Redis is away, or what others wrote."""
+        own = self._asker.state_of(request_id)
+        return own if own is not None else await self._index.get(request_id)
+
+    async def _take_from(self, state: RequestState) -> HandedOver | None:
+        """None: the holder is not there any more."""
+        try:
+            return await self._bus.control.hand_over(
+                state.holder, state.request_id, _HANDOVER_TIMEOUT_S
+            )
+        except (MillraceError, TimeoutError):
+            return None
+
+    def _job(self, state: RequestState, request_id: str) -> Job:
+        ask = state.ask
+        return Job(
+            request_id=request_id,
+            model=ask.model,
+            prompt_token_ids=(),
+            sampling=replace(ask.sampling, n=1),
+            reply=state.origin,
+            batch_frames=True,
+            store_result=state.keep_result,
+            tenant=state.tenant,
+            user=ask.user,
+            session_id=ask.session_id,
+            tier=state.tier,
+            source=state.source,
+            model_requested=ask.model,
+            received_ns=state.created_ns,
+            deadline_ns=state.deadline_ns,
+        )
