@@ -79,8 +79,8 @@ class Standing(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What a request is to use at most, and how long it may take. ``longest_tokens`` is how long one
-    of its several prompts with its completion may become, None if it has but one."""
+    """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
+    that one of its several prompts and its completion may have, None if it has but one."""
 
     request_id: str
     model: str

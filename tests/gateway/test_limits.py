@@ -100,6 +100,7 @@ async def reserve(
     cost: str = "0",
     deadline_s: float = 600.0,
     tier: Tier | None = None,
+    longest: int | None = None,
 ) -> Reservation:
     return await limiter.reserve(
         caller,
@@ -110,6 +111,7 @@ async def reserve(
         cost_upper=Decimal(cost),
         deadline_s=deadline_s,
         tier=tier,
+        longest_tokens=longest,
     )
 
 
@@ -239,6 +241,10 @@ async def test_a_tiers_window(bench: Bench) -> None:
     with pytest.raises(TierContextError, match=r"tenant acme \(tier free\) may hold 32768 tokens"):
         await reserve(bench.limiter, caller, "r1", prompt=32_000, completion=769)
     await reserve(bench.limiter, caller, "r1", prompt=32_000, completion=768)
+    # Several choices of one request are in contexts of their own.
+    with pytest.raises(TierContextError):
+        await reserve(bench.limiter, caller, "r2", prompt=40_000, longest=32_769)
+    await reserve(bench.limiter, caller, "r2", prompt=40_000, longest=32_768)
 
 
 async def test_a_keys_own_limits_are_within_its_tenants(bench: Bench) -> None:
