@@ -1,0 +1,114 @@
+"""A real gateway in its own process, with the servers that it needs, measured from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.servers import NatsServer, RedisServer, die_with_parent, free_port
+
+GATEWAY_ID = "bench"
+_START_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+
+
+class GatewayProcess:
+    """``python -m gateway`` on a free port, and the addresses of what it uses."""
+
+    def __init__(self, nats_url: str, redis_url: str, log: Path, **settings: object) -> None:
+        """``settings`` are of the section ``gateway`` of the configuration."""
+        self.nats_url = nats_url
+        self.port = free_port()
+        self._log = log
+        variables = {"port": self.port, "gateway_id": GATEWAY_ID, **settings}
+        environment = {
+            **os.environ,
+            "MILLRACE_NATS__URL": nats_url,
+            "MILLRACE_REDIS__URL": redis_url,
+            **{f"MILLRACE_GATEWAY__{k.upper()}": str(v) for k, v in variables.items()},
+        }
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gateway"],
+                env=environment,
+                stdout=out,
+                stderr=out,
+                preexec_fn=die_with_parent,
+            )
+        self._seen = psutil.Process(self._process.pid)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Return once it serves. Raises RuntimeError, with its log, if it does not."""
+        give_up_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                if self.health()["bus_connected"]:
+                    return
+            if self._process.poll() is not None or time.monotonic() > give_up_s:
+                raise RuntimeError(f"the gateway did not start:\n{self._log.read_text()[-3000:]}")
+            time.sleep(_POLL_S)
+
+    def health(self) -> dict[str, Any]:
+        """What ``/healthz`` says."""
+        with urllib.request.urlopen(f"{self.url}/healthz", timeout=10.0) as answer:
+            health: dict[str, Any] = json.load(answer)
+            return health
+
+    def cpu_s(self) -> float:
+        """CPU time so far."""
+        times = self._seen.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self) -> int:
+        return int(self._seen.memory_info().rss)
+
+    def num_files(self) -> int:
+        """Open files, sockets among them."""
+        return int(self._seen.num_fds())
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def running_gateway(**settings: object) -> Iterator[GatewayProcess]:
+    """NATS, Redis and a gateway, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ends:
+        folder = Path(name)
+        nats_server = NatsServer(folder / "nats")
+        nats_server.start()
+        ends.callback(nats_server.stop)
+        redis_server = RedisServer(folder / "redis")
+        redis_server.start()
+        ends.callback(redis_server.stop)
+        gateway = GatewayProcess(
+            nats_server.url, redis_server.url, folder / "gateway.log", **settings
+        )
+        ends.callback(gateway.stop)
+        gateway.wait_ready()
+        yield gateway
