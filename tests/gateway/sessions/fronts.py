@@ -1,0 +1,110 @@
+"""What a gateway has of sessions, without its sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from redis.asyncio import Redis
+
+from bus.clock import Clock, SystemClock
+from bus.redis_link import RedisLink
+from gateway.caller import LOCAL, Caller
+from gateway.identity import Identity
+from gateway.models import Models
+from gateway.parsing import Ask
+from gateway.sessions import FittedSession, Sessions
+from registry.served import ServedModel
+from schemas.config import GatewayConfig, RedisConfig, SessionContexts
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+from schemas.sampling import SamplingParams
+
+MODEL = "demo"
+SESSION = "s-1"
+NO_SUMMARIES = SessionContexts(pro="window", enterprise="window")
+SUMMARIES = GatewayConfig(session_context=SessionContexts(free="window"))
+# Half a hundred tokens of the demo model's.
+LONG = "The gateway sends tokens to the client as they come, and the worker makes them. " * 3
+
+Generate = Callable[[Job], Awaitable[str]]
+Make = Callable[..., "Front"]
+
+
+async def no_summary(_job: Job) -> str:
+    raise AssertionError("nothing asked for a summary")
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+def assistant(text: str) -> ChatMessage:
+    return ChatMessage("assistant", text)
+
+
+class Front:
+    """What a gateway has of sessions, on a link of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        model: ServedModel,
+        config: GatewayConfig | None = None,
+        clock: Clock | None = None,
+        generate: Generate = no_summary,
+    ) -> None:
+        clock = clock or SystemClock()
+        config = config or GatewayConfig(session_context=NO_SUMMARIES)
+        self.model = model
+        self.link = RedisLink(RedisConfig(url=url), clock)
+        card = ModelCard(id=MODEL, created=0, max_model_len=None)
+        models = Models({MODEL: card}, lambda _name: model)
+        self.sessions = Sessions(self.link, config, clock, models, generate, lambda _names: ())
+        self.identity = Identity(self.link, config, clock)
+        self._num_requests = 0
+
+    async def begin(
+        self,
+        *messages: ChatMessage,
+        request_id: str = "",
+        keep: int | None = None,
+        max_tokens: int | None = 100,
+        caller: Caller = LOCAL,
+        session_id: str = SESSION,
+    ) -> FittedSession:
+        ask = Ask(
+            model=MODEL,
+            messages=messages,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            session_id=session_id,
+            session_keep=keep,
+        )
+        return await self.sessions.begin(caller, ask, self.model, request_id or "r")
+
+    async def commit(
+        self, *answer: ChatMessage, request_id: str = "", tenant: str = "local"
+    ) -> None:
+        await self.sessions.commit(tenant, SESSION, request_id or "r", answer)
+
+    async def exchange(self, question: str, answer: str, keep: int | None = None) -> FittedSession:
+        """A whole request."""
+        self._num_requests += 1
+        request_id = f"r-{id(self)}-{self._num_requests}"
+        fitted = await self.begin(user(question), request_id=request_id, keep=keep)
+        await self.commit(assistant(answer), request_id=request_id)
+        return fitted
+
+    async def kept(self) -> Sequence[ChatMessage]:
+        return (await self.sessions.history("local", SESSION)).messages
+
+    async def texts(self) -> list[str]:
+        return [message.content for message in await self.kept()]
+
+    async def close(self) -> None:
+        await self.sessions.close()
+        await self.link.close()
+
+
+async def is_gone(redis: Redis, key: str) -> bool:
+    """Whether Redis has nothing there."""
+    return not await redis.exists(key)

@@ -1,0 +1,176 @@
+"""The oldest turns of long conversations become summaries."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from bus.subjects import session_summary_key
+from gateway.caller import Caller
+from schemas.errors import BusUnavailableError, MillraceError, ParameterError
+from schemas.jobs import Job, Source, Tier
+from tests.gateway.sessions.fronts import (
+    LONG,
+    MODEL,
+    SESSION,
+    SUMMARIES,
+    Front,
+    Make,
+    assistant,
+    is_gone,
+    user,
+)
+from tests.support.waiting import eventually
+
+
+class Summariser:
+    """Stands for the model: answers once it is let."""
+
+    def __init__(self, answer: str | MillraceError = "They spoke of tokens.") -> None:
+        self.answer = answer
+        self.jobs: list[Job] = []
+        self.gate = asyncio.Event()
+
+    async def __call__(self, job: Job) -> str:
+        self.jobs.append(job)
+        await self.gate.wait()
+        if isinstance(self.answer, MillraceError):
+            raise self.answer
+        return self.answer
+
+
+async def talk_until_summarised(front: Front, summariser: Summariser) -> int:
+    """Exchanges until a summary is asked for; how many messages there are then."""
+    for number in range(40):
+        await front.exchange(f"question {number} {LONG}", f"answer {number}")
+        await asyncio.sleep(0)
+        if await _has_job(summariser, front):
+            return 2 * (number + 1)
+    raise AssertionError("no summary was asked for")
+
+
+async def _has_job(summariser: Summariser, front: Front) -> bool:
+    """A summary that was begun asks Redis for the lock first; one more round trip is behind it."""
+    await front.link.call("PING")
+    await front.link.call("PING")
+    return bool(summariser.jobs)
+
+
+async def test_the_oldest_turns_become_a_summary(make: Make, redis: Redis) -> None:
+    summariser = Summariser()
+    front = make(SUMMARIES, generate=summariser)
+    num_messages = await talk_until_summarised(front, summariser)
+    (job,) = summariser.jobs
+    assert job.request_id.startswith("sum-")
+    assert (job.tenant, job.tier, job.source, job.model) == (
+        "local",
+        Tier.BATCH,
+        Source.HTTP,
+        MODEL,
+    )
+    assert job.store_result
+    assert job.sampling.max_tokens == SUMMARIES.session_summary_tokens
+    assert job.messages is not None
+    assert "User: question 0" in job.messages[0].content
+    assert "Assistant: answer 0" in job.messages[0].content
+    ready = len(front.model.tokenizer.encode_chat(job.messages)) + (job.sampling.max_tokens or 0)
+    assert ready <= front.model.context_window_tokens
+
+    # Nobody waits for it, and what is said meanwhile stays.
+    before = await front.exchange("meanwhile", "yes")
+    assert before.info.num_summarised == 0
+    summariser.gate.set()
+    await eventually(lambda: _is_summarised(front))
+    history = await front.sessions.history("local", SESSION)
+    assert history.summary == "They spoke of tokens."
+    assert history.num_summarised + len(history.messages) == num_messages + 2
+    assert history.messages[0].content.startswith(f"question {history.num_summarised // 2} ")
+    assert history.messages[-1] == assistant("yes")
+
+    after = await front.begin(user("and now?"))
+    assert after.info.num_summarised == history.num_summarised
+    assert after.info.num_messages == num_messages + 2
+    assert after.info.num_dropped == 0
+    assert "They spoke of tokens." in after.messages[0].content
+    assert after.messages[0].role == "system"
+    await eventually(lambda: is_gone(redis, session_summary_key("local", SESSION)))
+
+    least = history.num_summarised
+    with pytest.raises(ParameterError, match=f"keep at least {least}"):
+        await front.begin(user("x"), keep=least - 2)
+    assert len((await front.begin(user("x"), keep=least + 2)).messages) == 4
+    assert (await front.begin(user("x"), keep=0)).messages == (user("x"),)
+
+
+async def _is_summarised(front: Front) -> bool:
+    return bool((await front.sessions.history("local", SESSION)).summary)
+
+
+async def test_a_second_summary_takes_the_first_one_in(make: Make) -> None:
+    summariser = Summariser()
+    summariser.gate.set()
+    front = make(SUMMARIES, generate=summariser)
+    await talk_until_summarised(front, summariser)
+    await eventually(lambda: _is_summarised(front))
+    first = (await front.sessions.history("local", SESSION)).num_summarised
+    summariser.jobs.clear()
+    await talk_until_summarised(front, summariser)
+    messages = summariser.jobs[0].messages
+    assert messages is not None
+    assert "What went before: They spoke of tokens." in messages[0].content
+
+    async def has_more() -> bool:
+        return (await front.sessions.history("local", SESSION)).num_summarised > first
+
+    await eventually(has_more)
+
+
+async def test_gateways_do_not_summarise_at_once(make: Make) -> None:
+    summariser = Summariser()
+    one, other = make(SUMMARIES, generate=summariser), make(SUMMARIES, generate=summariser)
+    await talk_until_summarised(one, summariser)
+    for number in range(3):
+        await other.exchange(f"more {number}", "ok")
+        await _has_job(summariser, other)
+    assert len(summariser.jobs) == 1
+
+
+async def test_a_failed_summary_changes_nothing(make: Make, redis: Redis) -> None:
+    summariser = Summariser(BusUnavailableError("away"))
+    summariser.gate.set()
+    front = make(SUMMARIES, generate=summariser)
+    num_messages = await talk_until_summarised(front, summariser)
+    lock = session_summary_key("local", SESSION)
+
+    async def pauses() -> bool:
+        return 0 < await redis.pttl(lock) <= 60_000
+
+    await eventually(pauses)
+    history = await front.sessions.history("local", SESSION)
+    assert (history.summary, len(history.messages)) == ("", num_messages)
+    await front.exchange("next", "ok")
+    await _has_job(summariser, front)
+    assert len(summariser.jobs) == 1, "it is not tried again at once"
+
+
+async def test_a_deleted_conversation_is_not_summarised(make: Make) -> None:
+    summariser = Summariser()
+    front = make(SUMMARIES, generate=summariser)
+    await talk_until_summarised(front, summariser)
+    await front.sessions.delete("local", SESSION)
+    await front.exchange("new", "yes")
+    summariser.gate.set()
+    await eventually(lambda: not front.sessions.num_summarising)
+    assert await front.texts() == ["new", "yes"]
+
+
+async def test_a_tier_without_summaries(make: Make) -> None:
+    front = make(SUMMARIES)
+    free = Caller(tenant="local", tier=Tier.FREE)
+    for number in range(20):
+        request_id = f"r{number}"
+        fitted = await front.begin(user(LONG), request_id=request_id, caller=free)
+        await front.commit(assistant(LONG), request_id=request_id)
+    assert fitted.info.num_dropped > 0

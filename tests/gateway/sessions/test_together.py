@@ -1,0 +1,177 @@
+"""Conversations that several tabs and gateways change at once, and a Redis that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from bus.clock import ManualClock, SystemClock
+from bus.redis_link import RedisAwayError
+from gateway.caller import LOCAL
+from gateway.models import Models
+from gateway.parsing import Ask
+from gateway.sessions import SessionNotFoundError, Sessions
+from registry.served import ServedModel
+from schemas.config import GatewayConfig
+from schemas.jobs import ChatMessage
+from schemas.sampling import SamplingParams
+from schemas.tools import ToolCall
+from tests.gateway.sessions.fronts import (
+    MODEL,
+    SESSION,
+    Front,
+    Make,
+    assistant,
+    no_summary,
+    user,
+)
+from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
+
+
+async def test_tabs_at_the_same_time_lose_nothing(make: Make) -> None:
+    fronts = [make(), make()]
+    await fronts[0].exchange("q", "a")
+    names = [f"r{number}" for number in range(24)]
+    for number, name in enumerate(names):
+        await fronts[number % 2].begin(user(name), request_id=name)
+    await asyncio.gather(
+        *(
+            fronts[(number + 1) % 2].commit(assistant(f"to {name}"), request_id=name)
+            for number, name in enumerate(names)
+        )
+    )
+    texts = await fronts[0].texts()
+    assert texts[:2] == ["q", "a"]
+    pairs = list(zip(texts[2::2], texts[3::2], strict=True))
+    assert sorted(pairs) == sorted((name, f"to {name}") for name in names)
+    assert (await fronts[0].sessions.history("local", SESSION)).version == 25
+
+
+async def test_a_request_is_committed_once(make: Make) -> None:
+    one, other = make(), make()
+    await one.begin(user("q"), request_id="r1")
+    await asyncio.gather(
+        *(front.commit(assistant("a"), request_id="r1") for front in (one, other) for _ in range(5))
+    )
+    await other.commit(assistant("a"), request_id="r1")
+    assert await one.texts() == ["q", "a"]
+
+
+async def test_nothing_said_changes_nothing(front: Front) -> None:
+    await front.begin(user("q"))
+    await front.commit()
+    await front.commit(assistant(""))
+    with pytest.raises(SessionNotFoundError):
+        await front.kept()
+
+
+async def test_all_rounds_of_tools_are_kept(front: Front) -> None:
+    call = ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
+    result = ChatMessage("tool", "", tool_call_id="c")
+    await front.begin(user("q"))
+    await front.commit(call, result, assistant(""))
+    assert await front.kept() == (user("q"), call, result)
+
+
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "commit", "commit", "delete"]),
+            st.integers(0, 3),
+            st.none() | st.integers(0, 6),
+        ),
+        max_size=24,
+    )
+)
+async def test_any_order_of_requests(
+    make: Make, redis: Redis, steps: list[tuple[str, int, int | None]]
+) -> None:
+    """Against a plain list: a turn goes behind what is there, or, if nothing came since it began,
+    behind what it keeps."""
+    await redis.flushall()
+    fronts = [make(), make()]
+    kept: list[str] = []
+    changes = 0
+    running: dict[int, tuple[str, int, int | None]] = {}
+    try:
+        for number, (step, tab, keep) in enumerate(steps):
+            front = fronts[tab % 2]
+            if step == "begin":
+                name = f"r{number}"
+                fitted = await front.begin(user(name), request_id=name, keep=keep)
+                assert [one.content for one in fitted.messages] == [*kept[:keep], name]
+                running[tab] = (name, changes, keep)
+            elif step == "commit" and tab in running:
+                name, base, keep = running[tab]
+                await front.commit(assistant("ok"), request_id=name)
+                if base >= 0:
+                    kept = [*(kept[:keep] if base == changes else kept), name, "ok"]
+                    changes += 1
+                running[tab] = (name, -1, keep)
+            elif step == "delete":
+                if kept:
+                    await front.sessions.delete("local", SESSION)
+                else:
+                    with pytest.raises(SessionNotFoundError):
+                        await front.sessions.delete("local", SESSION)
+                kept, changes = [], changes + 1
+                running = {tab: (name, -1, keep) for tab, (name, _, keep) in running.items()}
+            if kept:
+                assert await front.texts() == kept
+    finally:
+        for front in fronts:
+            await front.close()
+
+
+async def test_an_answer_waits_for_redis(make: Make, redis_server: RedisServer) -> None:
+    clock = ManualClock()
+    front = make(clock=clock)
+    await front.begin(user("q"))
+    redis_server.pause()
+    try:
+        await front.commit(assistant("a"))
+        with pytest.raises(RedisAwayError):
+            await front.begin(user("x"), request_id="other")
+    finally:
+        redis_server.resume()
+    await clock.advance(1.5)
+    await eventually(lambda: _is_kept(front, ["q", "a"]))
+
+
+async def _is_kept(front: Front, texts: list[str]) -> bool:
+    try:
+        return await front.texts() == texts
+    except SessionNotFoundError:
+        return False
+
+
+async def test_a_full_redis_counts_as_away(front: Front, redis: Redis) -> None:
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RedisAwayError):
+            await front.begin(user("q"))
+    finally:
+        await redis.config_set("maxmemory", 0)
+    await front.begin(user("q"))
+
+
+async def test_without_redis(model: ServedModel) -> None:
+    sessions = Sessions(
+        None, GatewayConfig(), SystemClock(), Models({}, lambda _: model), no_summary, lambda _: ()
+    )
+    ask = Ask(model=MODEL, messages=(user("q"),), sampling=SamplingParams(), session_id=SESSION)
+    with pytest.raises(RedisAwayError):
+        await sessions.begin(LOCAL, ask, model, "r")
+    with pytest.raises(RedisAwayError):
+        await sessions.history("local", SESSION)
+    await sessions.close()
