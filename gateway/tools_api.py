@@ -8,16 +8,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http import json_response
-from gateway.identity import Identity
+from gateway.caller import Caller
+from gateway.http import Scope, json_response
 from gateway.tool_runner import ToolRunner
+
+
+class IdentityLike(Protocol):
+    """``gateway.identity.Identity``."""
+
+    async def caller(self, scope: Scope) -> Caller: ...
 
 
 class ToolsGateway(Protocol):
     """What the endpoint needs of the gateway."""
 
     @property
-    def identity(self) -> Identity: ...
+    def identity(self) -> IdentityLike: ...
 
     @property
     def tools(self) -> ToolRunner: ...

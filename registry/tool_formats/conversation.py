@@ -123,23 +123,24 @@ def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> st
 def _turns_in_plain_text(
     messages: Sequence[ChatMessage], tool_format: ToolFormat
 ) -> list[ChatMessage]:
+    """What comes of tools and user one after the other is one turn: many templates want turns to
+    alternate."""
     turns: list[ChatMessage] = []
-    was_result = False
+    were_results = False
     for message in messages:
-        is_result = message.role == "tool"
-        if is_result:
-            text = f"<tool_response>\n{message.content}\n</tool_response>"
-            if was_result:
-                turns[-1] = _with_text(turns[-1], f"{turns[-1].content}\n{text}")
-            else:
-                turns.append(ChatMessage("user", text))
+        text = message.content
+        if message.role == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
         elif message.tool_calls:
             calls = _calls_as_text(message.tool_calls, tool_format)
-            text = f"{message.content}\n{calls}" if message.content else calls
-            turns.append(msgspec.structs.replace(message, content=text, tool_calls=()))
+            text = f"{text}\n{calls}" if text else calls
+        if were_results and message.role in ("tool", "user"):
+            turns[-1] = _with_text(turns[-1], f"{turns[-1].content}\n{text}")
+        elif message.role == "tool":
+            turns.append(ChatMessage("user", text))
         else:
-            turns.append(message)
-        was_result = is_result
+            turns.append(msgspec.structs.replace(message, content=text, tool_calls=()))
+        were_results = message.role == "tool"
     return turns
 
 
