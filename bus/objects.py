@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 
@@ -12,7 +13,9 @@ from bus import codec, subjects
 from bus.api import Journal, JournalEntry, StoredObject
 from bus.clock import Clock
 from bus.journal import JournalConflictError
-from schemas.errors import MillraceError
+from schemas.errors import BusUnavailableError, MillraceError
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 128 * 1024
 _INFOS_AT_ONCE = 500
@@ -67,16 +70,22 @@ class JournalObjects:
                 subjects.object_entry(owner, name), codec.encode(stored), after=0
             )
         except JournalConflictError:
-            await self._journal.drop(chunk_name)
+            await self._forget(chunk_name)
             there = await self.info(owner, name)
             if there is None:
                 raise
             return there
         except BaseException:
             if num_chunks:
-                await self._journal.drop(chunk_name)
+                await self._forget(chunk_name)
             raise
         return stored
+
+    async def _forget(self, chunk_name: str) -> None:
+        try:
+            await self._journal.drop(chunk_name)
+        except BusUnavailableError:
+            logger.warning("chunks of a broken upload stay until they are old")
 
     async def info(self, owner: str, name: str) -> StoredObject | None:
         entry = await self._journal.last(subjects.object_entry(owner, name))

@@ -15,7 +15,7 @@ from gateway.batch_results import ResultWaiter
 from gateway.batch_store import BatchRecord, FinishedLine, PublishedLine
 from gateway.errors import InternalError, Refusal, refusal_of
 from schemas.batches import BatchLine
-from schemas.errors import MillraceError
+from schemas.errors import MillraceError, QueueFullError
 from schemas.jobs import JobResult
 from schemas.records import Status
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
 _TOO_MANY_REQUESTS = 429
+_QUEUE_SHARE = 0.5
 _NS_PER_S = 1_000_000_000
 
 
@@ -153,10 +154,17 @@ class LineRunner:
             bus, tenant = self._gateway.bus, self._caller.tenant
             if await bus.results.fetch(tenant, order.request_id) is not None:
                 return PublishedLine(line.number, attempt, (0,) * len(order.jobs))
-        self._gateway.fleet.check_door(order.jobs[0].model)
+        self._leave_room(order.jobs[0].model)
         stored = await asyncio.gather(*map(self._gateway.bus.jobs.publish, order.jobs))
         sequences = tuple(one.stream_sequence for one in stored)
         return PublishedLine(line.number, attempt, sequences)
+
+    def _leave_room(self, model: str) -> None:
+        """Raises QueueFullError while the model's queue is half full: the rest of it is for those
+        who wait."""
+        for queue in self._gateway.fleet.queues():
+            if queue.model == model and queue.num_queued >= queue.bound * _QUEUE_SHARE:
+                raise QueueFullError("The queue is half full.", queue.retry_after_s)
 
     def _finish(
         self, line: InputLine, request: BatchLine, order: LineOrder, results: list[JobResult]

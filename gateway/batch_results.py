@@ -47,13 +47,14 @@ class ResultWaiter:
                 result = await self._fetch(request_id, eager=told.is_set())
                 if result is not None:
                     return result
+                if closed_at_s is not None and self._is_past(closed_at_s + _LOST_AFTER_S):
+                    return None
                 told.clear()
-                if closed_at_s is None and not await self._is_open(sequence):
+                if await self._is_told(told) or await self._is_open(sequence):
+                    continue
+                if closed_at_s is None:
                     # Whoever took it out of the queue may be about to store its result.
                     closed_at_s = self._clock.monotonic()
-                elif closed_at_s is not None and self._is_past(closed_at_s + _LOST_AFTER_S):
-                    return None
-                await self._until_told(told)
         finally:
             del self._told[request_id]
 
@@ -65,12 +66,14 @@ class ResultWaiter:
         if told is not None:
             told.set()
 
-    async def _until_told(self, told: asyncio.Event) -> None:
+    async def _is_told(self, told: asyncio.Event) -> bool:
+        """Wait for word of it, as long as it is time to look."""
         try:
             async with asyncio.timeout(self._poll_s):
                 await told.wait()
         except TimeoutError:
-            return
+            return False
+        return True
 
     async def _fetch(self, request_id: str, *, eager: bool) -> JobResult | None:
         """Look it up; ``eager``: it was just sent to the store and must be there in a moment."""

@@ -78,9 +78,10 @@ class BatchRun:
     async def run(self) -> None:
         """Return when the batch has reached its end."""
         self._record = await self._store.get(self._tenant, self._batch_id)
-        is_taken_over = self._batch.status is not BatchStatus.VALIDATING
+        # A file that was found good has at least one request.
+        is_taken_over = self._batch.request_counts.total > 0
         await self._log.load()
-        if not is_taken_over:
+        if not is_taken_over and not self._batch.status.is_final:
             await self._validate()
         if not self._batch.status.is_final:
             if self._record.outcome is None:

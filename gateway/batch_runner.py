@@ -6,6 +6,8 @@ import asyncio
 import logging
 import secrets
 
+from redis.exceptions import ResponseError
+
 from bus import subjects
 from bus.journal import JournalConflictError
 from bus.redis_link import RedisAwayError, RedisLink, Script
@@ -18,7 +20,7 @@ from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.paging import created_ms
 from gateway.text_completions import CompletionEndpoint
-from schemas.errors import MillraceError
+from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +104,10 @@ class BatchRunner:
         while True:
             try:
                 await self._scan(link)
-            except MillraceError as error:
-                if not error.retryable:
-                    logger.exception("batches could not be looked for")
+            except (RedisAwayError, BusUnavailableError) as error:
+                logger.debug("batches are looked for later", extra={"cause": error.message})
+            except Exception:
+                logger.exception("batches could not be looked for")
             await self._gateway.clock.sleep(_SCAN_S)
 
     async def _scan(self, link: RedisLink) -> None:
@@ -161,12 +164,14 @@ class BatchRunner:
                 key = subjects.batch_lease_key(batch_id)
                 try:
                     ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
-                except RedisAwayError:
-                    continue  # Nobody else can take it meanwhile.
+                except (RedisAwayError, ResponseError) as error:
+                    # Nobody else can take it meanwhile.
+                    logger.debug("a lease is renewed later", extra={"cause": str(error)})
+                    continue
                 if not ours:
                     logger.warning("a batch was lost", extra={"batch_id": batch_id})
                     task.cancel()
-                    del self._runs[batch_id]
+                    self._runs.pop(batch_id, None)
 
     async def _release(self, batch_id: str) -> None:
         link = self._gateway.redis

@@ -115,8 +115,8 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     response_ttl_s: float = 86_400.0
     response_max_bytes: int = 8 * 1024 * 1024
     max_file_bytes: int = 100 * 1024 * 1024
-    max_batches_at_once: int = 16
-    batch_lines_at_once: int = 256
+    max_batches_at_once: int = 8
+    batch_lines_at_once: int = 128
     batch_lease_s: float = 10.0
     session_ttl_s: float = 3_600.0
     session_max_bytes: int = 4 * 1024 * 1024
