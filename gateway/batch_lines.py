@@ -71,9 +71,7 @@ class LineOrder(ABC):
         """Take what the jobs may need at most out of the caller's limits; again is the same as
         once. Raises MillraceError if there is no room."""
         num_prompt = sum(len(job.prompt_token_ids or ()) for job in self.jobs)
-        num_completion = sum(
-            job.sampling.max_tokens or 0 for job in self.jobs if job.pooling is None
-        )
+        num_completion = sum(map(_num_tokens, self.jobs)) - num_prompt
         deadline_ns = self.jobs[0].deadline_ns or 0
         await self._gateway.limiter.reserve(
             self._caller,
@@ -84,6 +82,7 @@ class LineOrder(ABC):
             cost_upper=cost(self._model.prices, num_prompt, 0, num_completion),
             deadline_s=max(deadline_ns - self._gateway.clock.now_ns(), 0) / _NS_PER_S,
             tier=Tier.BATCH,
+            longest_tokens=max(map(_num_tokens, self.jobs)),
         )
 
     def settle(self, results: Sequence[JobResult]) -> None:
@@ -109,6 +108,12 @@ class LineOrder(ABC):
     def render(self, results: Sequence[JobResult]) -> bytes:
         """The body that the endpoint would have answered, of good results. Raises MillraceError if
         something that was asked for is not there."""
+
+
+def _num_tokens(job: Job) -> int:
+    """Of prompt and longest completion; an embedding has none."""
+    num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
+    return len(job.prompt_token_ids or ()) + num_completion
 
 
 class LineKind(ABC):

@@ -37,7 +37,7 @@ from schemas.embeddings import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from schemas.errors import ContextLengthError, ParameterError
+from schemas.errors import ParameterError
 from schemas.frames import Done, TerminalFrame, Usage
 from schemas.jobs import MAX_LABEL_CHARACTERS, Job, Source
 
@@ -115,9 +115,7 @@ class Embeddings:
         model = await gateway.models.get(asked.model)
         form = form_of(asked, model)
         request_id = new_request_id("embd")
-        jobs = await jobs_of(
-            self._base_job(asked, request_id, model, caller), inputs, model, caller
-        )
+        jobs = await jobs_of(self._base_job(asked, request_id, model, caller), inputs, model)
         num_tokens = sum(len(job.prompt_token_ids or ()) for job in jobs)
         reservation = await gateway.limiter.reserve(
             caller,
@@ -250,9 +248,7 @@ def inputs_of(asked: EmbeddingRequest) -> list[Input]:
     raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
 
 
-async def jobs_of(
-    base: Job, inputs: Sequence[Input], model: ServedModelLike, caller: Caller
-) -> list[Job]:
+async def jobs_of(base: Job, inputs: Sequence[Input], model: ServedModelLike) -> list[Job]:
     """A job like ``base`` for each input. Raises MillraceError, naming the input at fault."""
 
     def prepare_all() -> list[Job]:
@@ -264,10 +260,7 @@ async def jobs_of(
         ]
 
     is_short = sum(map(len, inputs)) <= MAX_INLINE_CHARACTERS
-    jobs = prepare_all() if is_short else await asyncio.to_thread(prepare_all)
-    for job in jobs:
-        _check_context(job, caller)
-    return jobs
+    return prepare_all() if is_short else await asyncio.to_thread(prepare_all)
 
 
 def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
@@ -314,12 +307,6 @@ def _prepare(
         if error.param not in _PROMPT_FIELDS:
             raise
         raise ParameterError("input", error.message.replace(error.param, where, 1)) from error
-
-
-def _check_context(job: Job, caller: Caller) -> None:
-    num_tokens = len(job.prompt_token_ids or ())
-    if caller.context_tokens is not None and num_tokens > caller.context_tokens:
-        raise ContextLengthError(num_tokens, None, caller.context_tokens)
 
 
 def _sum(made: Sequence[_Made | None]) -> Usage:

@@ -37,6 +37,7 @@ class LimiterLike(Protocol):
         max_tokens: int,
         cost_upper: Decimal,
         deadline_s: float,
+        longest_tokens: int | None = None,
     ) -> ReservationLike: ...
 
     def settle_soon(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> None: ...

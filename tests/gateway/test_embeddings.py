@@ -7,17 +7,21 @@ import base64
 import math
 import struct
 from collections.abc import AsyncIterator
+from decimal import Decimal
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from gateway.caller import Caller
 from gateway.embedding_vectors import VectorForm
 from gateway.embeddings import MAX_JOBS_AT_ONCE
+from gateway.limit_errors import LimitsAwayError
+from gateway.limits import Limiter, Reservation
 from schemas.config import GatewayConfig
 from schemas.embeddings import MAX_INPUTS
-from schemas.frames import Expired, Failed, Frame, Shed
+from schemas.frames import Expired, Failed, Frame, Shed, Usage
 from schemas.jobs import Source
 from schemas.pooling import Pooling
 from tests.support.echo_worker import EMBEDDING_SIZE
@@ -79,7 +83,7 @@ async def test_many_inputs_keep_their_order(
     )
     assert [made.index for made in answer.data] == list(range(len(texts)))
     for made, text in zip(answer.data, texts, strict=True):
-        values = made.embedding
+        values: Any = made.embedding
         if isinstance(values, str):  # It is for whoever asks for base64 to read it.
             values = list(struct.unpack(f"<{EMBEDDING_SIZE}f", base64.b64decode(values)))
         assert values == _unit(_pooled(text))
@@ -193,6 +197,55 @@ async def test_a_body_too_large() -> None:
     ):
         response = await http.post(_PATH, json={"model": MODEL, "input": "x" * 200})
     assert response.status_code == 413
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+
+class _Ledger:
+    """In the place of the limiter's two doors."""
+
+    def __init__(self, limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved: list[dict[str, Any]] = []
+        self.settled: list[Usage | None] = []
+        monkeypatch.setattr(limiter, "reserve", self.reserve)
+        monkeypatch.setattr(limiter, "settle_soon", self.settle_soon)
+
+    async def reserve(self, caller: Caller, request_id: str, **taken: Any) -> Reservation:
+        self.reserved.append(taken)
+        return Reservation(request_id=request_id, headers=[(b"x-ratelimit-limit-tokens", b"9")])
+
+    def settle_soon(self, _request_id: str, usage: Usage | None, _cost: Decimal | None) -> None:
+        self.settled.append(usage)
+
+
+async def test_tokens_are_set_aside_and_settled(
+    http: httpx.AsyncClient, front: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = _Ledger(front.gateway.limiter, monkeypatch)
+    body = {"model": MODEL, "input": ["mill", "race"]}
+    response = await http.post(_PATH, json=body)
+    assert response.headers["x-ratelimit-limit-tokens"] == "9"
+    (taken,) = ledger.reserved
+    assert (taken["num_prompt_tokens"], taken["max_tokens"], taken["longest_tokens"]) == (8, 0, 4)
+    assert ledger.settled == [Usage(prompt_tokens=8)]
+    front.worker.end_with = Failed(code="internal_error", message="no")
+    assert (await http.post(_PATH, json=body)).status_code == 500
+    assert ledger.settled[1:] == [None]
+    assert (await http.post(_PATH, json=body | {"input": ""})).status_code == 400
+    assert len(ledger.reserved) == len(ledger.settled) == 2
+
+
+async def test_a_limit_that_is_reached(
+    http: httpx.AsyncClient, front: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_args: Any, **_kwargs: Any) -> Reservation:
+        raise LimitsAwayError
+
+    monkeypatch.setattr(front.gateway.limiter, "reserve", refuse)
+    response = await http.post(_PATH, json={"model": MODEL, "input": "mill"})
+    assert response.status_code == LimitsAwayError.http_status
+    assert not front.worker.jobs
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------
