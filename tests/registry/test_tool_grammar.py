@@ -1,0 +1,257 @@
+"""Forced calls: whatever the grammar admits reads as calls whose arguments fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+
+import jsonschema
+import pytest
+import torch
+
+from registry.catalogue import load_catalogue
+from registry.served import ServedModel
+from registry.tool_formats import (
+    ArgumentsPiece,
+    CallPiece,
+    ContentPiece,
+    ToolCallParser,
+    call_grammar,
+)
+from registry.tool_formats.grammar import MAX_PARALLEL_CALLS
+from schemas.errors import GrammarError, ParameterError
+from schemas.sampling import Grammar
+from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from workers.engine.grammar_library import GrammarLibrary
+from workers.engine.grammar_probe import GrammarProbe
+
+WEATHER = ToolDefinition(
+    name="get-weather_2",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "unit": {"enum": ["°C", '"F"']},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        },
+        "required": ["city", "unit"],
+    },
+)
+NOW = ToolDefinition(name="now")
+# As generators of schemas write them: references, unions, and a format that nobody knows.
+BOOK = ToolDefinition(
+    name="book",
+    parameters={
+        "$defs": {
+            "Seat": {
+                "type": "object",
+                "properties": {"row": {"type": "integer"}, "letter": {"type": "string"}},
+                "required": ["row"],
+                "additionalProperties": False,
+            }
+        },
+        "properties": {
+            "seat": {"$ref": "#/$defs/Seat"},
+            "when": {"oneOf": [{"type": "null"}, {"type": "boolean"}]},
+            "how": {
+                "anyOf": [{"type": "string", "format": "haiku", "maxLength": 5}, {"type": "null"}]
+            },
+        },
+        "required": ["seat", "when"],
+    },
+)
+TOOLS = {tool.name: tool for tool in (WEATHER, NOW, BOOK)}
+REQUIRED = ToolChoice(mode=ToolMode.REQUIRED)
+AUTO = ToolChoice()
+formats = pytest.mark.parametrize("tool_format", list(ToolFormat))
+Calls = list[tuple[str, str]]
+
+
+@cache
+def demo() -> ServedModel:
+    return ServedModel.load(load_catalogue(""), "demo")
+
+
+@cache
+def library() -> GrammarLibrary:
+    return GrammarLibrary(demo().tokenizer, demo().tokenizer.vocab_size)
+
+
+def grammar(
+    tool_format: ToolFormat, choice: ToolChoice, *tools: ToolDefinition, parallel: bool = True
+) -> Grammar:
+    made = call_grammar(tool_format, tools, choice, parallel)
+    assert made is not None
+    return made
+
+
+def drawn(made: Grammar, seed: int, max_tokens: int = 1_500) -> str:
+    """What a model says that takes any of the tokens that it may."""
+    tokenizer = demo().tokenizer
+    matcher = library().compile(made)
+    source = random.Random(seed)
+    mask = torch.zeros(library().num_words, dtype=torch.int32)
+    tokens: list[int] = []
+    while not matcher.complete and len(tokens) < max_tokens:
+        matcher.fill_mask(mask.data_ptr(), library().num_words)
+        bits = torch.stack([mask >> i & 1 for i in range(32)], dim=1).flatten()
+        tokens.append(source.choice(bits.nonzero().flatten().tolist()))
+        matcher.accept((tokens[-1],))
+    assert matcher.complete
+    return tokenizer.decode(tokens)
+
+
+def accepts(made: Grammar, text: str) -> bool:
+    """Whether a completion may begin so."""
+    matcher = library().compile(made)
+    try:
+        matcher.accept(demo().tokenizer.encode(text, add_special_tokens=False))
+    except GrammarError:
+        return False
+    return True
+
+
+def read(tool_format: ToolFormat, text: str) -> tuple[str, Calls]:
+    numbers = itertools.count()
+    parser = ToolCallParser(tool_format, lambda: str(next(numbers)))
+    content, calls = "", []
+    for piece in [*parser.push(text), *parser.finish()]:
+        match piece:
+            case ContentPiece(more):
+                content += more
+            case CallPiece(_, _, name):
+                calls.append((name, ""))
+            case ArgumentsPiece(_, more):
+                calls[-1] = calls[-1][0], calls[-1][1] + more
+    return content, calls
+
+
+def check_arguments(calls: Calls) -> None:
+    for name, arguments in calls:
+        value = json.loads(arguments)
+        schema = TOOLS[name].parameters
+        if schema is None:
+            assert value == {}
+        else:
+            jsonschema.validate(value, schema | {"additionalProperties": False})
+
+
+@formats
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("choice", [REQUIRED, ToolChoice(mode=ToolMode.NAMED, name="book")])
+def test_what_is_forced_reads_as_calls(
+    tool_format: ToolFormat, choice: ToolChoice, parallel: bool
+) -> None:
+    made = grammar(tool_format, choice, *TOOLS.values(), parallel=parallel)
+    lengths = set()
+    for seed in range(6):
+        content, calls = read(tool_format, drawn(made, seed))
+        assert content == ""
+        check_arguments(calls)
+        assert not choice.name or {name for name, _ in calls} == {choice.name}
+        lengths.add(len(calls))
+    assert lengths == {1} if not parallel else max(lengths) > 1
+    assert max(lengths) <= MAX_PARALLEL_CALLS
+
+
+@formats
+def test_the_engine_s_probe_takes_them(tool_format: ToolFormat) -> None:
+    probe = GrammarProbe()
+    try:
+        for choice in (REQUIRED, AUTO):
+            probe.check(grammar(tool_format, choice, *TOOLS.values(), parallel=False))
+    finally:
+        probe.close()
+
+
+@formats
+def test_a_free_answer_is_free(tool_format: ToolFormat) -> None:
+    assert call_grammar(tool_format, [WEATHER], AUTO, True) is None
+    assert call_grammar(tool_format, [], AUTO, False) is None
+    assert call_grammar(tool_format, [WEATHER], ToolChoice(mode=ToolMode.NONE), False) is None
+
+
+STRICT = ToolDefinition(
+    name="f", parameters={"properties": {"a": {"type": "integer"}}}, strict=True
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "parallel", "fits"),
+    [
+        ("Hello <tool_cal you {there", True, True),
+        ('Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', True, True),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": "x', True, False),
+        ('<tool_call>\n{"name": "f", "arguments": {"b', True, False),
+        ('<tool_call>\n{"name": "g', True, False),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\nSo', True, True),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>x', True, False),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', False, True),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n', False, False),
+    ],
+)
+def test_strict_tools_in_a_free_answer_hermes(text: str, parallel: bool, fits: bool) -> None:
+    made = grammar(ToolFormat.HERMES, AUTO, STRICT, NOW, parallel=parallel)
+    assert accepts(made, text) is fits
+
+
+@pytest.mark.parametrize(
+    ("text", "parallel", "fits"),
+    [
+        ("Hello {you}", True, True),
+        (" \n Hello", True, True),
+        ('{"name": "f", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', True, True),
+        ('{"name": "now", "parameters": {}}; ', False, False),
+        ('{"name": "f", "parameters": {"a": "', True, False),
+        ('{"city"', True, False),
+    ],
+)
+def test_strict_tools_in_a_free_answer_llama3(text: str, parallel: bool, fits: bool) -> None:
+    made = grammar(ToolFormat.LLAMA3, AUTO, STRICT, NOW, parallel=parallel)
+    assert accepts(made, text) is fits
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "fits"),
+    [
+        ({"properties": {}}, '{"a"', False),
+        ({"properties": {}, "additionalProperties": True}, '{"a"', True),
+        ({"anyOf": [{"properties": {"a": {"type": "null"}}}]}, '{"a": null, "b"', True),
+        ({"type": ["object", "null"]}, "null", False),
+        ({}, "{}", True),
+    ],
+)
+def test_properties_beyond_the_schema(
+    parameters: dict[str, object], arguments: str, fits: bool
+) -> None:
+    made = grammar(ToolFormat.LLAMA3, REQUIRED, ToolDefinition(name="f", parameters=parameters))
+    assert accepts(made, f'{{"name": "f", "parameters": {arguments}') is fits
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param", "words"),
+    [
+        ([], REQUIRED, "tool_choice", "needs tools to choose from"),
+        ([NOW], ToolChoice(mode=ToolMode.NAMED, name="f"), "tool_choice", "none of the tools"),
+        (
+            [ToolDefinition(name="f", parameters={"type": "string"})],
+            REQUIRED,
+            "tools",
+            "f must be a schema of type object",
+        ),
+        (
+            [ToolDefinition(name="f", parameters={"description": "x" * 70_000})],
+            REQUIRED,
+            "tools",
+            "too large to have calls follow them",
+        ),
+    ],
+)
+def test_what_cannot_be_forced(
+    tools: list[ToolDefinition], choice: ToolChoice, param: str, words: str
+) -> None:
+    with pytest.raises(ParameterError, match=words) as caught:
+        call_grammar(ToolFormat.HERMES, tools, choice, True)
+    assert caught.value.param == param
