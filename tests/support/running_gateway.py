@@ -57,8 +57,6 @@ class ByteModel:
         self.context_window_tokens = CONTEXT_WINDOW_TOKENS
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.prices = UNPRICED
-        self.tool_format: ToolFormat | None = None
-        self.prices = UNPRICED
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
 
