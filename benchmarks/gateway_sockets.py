@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -176,6 +177,8 @@ class _Clients:
             return await told
         finally:
             loop.remove_reader(self._pipe.fileno())
+            # The event loop made it non-blocking; what is sent is more than a pipe takes at once.
+            os.set_blocking(self._pipe.fileno(), True)
 
 
 def _run_clients(port: int, num_sockets: int, pipe: Connection) -> None:
@@ -291,7 +294,7 @@ async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
             )
         )
         working.cancel()
-        await asyncio.wait((working,))
+        await asyncio.gather(working, return_exceptions=True)
         if not arguments.no_raw:
             with raw_stack(gateway.nats_url) as stack:
                 results.append(await _measure_raw(bus, stack, arguments))

@@ -34,9 +34,9 @@ class Client:
         self._idle: list[HttpConnection | SocketConnection] = []
         self._busy: set[HttpConnection | SocketConnection] = set()
 
-    def encode(self, index: int, prompted: Prompted) -> bytes:
-        """The request for a prompt, ready to be sent."""
-        body = self._body(prompted)
+    def encode(self, index: int, prompted: Prompted, **fields: Any) -> bytes:
+        """The request for a prompt, with any more ``fields``, ready to be sent."""
+        body = self._body(prompted) | fields
         if self._settings.api is Api.WEBSOCKET:
             return msgspec.json.encode({"type": "generate", "id": str(index), **body})
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -67,6 +68,8 @@ def load_process(share: Share, pipe: Connection) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
     outcome = uvloop.run(_Load(share, prompts, start_s, pipe).run())
+    # The event loop made it non-blocking; an outcome is more than a pipe takes at once.
+    os.set_blocking(pipe.fileno(), True)
     pipe.send_bytes(msgspec.msgpack.encode(outcome))
 
 
