@@ -1,0 +1,94 @@
+// Conversations as the gateway keeps them.
+
+import { fetchWithKey } from "../key.js";
+
+const TIMEOUT_MS = 6_000;
+
+/** The gateway could not say whether it has the conversation. */
+export class HistoryUnavailableError extends Error {}
+
+/** The history (see schemas/sessions.py), null if it is not kept; throws HistoryUnavailableError. */
+export async function fetchHistory(sessionId) {
+  const answer = await call(sessionId, "GET");
+  if (answer.status === 404) return null;
+  if (!answer.ok) throw new HistoryUnavailableError(`The gateway answered ${answer.status}.`);
+  return answer.json();
+}
+
+export async function deleteHistory(sessionId) {
+  const answer = await call(sessionId, "DELETE");
+  if (!answer.ok && answer.status !== 404) {
+    throw new HistoryUnavailableError(`The gateway answered ${answer.status}.`);
+  }
+}
+
+async function call(sessionId, method) {
+  const address = `/v1/sessions/${encodeURIComponent(sessionId)}`;
+  const signal = AbortSignal.timeout(TIMEOUT_MS);
+  try {
+    return await fetchWithKey(address, { method, signal, headers: { accept: "application/json" } });
+  } catch (error) {
+    throw new HistoryUnavailableError(error.message);
+  }
+}
+
+/** The turns of a history: `{question, parts, at}`, where `at` is the place of the question. */
+export function turnsOf(messages) {
+  const turns = [];
+  const calls = new Map();
+  messages.forEach((message, at) => {
+    if (message.role === "user") turns.push({ question: message.content ?? "", parts: [], at });
+    const turn = turns.at(-1);
+    if (!turn || message.role === "user" || message.role === "system") return;
+    if (message.role === "tool") {
+      const part = calls.get(message.tool_call_id);
+      if (part) Object.assign(part, { output: message.content ?? "", ok: true });
+      return;
+    }
+    if (message.content) turn.parts.push({ kind: "text", text: message.content });
+    for (const call of message.tool_calls ?? []) {
+      const part = { kind: "tool", callId: call.id, name: call.name, arguments: call.arguments };
+      calls.set(call.id, part);
+      turn.parts.push(part);
+    }
+  });
+  return turns;
+}
+
+/** What was said in a turn, without its tools. */
+export function answerOf(turn) {
+  return turn.parts
+    .filter((part) => part.kind === "text")
+    .map((part) => part.text)
+    .join("");
+}
+
+/** Whether the gateway keeps the turn, too: what failed it forgets. */
+export function isHeld(turn) {
+  return turn.state === "done" && turn.parts.length > 0;
+}
+
+/**
+ * How many of the gateway's messages come before the question that follows `before`, if these are
+ * what is kept there; -1 if not. `all` are the turns that the page has.
+ */
+export function placeAfter(history, all, before) {
+  const kept = turnsOf(history.messages);
+  // Older ones may be in the summary only.
+  const numOlder = all.filter(isHeld).length - kept.length;
+  const held = before.filter(isHeld);
+  const count = held.length - numOlder;
+  if (numOlder < 0 || count < 0) return -1;
+  if (count > 0 && kept[count - 1].question !== held.at(-1).question) return -1;
+  return kept[count]?.at ?? history.messages.length;
+}
+
+/** The turns of the page as messages, for a gateway that has forgotten them. */
+export function messagesOf(turns) {
+  return turns
+    .filter((turn) => isHeld(turn) && answerOf(turn))
+    .flatMap((turn) => [
+      { role: "user", content: turn.question },
+      { role: "assistant", content: answerOf(turn) },
+    ]);
+}

@@ -1,0 +1,44 @@
+// The key, and which of the gateway's tools the model may use.
+
+import { askForKey, fetchWithKey } from "../key.js";
+import { byId, make } from "./dom.js";
+
+const TOOLS = "millrace.tools";
+
+/** Calls `onKey()` when another key was given. */
+export class Settings {
+  constructor({ onKey }) {
+    this.onKey = onKey;
+    this.names = [];
+    byId("settings-button").addEventListener("click", () => this.open(""));
+  }
+
+  open(reason) {
+    askForKey(byId("settings"), reason, this.onKey);
+  }
+
+  /** The gateway's tools that are switched on. */
+  get tools() {
+    const wanted = JSON.parse(localStorage.getItem(TOOLS) ?? "[]");
+    return this.names.filter((name) => wanted.includes(name));
+  }
+
+  /** Show what tools there are; a gateway without any, or without a list, has none. */
+  async load() {
+    const answer = await fetchWithKey("/v1/tools");
+    const { data = [] } = answer.ok ? await answer.json() : {};
+    this.names = data.map(({ name }) => name);
+    byId("tools").replaceChildren(...data.map((tool) => this.line(tool)));
+    byId("tools-field").hidden = data.length === 0;
+  }
+
+  line({ name, description }) {
+    const box = make("input", { type: "checkbox", checked: this.tools.includes(name) });
+    box.addEventListener("change", () => {
+      const others = this.tools.filter((tool) => tool !== name);
+      localStorage.setItem(TOOLS, JSON.stringify(box.checked ? [...others, name] : others));
+    });
+    const words = make("span", {}, make("b", {}, name), ` ${description ?? ""}`);
+    return make("label", { class: "check" }, box, words);
+  }
+}

@@ -1,0 +1,50 @@
+// The API key of this browser, and requests that carry it. It is never part of an address.
+
+const NAME = "millrace.key";
+
+/** The key, kept until the tab is closed, or longer if its owner said so; "" if there is none. */
+export function storedKey() {
+  return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "";
+}
+
+export function isRemembered() {
+  return localStorage.getItem(NAME) !== null;
+}
+
+export function storeKey(key, remember) {
+  sessionStorage.removeItem(NAME);
+  localStorage.removeItem(NAME);
+  if (key) (remember ? localStorage : sessionStorage).setItem(NAME, key);
+}
+
+/** `fetch` with the key, if there is one. */
+export function fetchWithKey(address, options = {}) {
+  const headers = new Headers(options.headers);
+  const key = storedKey();
+  if (key) headers.set("authorization", `Bearer ${key}`);
+  return fetch(address, { ...options, headers });
+}
+
+/**
+ * Ask for a key in a dialog made of `template`'s form, and call `onKey` once one is given.
+ * A dialog that is open stays as it is.
+ */
+export function askForKey(dialog, reason, onKey) {
+  const [field, remember, why] = ["[name=key]", "[name=remember]", ".why"].map((selector) =>
+    dialog.querySelector(selector),
+  );
+  why.textContent = reason;
+  if (dialog.open) return;
+  field.value = storedKey();
+  remember.checked = isRemembered();
+  dialog.querySelector("form").onsubmit = (event) => {
+    event.preventDefault();
+    storeKey(field.value.trim(), remember.checked);
+    dialog.close();
+    onKey();
+  };
+  for (const cancel of dialog.querySelectorAll("[data-close]")) {
+    cancel.onclick = () => dialog.close();
+  }
+  dialog.showModal();
+}
