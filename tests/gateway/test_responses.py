@@ -1,0 +1,382 @@
+"""``/v1/responses`` with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from gateway.models import Models
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.frames import Failed
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+from schemas.sampling import GrammarKind
+from schemas.tools import ToolDefinition, ToolFormat
+from tests.support.running_gateway import (
+    MODEL,
+    ByteModel,
+    ByteTokenizer,
+    RunningGateway,
+    running_gateway,
+)
+from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
+
+_GOLDEN = Path(__file__).parent / "golden" / "responses.sse"
+_WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "What the sky does.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+
+
+class _Transcriber(ByteTokenizer):
+    """A conversation is all its messages, so that an echo tells what the model was shown."""
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        lines = [
+            f"{one.role}:{one.content}" + "".join(c.name for c in one.tool_calls)
+            for one in messages
+        ]
+        return list("|".join(lines).encode())
+
+
+class _TranscribingModel(ByteModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = _Transcriber()
+        self.tool_format = ToolFormat.HERMES
+
+
+def transcribing_models() -> Models:
+    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
+    return Models({MODEL: card}, lambda _name: _TranscribingModel())
+
+
+@pytest.fixture
+def redis(redis_server: RedisServer) -> RedisConfig:
+    return RedisConfig(url=redis_server.url)
+
+
+@pytest.fixture
+async def front(redis: RedisConfig) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(models=transcribing_models(), redis=redis) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
+    ) as made:
+        yield made
+
+
+def says(front: RunningGateway, *texts: str) -> None:
+    """The model answers with these, one after the other."""
+    left = list(texts)
+
+    def script(_job: Job) -> str:
+        return left.pop(0)
+
+    front.worker.script = script
+
+
+async def test_text_is_answered(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(
+        model=MODEL, input="Grüße", instructions="Be brief.", metadata={"a": "b"}
+    )
+    assert response.output_text == "system:Be brief.|user:Grüße"
+    assert response.id.startswith("resp-")
+    assert (response.status, response.error, response.metadata) == ("completed", None, {"a": "b"})
+    usage = response.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (29, 27, 56)
+    assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+async def test_a_stream_is_put_together_by_the_client(client: openai.AsyncOpenAI) -> None:
+    types: list[str] = []
+    text = ""
+    async with client.responses.stream(model=MODEL, input="hé") as stream:
+        async for event in stream:
+            types.append(event.type)
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                assert event.snapshot == text
+        final = await stream.get_final_response()
+    assert text == final.output_text == "user:hé"
+    assert [kind for kind in types if kind != "response.output_text.delta"] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert final.usage is not None
+    assert final.usage.output_tokens == 7
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(model=MODEL, input="hello", max_output_tokens=6)
+    assert (response.status, response.output_text) == ("incomplete", "user:h")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    stream = await client.responses.create(
+        model=MODEL, input="hello", max_output_tokens=6, stream=True
+    )
+    events = [event async for event in stream]
+    assert events[-1].type == "response.incomplete"
+
+
+async def test_tools_are_called_and_their_results_continue(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bath"}}\n</tool_call>'
+    says(front, "Let me look." + call, "Rain.")
+    deltas = ""
+    async with client.responses.stream(model=MODEL, input="Well?", tools=[_WEATHER]) as stream:
+        async for event in stream:
+            if event.type == "response.function_call_arguments.delta":
+                deltas += event.delta
+        first = await stream.get_final_response()
+    message, called = first.output
+    assert message.type == "message"
+    assert called.type == "function_call"
+    assert (called.name, json.loads(called.arguments)) == ("weather", {"city": "Bath"})
+    assert deltas == called.arguments
+    assert first.output_text == "Let me look."
+
+    result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "wet"}
+    second = await client.responses.create(
+        model=MODEL, input=[result], previous_response_id=first.id, tools=[_WEATHER]
+    )
+    assert second.output_text == "Rain."
+    prompt = bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
+    assert prompt == "user:Well?|assistant:Let me look.weather|tool:wet"
+
+
+async def test_a_schema_shapes_the_answer(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    class Place(pydantic.BaseModel):
+        city: str
+
+    says(front, '{"city":"Bath"}')
+    response = await client.responses.parse(model=MODEL, input="Where?", text_format=Place)
+    assert response.output_parsed == Place(city="Bath")
+    (job,) = front.worker.jobs
+    assert job.sampling.grammar is not None
+    assert job.sampling.grammar.kind is GrammarKind.JSON_SCHEMA
+    assert json.loads(job.sampling.grammar.text)["required"] == ["city"]
+
+
+async def test_an_answer_is_continued(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="one", instructions="Count.")
+    second = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id)
+    assert second.output_text == f"user:one|assistant:{first.output_text}|user:two"
+    assert second.previous_response_id == first.id
+    third = await client.responses.create(
+        model=MODEL, input="three", previous_response_id=second.id, store=False
+    )
+    assert third.output_text.endswith(f"|assistant:{second.output_text}|user:three")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model=MODEL, input="x", previous_response_id=third.id)
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+
+
+async def test_answers_are_read_again_and_deleted(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="one")
+    second = await client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": "two"}, {"role": "user", "content": "three"}],
+        previous_response_id=first.id,
+    )
+    again = await client.responses.retrieve(second.id)
+    assert again.to_dict() == second.to_dict()
+
+    texts = []
+    async for item in client.responses.input_items.list(second.id, limit=1, order="asc"):
+        assert item.type == "message"
+        texts.append(item.content[0].to_dict()["text"])
+    assert texts == ["one", first.output_text, "two", "three"]
+    page = await client.responses.input_items.list(second.id, limit=3)
+    assert page.has_more
+    assert page.data[0].to_dict()["content"][0]["text"] == "three"  # type: ignore[index]
+
+    await client.responses.delete(second.id)
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call(second.id)
+        assert caught.value.code == "response_not_found"
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+
+
+async def test_an_answer_that_still_runs_is_not_found(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    front.worker.stop_before = 3
+    stream = await client.responses.create(model=MODEL, input="slow", stream=True)
+    event = await anext(stream)
+    assert event.type == "response.created"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(event.response.id)
+    await stream.close()
+    await eventually(lambda: len(front.worker.cancelled) == 1)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": "x"}, "limit"),
+        ({"limit": "9" * 30}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "absent"}, "after"),
+        ({"before": "x"}, "before"),
+    ],
+)
+async def test_bad_pages_are_named(
+    front: RunningGateway, client: openai.AsyncOpenAI, query: dict[str, Any], param: str
+) -> None:
+    kept = await client.responses.create(model=MODEL, input="one")
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        answer = await http.get(f"/v1/responses/{kept.id}/input_items", params=query)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        answer = await http.get(f"/v1/responses/{kept.id}", params={"stream": "true"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_bad_requests_are_named(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.responses.create(model=MODEL, input="x", background=True)
+    assert bad.value.param == "background"
+    with pytest.raises(openai.NotFoundError) as absent:
+        await client.responses.create(model="absent", input="x")
+    assert absent.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.responses.create(model=MODEL, input="x" * 5_000)
+    assert long.value.code == "context_length_exceeded"
+
+
+async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
+    client: openai.AsyncOpenAI,
+) -> None:
+    turns: Any = [{"role": "user", "content": letter * 1_500} for letter in "abc"]
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model=MODEL, input=turns, max_output_tokens=10)
+    response = await client.responses.create(
+        model=MODEL, input=turns, instructions="Stay.", max_output_tokens=500, truncation="auto"
+    )
+    assert response.usage is not None
+    assert response.usage.input_tokens < 3_600
+    assert response.output_text.startswith("system:Stay.|user:bbb")
+
+
+async def test_an_end_before_any_token_has_its_status(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    front.worker.end_with = Failed(code="worker_failed", message="it broke", retryable=True)
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.responses.create(model=MODEL, input="x", stream=stream)
+        assert (caught.value.status_code, caught.value.code) == (503, "worker_failed")
+
+
+async def test_a_failure_inside_a_stream_is_told(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    front.worker.stop_before = 3
+    front.worker.end_with = Failed(code="worker_failed", message="it broke")
+    stream = await client.responses.create(model=MODEL, input="x", stream=True)
+    events = [event async for event in stream]
+    error, failed = events[-2:]
+    assert error.type == "error"
+    assert (error.code, error.message) == ("worker_failed", "it broke")
+    assert failed.type == "response.failed"
+    assert failed.response.output_text == "use"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(failed.response.id)
+
+
+async def test_without_redis_answers_are_not_kept() -> None:
+    async with (
+        running_gateway() as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model=MODEL, input="x")
+        assert (response.output_text, response.to_dict()["store"]) == ("x", False)
+        for fields in ({"store": True}, {"previous_response_id": response.id}):
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.responses.create(model=MODEL, input="x", extra_body=fields)
+            assert (caught.value.status_code, caught.value.code) == (503, "state_unavailable")
+
+
+async def test_an_answer_is_not_withheld_when_redis_goes_away(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        async with (
+            running_gateway(redis=RedisConfig(url=server.url)) as front,
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            front.worker.gate.clear()
+            stream = await client.responses.create(model=MODEL, input="x", stream=True)
+            first = await anext(stream)
+            assert first.type == "response.created"
+            assert first.response.to_dict()["store"] is True
+            server.kill()
+            front.worker.gate.set()
+            *_, last = [event async for event in stream]
+            assert last.type == "response.completed"
+            assert (last.response.output_text, last.response.to_dict()["store"]) == ("x", False)
+    finally:
+        server.stop()
+
+
+async def test_a_conversation_that_is_too_large_to_keep(redis: RedisConfig) -> None:
+    async with (
+        running_gateway(GatewayConfig(response_max_bytes=500), redis=redis) as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model=MODEL, input="x" * 600)
+        assert response.to_dict()["store"] is False
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.responses.create(model=MODEL, input="x" * 600, store=True)
+        assert caught.value.status_code == 413
+
+
+async def test_golden_transcript(front: RunningGateway) -> None:
+    # Each token alone, whatever the loop's mood: the next one leaves when the last has arrived.
+    body = {"model": MODEL, "input": 'Say "hé"\n', "stream": True}
+    front.worker.gate.clear()
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        asking = asyncio.create_task(http.post("/v1/responses", json=body))
+        while not asking.done():
+            front.worker.gate.set()
+            await asyncio.sleep(0)
+            front.worker.gate.clear()
+            await asyncio.sleep(0.005)
+        answer = await asking
+    settled = re.sub(r"(resp-|msg_)[0-9a-f]{24}", r"\1ID", answer.text)
+    settled = re.sub(r'"created_at":\d+', '"created_at":0', settled)
+    # Which events of a token carry its index depends on whether the end came with it.
+    settled = re.sub(r"^id: .*\n", "", settled, flags=re.MULTILINE)
+    assert settled == _GOLDEN.read_text()
