@@ -293,7 +293,7 @@ class Limiter:
         """KEYS and ARGV of the script that reserves."""
         keys = [subjects.reservation_key(charge.request_id)]
         arguments: list[Argument] = [
-            "" if self._redis_time else self._now_ms(),
+            self._script_time(),
             charge.request_id,
             charge.lapse_ms,
             _KEEP_MS,
@@ -328,6 +328,7 @@ class Limiter:
         assert self._link is not None, "without Redis nothing is settled there"
         keys = [subjects.reservation_key(settlement.request_id), *settlement.spent_keys]
         arguments: list[Argument] = [
+            self._script_time(),
             settlement.request_id,
             "" if settlement.num_tokens is None else settlement.num_tokens,
             settlement.cost_nano,
@@ -348,6 +349,10 @@ class Limiter:
             raise RedisAwayError from error
         self._is_refused = False
         return answer
+
+    def _script_time(self) -> Argument:
+        """What scripts are told about the time; empty: they look themselves."""
+        return "" if self._redis_time else self._now_ms()
 
     def _now_ms(self) -> int:
         return self._clock.now_ns() // _NS_PER_MS

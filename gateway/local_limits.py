@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bus.clock import Clock
 from gateway.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
@@ -21,6 +22,8 @@ class _Ledger:
     def __init__(self, spent_nano: int, now_ms: int) -> None:
         self.requests = 0
         self.tokens = 0
+        self.requests_taken = 0
+        self.tokens_taken = 0
         self.spent_nano = spent_nano
         self.held_nano = 0
         self.running: set[str] = set()
@@ -57,18 +60,48 @@ class _Ledger:
             elif left_nano < self.held_nano:
                 yield "monthly_budget", _WAIT_MS
 
+    def take(self, account: Account, charge: Charge) -> tuple[int, int]:
+        """How many requests and tokens ever went into the buckets, with these."""
+        limits = account.limits
+        self.requests += TICKS * (limits.requests_per_minute is not None)
+        self.tokens += TICKS * charge.num_tokens * (limits.tokens_per_minute is not None)
+        self.requests_taken += 1
+        self.tokens_taken += charge.num_tokens
+        self.held_nano += charge.cost_nano
+        self.running.add(charge.request_id)
+        return self.requests_taken, self.tokens_taken
+
+    def give_back(self, num_requests: int, num_tokens: int, taken: tuple[int, int]) -> None:
+        """Take out what was not used and has not drained; the bucket drains in the order in which
+        it was filled, so what went in after ``taken`` lies above it. ``num_tokens`` less than
+        nothing: more were used."""
+        left = self.requests - (self.requests_taken - taken[0]) * TICKS
+        self.requests -= min(max(0, left), num_requests * TICKS)
+        if num_tokens < 0:
+            self.tokens_taken -= num_tokens
+            self.tokens -= num_tokens * TICKS
+        else:
+            left = self.tokens - (self.tokens_taken - taken[1]) * TICKS
+            self.tokens -= min(max(0, left), num_tokens * TICKS)
+
     def standing(self) -> Standing:
         return Standing(
             self.requests, self.tokens, len(self.running), self.spent_nano, self.held_nano
         )
 
 
+class _Part(NamedTuple):
+    """What a reservation took of one account."""
+
+    account: Account
+    ledger: _Ledger
+    taken: tuple[int, int]
+
+
 class _Reservation:
-    def __init__(
-        self, charge: Charge, ledgers: Sequence[_Ledger], spent_keys: tuple[str, ...]
-    ) -> None:
+    def __init__(self, charge: Charge, parts: list[_Part], spent_keys: tuple[str, ...]) -> None:
         self.charge = charge
-        self.ledgers = ledgers
+        self.parts = parts
         self.spent_keys = spent_keys
         self.has_lapsed = False
 
@@ -76,9 +109,9 @@ class _Reservation:
         """Free its place and its share of the budget."""
         if not self.has_lapsed:
             self.has_lapsed = True
-            for ledger in self.ledgers:
-                ledger.running.discard(self.charge.request_id)
-                ledger.held_nano -= self.charge.cost_nano
+            for part in self.parts:
+                part.ledger.running.discard(self.charge.request_id)
+                part.ledger.held_nano -= self.charge.cost_nano
 
 
 class LocalLimits:
@@ -102,7 +135,7 @@ class LocalLimits:
         month: str,
     ) -> Verdict:
         """All or nothing; once for a request. ``spent_nano``: as last known of each account."""
-        now_ms = int(self._clock.monotonic() * _MS_PER_S)
+        now_ms = self._now_ms()
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
         ledgers = []
@@ -123,14 +156,11 @@ class LocalLimits:
         if found:
             wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
             return Verdict(standings=standings, refused_by=account, limit=name, wait_ms=wait_ms)
-        for account, ledger in zip(accounts, ledgers, strict=True):
-            ledger.requests += TICKS * (account.limits.requests_per_minute is not None)
-            ledger.tokens += (
-                TICKS * charge.num_tokens * (account.limits.tokens_per_minute is not None)
-            )
-            ledger.held_nano += charge.cost_nano
-            ledger.running.add(charge.request_id)
-        self._reservations[charge.request_id] = _Reservation(charge, ledgers, spent_keys)
+        parts = [
+            _Part(account, ledger, ledger.take(account, charge))
+            for account, ledger in zip(accounts, ledgers, strict=True)
+        ]
+        self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
         heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
         return Verdict(standings=tuple(ledger.standing() for ledger in ledgers))
 
@@ -143,12 +173,12 @@ class LocalLimits:
         if made is None:
             return ()
         made.release()
-        for ledger in made.ledgers:
-            ledger.spent_nano += cost_nano
+        now_ms = self._now_ms()
+        for account, ledger, taken in made.parts:
+            ledger.drain(account, now_ms)
             unused = made.charge.num_tokens - (num_tokens or 0)
-            ledger.tokens = max(0, ledger.tokens - unused * TICKS)
-            if num_tokens is None:
-                ledger.requests = max(0, ledger.requests - TICKS)
+            ledger.give_back(int(num_tokens is None), unused, taken)
+            ledger.spent_nano += cost_nano
         return made.spent_keys
 
     def forget_idle(self) -> None:
@@ -156,6 +186,9 @@ class LocalLimits:
         if self._ledgers and not self._reservations:
             self._ledgers.clear()
             self._lapses.clear()
+
+    def _now_ms(self) -> int:
+        return int(self._clock.monotonic() * _MS_PER_S)
 
     def _release_lapsed(self, now_ms: int) -> None:
         """A reservation lapses at its deadline, and is forgotten if nobody settles it then."""

@@ -8,6 +8,9 @@
 --
 -- A bucket holds what was used and has not drained yet, in ticks: one request or token is as many
 -- as a minute has ms, so that a limit of n a minute drains n ticks each ms, and all of it is whole.
+-- It drains in the order in which it was filled. How many requests and tokens ever went in is kept
+-- too, and how many these were after each reservation: what is above those in the bucket came
+-- later, so what is left of the reservation can be told.
 --
 -- Answers {'changed', record, version, ...} if a version is not that of the record any more;
 -- {'refused', account, limit, ms to wait, ...} or {'granted', 0, '', 0, ...} with five numbers for
@@ -70,7 +73,10 @@ end
 
 local function load(account)
   release_lapsed(account)
-  local kept = redis.call('HMGET', account.buckets, 'at', 'requests', 'tokens')
+  local kept = redis.call('HMGET', account.buckets, 'at', 'requests', 'tokens', 'requests_taken',
+    'tokens_taken')
+  account.requests_taken = tonumber(kept[4]) or 0
+  account.tokens_taken = tonumber(kept[5]) or 0
   account.at = math.max(tonumber(kept[1]) or 0, now)
   local elapsed = math.max(0, now - (tonumber(kept[1]) or now))
   account.requests = drained(kept[2], account.rpm, elapsed)
@@ -121,11 +127,15 @@ end
 local function take(account)
   account.requests = account.rpm and account.requests + TICKS or 0
   account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
+  account.requests_taken = account.requests_taken + 1
+  account.tokens_taken = account.tokens_taken + tokens
   account.num_running = account.num_running + 1
   account.held = account.held + cost
   redis.call('HSET', account.buckets, 'at', account.at, 'requests', account.requests,
-    'tokens', account.tokens)
-  live_for(account.buckets, 2 * TICKS + account.at - now)
+    'tokens', account.tokens, 'requests_taken', account.requests_taken,
+    'tokens_taken', account.tokens_taken)
+  -- As long as any reservation, which refers to it.
+  live_for(account.buckets, lapse_ms + keep_ms)
   redis.call('ZADD', account.running, now + lapse_ms, request)
   live_for(account.running, lapse_ms + DAY_MS)
   if cost > 0 then
@@ -146,7 +156,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
       take(account)
       made.accounts[i] = {
         account.buckets, account.running, account.holds, account.spent_key,
-        account.rpm or 0, account.tpm or 0,
+        account.rpm or 0, account.requests_taken, account.tpm or 0, account.tokens_taken,
       }
     end
     redis.call('SET', KEYS[1], cmsgpack.pack(made), 'PX', lapse_ms + keep_ms)

@@ -2,15 +2,20 @@
 --
 -- KEYS: the reservation; then, for one that was granted while Redis was away, what each account has
 -- spent in the month of the request.
--- ARGV: the request's id, its tokens (empty: nothing was served, so that it does not count as a
--- request either), its cost in billionths, ms to remember that it is settled, ms to keep what was
--- spent.
+-- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
+-- so that it does not count as a request either), its cost in billionths, ms to remember that it is
+-- settled, ms to keep what was spent.
 -- Answers 1 if this settled it, 0 if there was nothing to settle.
 
 local TICKS = 60000
 local SETTLED = 'settled'
 
-local request, tokens, cost, keep_ms, month_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local now, request, tokens, cost = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local keep_ms, month_ms = ARGV[5], ARGV[6]
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000 + math.floor(time[2] / 1000)
+end
 
 local function charge(key)
   if cost ~= '0' then
@@ -31,22 +36,30 @@ end
 
 local made = cmsgpack.unpack(kept)
 
--- The keys that are used from here on are those that the reservation was made with. A bucket that is
--- gone had drained, and so had one that holds less than what comes back. More may come than was set
--- aside: ``ticks`` is less than nothing then.
-local function give_back(buckets, field, ticks, per_minute)
-  local used = tonumber(redis.call('HGET', buckets, field))
-  if per_minute == 0 or not used and ticks >= 0 then return end
-  used = math.max(0, (used or 0) - ticks)
-  redis.call('HSET', buckets, field, used)
-  local drains_ms = math.ceil(used / per_minute) + TICKS
-  if redis.call('PTTL', buckets) < drains_ms then redis.call('PEXPIRE', buckets, drains_ms) end
+-- ``taken`` is how many had gone into the bucket with the reservation. What came after them lies
+-- above them; below is what is left of the reservation and of earlier ones, of which no more than
+-- ``unused`` comes back. What has drained never does: it made room already.
+local function give_back(buckets, field, unused, per_minute, taken)
+  if per_minute == 0 then return end
+  local kept = redis.call('HMGET', buckets, 'at', field, field .. '_taken')
+  if not kept[1] then return end
+  local used, taken_now = tonumber(kept[2]), tonumber(kept[3])
+  local drained = math.max(0, now - tonumber(kept[1])) * per_minute
+  if unused >= 0 then
+    local left = math.max(0, used - drained - (taken_now - taken) * TICKS)
+    redis.call('HSET', buckets, field, used - math.min(left, unused * TICKS))
+  else
+    -- More was used than set aside: it goes on top.
+    redis.call('HSET', buckets, field, math.max(used, drained) - unused * TICKS,
+      field .. '_taken', taken_now - unused)
+  end
 end
 
+-- These keys are not among KEYS: they are those that the reservation was made with.
 for _, account in ipairs(made.accounts) do
   local buckets, running, holds, spent_key = account[1], account[2], account[3], account[4]
-  if not tokens then give_back(buckets, 'requests', TICKS, account[5]) end
-  give_back(buckets, 'tokens', (made.tokens - (tokens or 0)) * TICKS, account[6])
+  if not tokens then give_back(buckets, 'requests', 1, account[5], account[6]) end
+  give_back(buckets, 'tokens', made.tokens - (tokens or 0), account[7], account[8])
   redis.call('ZREM', running, request)
   local held = redis.call('HGET', holds, request)
   if held then
