@@ -281,7 +281,7 @@ async def _measure(
 
 async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
     results = []
-    with running_gateway() as gateway:
+    with running_gateway(max_sockets_per_address=0) as gateway:
         bus = await nats.connect(NatsConfig(url=gateway.nats_url), "simulated worker")
         worker = SimulatedWorker(bus, _TOKENS_PER_S)
         ready = asyncio.Event()
