@@ -277,13 +277,13 @@ class Answer:
         own = [call for call in said.calls if call.name in self.own_tools]
         results = await asyncio.gather(*(self._asker.run_tool(self, call) for call in own))
         # Who has tokens of the next round has these already.
-        if choice.next_index <= choice.num_tokens:
-            choice.pending += [
-                StepPart(
-                    call.id, call.name, call.arguments, result.ok, result.output, result.duration_ms
-                )
-                for call, result in zip(own, results, strict=True)
-            ]
+        steps = choice.pending if choice.next_index <= choice.num_tokens else choice.had
+        steps += [
+            StepPart(
+                call.id, call.name, call.arguments, result.ok, result.output, result.duration_ms
+            )
+            for call, result in zip(own, results, strict=True)
+        ]
         if not choice.is_between_rounds():
             return  # it was cancelled in the meantime
         if len(own) < len(said.calls):

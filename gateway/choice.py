@@ -47,7 +47,8 @@ class Choice:
     ``next_index`` counts the tokens of all rounds that the client was given. Calls of tools in
     ``own_tools`` are the gateway's business: the client does not see them. When there are any,
     ``round_end`` is what was said, until ``begin_round``. ``end`` is set when the stream of the
-    last round has ended.
+    last round has ended. ``had`` are the parts that the client was given by another connection, as
+    far as they were read again; they all come before those that ``collect`` gives out.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Choice:
         self.end: TerminalFrame | None = None
         self.reason = ""
         self.pending: list[Part] = []
+        self.had: list[Part] = []
         self.client_calls: list[ToolCall] = []
         self.round_end: RoundEnd | None = None
         self._tool_format = tool_format
@@ -125,7 +127,7 @@ class Choice:
         stream = self.stream
         index, num_tokens, text, logprobs = stream.take(now_s, gaps)
         if num_tokens or text:
-            self._before()
+            self._before(index)
             index += self._base
             self.next_index = index + num_tokens
             if self._parser is None:
@@ -155,18 +157,19 @@ class Choice:
 
         return make
 
-    def _before(self) -> None:
-        """Take in the text that the client had before this stream was taken over."""
+    def _before(self, num_tokens: int) -> None:
+        """Take in the tokens that the client had before this stream was taken over."""
         if self._is_primed:
             return
         self._is_primed = True
         before = self.stream.reader.text_before
-        if not before:
+        if not (before or num_tokens):
             return
         if self._parser is None:
             self._texts.append(before)
+            self.had.append(TextPart(self.index, self._base, num_tokens, before))
         else:
-            self._parse(self._parser.push(before), 0, 0, (), [])
+            self._parse(self._parser.push(before), self._base, num_tokens, (), self.had)
 
     def _parse(
         self,
@@ -201,7 +204,7 @@ class Choice:
         parts += later
 
     def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
-        self._before()
+        self._before(self.stream.reader.next_index)
         if self._parser is not None:
             self._parse(self._parser.finish(), self.next_index, 0, (), parts)
         if not isinstance(terminal, Done):

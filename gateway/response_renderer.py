@@ -64,6 +64,8 @@ class ResponseRenderer:
         self.conversation = (*earlier, *named(given, stem, earlier))
         self._store = store
         self._items = OutputItems(stem, len(_FIRST), describe)
+        self._had = answer.choices[0].had
+        self._num_caught_up = 0
 
     def first(self) -> bytes:
         response = self._response("in_progress")
@@ -72,6 +74,7 @@ class ResponseRenderer:
         )
 
     def part(self, part: Part) -> bytes:
+        self._catch_up()
         return _bytes_of(self._items.take(part))
 
     def last(self) -> bytes:
@@ -80,6 +83,7 @@ class ResponseRenderer:
         return _bytes_of([event])
 
     def failed(self, refusal: Refusal) -> bytes:
+        self._catch_up()
         error = ResponseError(code=_error_code(refusal), message=refusal.message)
         response = self._response("failed")
         return _bytes_of(
@@ -115,6 +119,12 @@ class ResponseRenderer:
             _log.warning(
                 "an answer could not be kept", extra={"request_id": self._answer.request_id}
             )
+
+    def _catch_up(self) -> None:
+        """What another connection has given out is told of no more, but belongs to the answer."""
+        while self._num_caught_up < len(self._had):
+            self._items.take(self._had[self._num_caught_up])
+            self._num_caught_up += 1
 
     def _final(self) -> Response:
         status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"

@@ -72,13 +72,16 @@ def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
     return tuple(LogprobInfo(token="t", logprob=one.logprob, bytes=(116,)) for one in entries)
 
 
-def renderer_of(request: ResponsesRequest | None = None) -> ResponseRenderer:
+def renderer_of(
+    request: ResponsesRequest | None = None, had: Sequence[Part] = ()
+) -> ResponseRenderer:
     request = request or request_of()
     items = given_items(request.input)
     answer = SimpleNamespace(
         request_id="resp-0123456789abcdef01234567",
         created_s=1_700_000_000,
         caller=LOCAL,
+        choices=[SimpleNamespace(had=had)],
         ask=ask_of(request, messages_of(items, None)),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
     )
@@ -307,6 +310,22 @@ def test_numbers_do_not_depend_on_how_the_answer_is_cut(
     for events in (one, other):
         numbers = [event["sequence_number"] for event in events]
         assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("num_had", range(1, len(_PARTS) + 1))
+def test_a_stream_goes_on_where_another_connection_stopped(num_had: int) -> None:
+    had, rest = _PARTS[:num_had], _PARTS[num_had:]
+    if not rest:
+        rest = [had.pop()]  # the end comes again
+    resumed = renderer_of(had=_cut(had, set()))
+    renderer = renderer_of()
+    renderer.first()
+    for part in had:
+        renderer.part(part)
+    for one in (resumed, renderer):
+        one.part(rest[0])
+    whole, tail = (b"".join(map(one.part, rest[1:])) + one.last() for one in (renderer, resumed))
+    assert events_of(tail) == events_of(whole)
 
 
 def test_an_answer_of_no_words_is_an_empty_message() -> None:

@@ -316,6 +316,35 @@ async def test_a_failure_inside_a_stream_is_told(
         await client.responses.retrieve(failed.response.id)
 
 
+async def test_a_stream_is_resumed_where_it_broke(front: RunningGateway) -> None:
+    body = {"model": MODEL, "input": "0123456789", "stream": True}
+    headers = {"idempotency-key": f"resumed-{front.url}"}
+    front.worker.gate.clear()
+    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
+        lines: list[str] = []
+        async with http.stream("POST", "/v1/responses", json=body, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if line.startswith("id: ") and line.endswith("/4"):
+                    break
+                front.worker.gate.set()
+                await asyncio.sleep(0)
+                front.worker.gate.clear()
+        last_id = lines[-1].removeprefix("id: ")
+        front.worker.gate.set()
+        headers["last-event-id"] = last_id
+        rest = await http.post("/v1/responses", json=body, headers=headers)
+        kept = await http.get(f"/v1/responses/{last_id.partition('/')[0]}")
+    events = [json.loads(line[6:]) for line in rest.text.splitlines() if line.startswith("data: ")]
+    deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "user:0123456789"[4:]
+    assert events[0]["sequence_number"] == 7 + len(deltas[0])
+    assert events[-1]["type"] == "response.completed"
+    response = events[-1]["response"]
+    assert response["output"][0]["content"][0]["text"] == "user:0123456789"
+    assert kept.json() == response
+
+
 async def test_without_redis_answers_are_not_kept() -> None:
     async with (
         running_gateway() as front,
