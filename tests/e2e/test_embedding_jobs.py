@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import struct
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
+import openai
 import pytest
 
 from bus import nats as nats_bus
@@ -113,6 +117,33 @@ async def test_killed_workers_change_no_answer(small: System, jobs: Bus) -> None
         return [(int(row["n"]), int(row["m"])) for row in rows] == [(NUM_JOBS, NUM_JOBS)]
 
     await eventually(has_records, timeout_s=30.0, what="one record each")
+
+
+async def test_a_request_over_http_outlives_its_worker(small: System) -> None:
+    inputs = [[2 + (number * 3 + place) % 60 for place in range(20)] for number in range(400)]
+    async with (
+        openai.AsyncOpenAI(
+            base_url=f"{small.http}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client,
+        httpx.AsyncClient(base_url=small.http) as http,
+    ):
+
+        async def is_under_way() -> bool:
+            return int((await http.get("/healthz")).json()["open_streams"]) > 0
+
+        calm = await client.embeddings.create(model="embedder", input=inputs)
+        asking = asyncio.create_task(client.embeddings.create(model="embedder", input=inputs))
+        await eventually(is_under_way)
+        small.kill("worker-1")
+        stormy = await asking
+        for one, other in zip(calm.data, stormy.data, strict=True):
+            assert math.hypot(*one.embedding) == pytest.approx(1.0, abs=1e-5)
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-4)
+        assert stormy.usage.prompt_tokens == 400 * 20
+        with pytest.raises(openai.BadRequestError, match="embeddings only"):
+            await client.completions.create(model="embedder", prompt="x")
+        whole = await client.embeddings.create(model="writer", input="mill", dimensions=8)
+        assert len(whole.data[0].embedding) == 8
 
 
 async def test_an_embedding_may_fill_the_window(jobs: Bus) -> None:
