@@ -14,24 +14,27 @@ MAX_PARALLEL_CALLS = 16
 
 # The keyword of a schema under which the grammar library takes its own settings.
 _SETTINGS = "x-guidance"
+# As Python's json writes, which is what models have seen.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where a schema says somewhere else what an object has, it is left open.
 _ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
 
+# What a completion is: calls, and instead of them an answer of another form, if there may be one.
 _HERMES_FORCED = r"""
-start: call{others}
+start: call{others}{or_answer}
 call: "<tool_call>" rest
 rest: "\n" one "\n</tool_call>"
 """
-# The lexer takes `tag` as soon as it is there, so that no tag is ever a part of TEXT.
+_LLAMA3_FORCED = r"""
+start: calls{or_answer}
+calls: one{others}
+"""
+# Content and calls. The lexer takes `tag` as soon as it is there: no tag is ever a part of TEXT.
 _HERMES_FREE = r"""
 start: {start}
 tag[lazy]: TEXT "<tool_call>"
 TEXT: /(.|\n)*/
 rest: "\n" one "\n</tool_call>"
-"""
-_LLAMA3_FORCED = r"""
-start: calls
-calls: one{others}
 """
 _LLAMA3_FREE = r"""
 start: (calls | TEXT)?
@@ -45,22 +48,28 @@ def call_grammar(
     tools: Sequence[ToolDefinition],
     choice: ToolChoice,
     parallel: bool,
+    answer: Grammar | None = None,
 ) -> Grammar | None:
     """What the completion must match for ``choice``; None if it is free.
 
-    REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO is free unless
-    a tool is ``strict`` or calls are not ``parallel``: then it is content and calls that fit.
-    Arguments have no properties that their schema does not speak of.
+    REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO: calls, or a
+    completion that matches ``answer``; without one it is free unless a tool is ``strict`` or calls
+    are not ``parallel``: then it is content and calls that fit. NONE: ``answer``. Arguments have no
+    properties that their schema does not speak of.
 
     Raises ParameterError for a choice of tools that there are not, parameters that are not those
-    of an object, and schemas that are too large together.
+    of an object, an answer of another form than JSON besides calls, and schemas that are too large
+    together.
     """
-    if choice.mode is ToolMode.NONE:
-        return None
+    if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
+        return answer
     if choice.mode is ToolMode.AUTO:
-        if not tools or (parallel and not any(tool.strict for tool in tools)):
+        if answer is not None:
+            frame = _calls_only(tool_format, parallel, " | answer")
+            return _grammar([frame, _answer(answer)], tool_format, tools)
+        if parallel and not any(tool.strict for tool in tools):
             return None
-        return _grammar(_free(tool_format, parallel), tool_format, tools)
+        return _grammar([_free(tool_format, parallel)], tool_format, tools)
     if choice.mode is ToolMode.NAMED:
         tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
@@ -70,13 +79,15 @@ def call_grammar(
             if choice.mode is ToolMode.NAMED
             else f"tool_choice {choice.mode} needs tools to choose from.",
         )
-    return _grammar(_forced(tool_format, parallel), tool_format, tools)
+    return _grammar([_calls_only(tool_format, parallel, "")], tool_format, tools)
 
 
-def _forced(tool_format: ToolFormat, parallel: bool) -> str:
+def _calls_only(tool_format: ToolFormat, parallel: bool, or_answer: str) -> str:
     if tool_format is ToolFormat.LLAMA3:
-        return _LLAMA3_FORCED.format(others=_others('"; " one', parallel))
-    return _HERMES_FORCED.format(others=_others(r'"\n" call', parallel))
+        others = _others('"; " one', parallel)
+        return _LLAMA3_FORCED.format(others=others, or_answer=or_answer)
+    others = _others(r'"\n" call', parallel)
+    return _HERMES_FORCED.format(others=others, or_answer=or_answer)
 
 
 def _free(tool_format: ToolFormat, parallel: bool) -> str:
@@ -89,14 +100,35 @@ def _others(another: str, parallel: bool) -> str:
     return f" ({another}){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else ""
 
 
-def _grammar(frame: str, tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
+def _answer(answer: Grammar) -> str:
+    """The rule of an answer that is JSON."""
+    if answer.kind is GrammarKind.JSON_OBJECT:
+        schema: Any = {"type": "object"}
+    elif answer.kind is GrammarKind.JSON_SCHEMA:
+        try:
+            schema = json.loads(answer.text)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError("response_format", f"The schema is no JSON: {error}.") from error
+    else:
+        raise ParameterError(
+            "tools",
+            f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
+        )
+    if isinstance(schema, dict):
+        schema = schema | {_SETTINGS: _STYLE | schema.get(_SETTINGS, {})}
+    return f"answer: %json {json.dumps(schema)}"
+
+
+def _grammar(rules: list[str], tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
     key = "arguments" if tool_format is ToolFormat.HERMES else "parameters"
-    lines = [frame.strip(), "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
+    lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        opening = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
+        # In the pieces of JSON, so that it may begin as another answer in JSON does.
+        pieces = ("{", '"name"', ": ", f'"{tool.name}"', ", ", f'"{key}"', ": ")
+        opening = " ".join(json.dumps(piece) for piece in pieces)
         lines.append(f'one_{i}: {opening} arguments_{i} "}}"')
         lines.append(f"arguments_{i}: %json {json.dumps(_schema(tool))}")
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(line.strip() for line in lines) + "\n"
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ParameterError(
             "tools",
@@ -117,12 +149,5 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
     schema["type"] = "object"
     if _ELSEWHERE.isdisjoint(schema):
         schema.setdefault("additionalProperties", False)
-    schema[_SETTINGS] = {
-        # As Python's json writes it, which is what models have seen.
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-        "coerce_one_of": True,
-        "lenient": not tool.strict,
-    }
+    schema[_SETTINGS] = _STYLE | {"coerce_one_of": True, "lenient": not tool.strict}
     return schema

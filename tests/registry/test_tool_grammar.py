@@ -22,7 +22,7 @@ from registry.tool_formats import (
 )
 from registry.tool_formats.grammar import MAX_PARALLEL_CALLS
 from schemas.errors import GrammarError, ParameterError
-from schemas.sampling import Grammar
+from schemas.sampling import Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from workers.engine.grammar_library import GrammarLibrary
 from workers.engine.grammar_probe import GrammarProbe
@@ -211,6 +211,72 @@ def test_strict_tools_in_a_free_answer_hermes(text: str, parallel: bool, fits: b
 def test_strict_tools_in_a_free_answer_llama3(text: str, parallel: bool, fits: bool) -> None:
     made = grammar(ToolFormat.LLAMA3, AUTO, STRICT, NOW, parallel=parallel)
     assert accepts(made, text) is fits
+
+
+ANSWER = {
+    "$defs": {"N": {"type": "integer"}},
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/N"}, "nap": {"const": 1}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+JSON_ANSWER = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(ANSWER))
+
+
+@formats
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("answer", [JSON_ANSWER, Grammar(kind=GrammarKind.JSON_OBJECT)])
+def test_calls_or_an_answer_in_json(
+    tool_format: ToolFormat, parallel: bool, answer: Grammar
+) -> None:
+    made = call_grammar(tool_format, [NOW, BOOK], AUTO, parallel, answer)
+    assert made is not None
+    assert accepts(made, '{"name": 7')
+    assert accepts(made, '{"nap": 1}') is (answer is not JSON_ANSWER)
+    assert accepts(made, "{}") is (answer is not JSON_ANSWER)
+    assert not accepts(made, "Hello")
+    call = {
+        ToolFormat.HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        ToolFormat.LLAMA3: '{"name": "now", "parameters": {}}',
+    }[tool_format]
+    assert accepts(made, call)
+    joint = "\n" if tool_format is ToolFormat.HERMES else "; "
+    assert accepts(made, call + joint + call) is parallel
+
+
+@formats
+def test_what_is_drawn_is_calls_or_the_answer(tool_format: ToolFormat) -> None:
+    made = call_grammar(tool_format, [NOW, BOOK], AUTO, True, JSON_ANSWER)
+    assert made is not None
+    for seed in range(8):
+        content, calls = read(tool_format, drawn(made, seed))
+        if calls:
+            check_arguments(calls)
+            assert content == ""
+        else:
+            jsonschema.validate(json.loads(content), ANSWER)
+
+
+def test_an_answer_s_own_form_where_no_tool_is_called() -> None:
+    none = ToolChoice(mode=ToolMode.NONE)
+    assert call_grammar(ToolFormat.HERMES, [NOW], none, True, JSON_ANSWER) is JSON_ANSWER
+    assert call_grammar(ToolFormat.HERMES, [], AUTO, True, JSON_ANSWER) is JSON_ANSWER
+    forced = call_grammar(ToolFormat.HERMES, [NOW], REQUIRED, True, JSON_ANSWER)
+    assert forced == call_grammar(ToolFormat.HERMES, [NOW], REQUIRED, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "param", "words"),
+    [
+        (Grammar(kind=GrammarKind.REGEX, text="a+"), "tools", "regex grammar does not go with"),
+        (Grammar(kind=GrammarKind.EBNF, text='start: "a"'), "tools", "ebnf grammar does not"),
+        (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "response_format", "is no JSON"),
+    ],
+)
+def test_answers_that_do_not_go_with_calls(answer: Grammar, param: str, words: str) -> None:
+    with pytest.raises(ParameterError, match=words) as caught:
+        call_grammar(ToolFormat.HERMES, [NOW], AUTO, True, answer)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
