@@ -10,6 +10,8 @@ from workers.generation import Generation
 _MAX_GENERATIONS = 8_192
 _MAX_NUMBERS = 4_000_000
 _MAX_FLOORS = 8_192
+# A log-probability is an object, with a pair for each alternative.
+_NUMBERS_PER_LOGPROB = 4
 
 
 class FinishedGenerations:
@@ -71,12 +73,15 @@ class EpochFloors:
 
 
 def _size(generation: Generation) -> int:
-    """How many token ids, log-probabilities and numbers of an embedding it holds."""
+    """How many token ids and numbers of an embedding it holds, or what takes as much memory."""
     sampling = generation.job.sampling
     return (
         len(generation.prompt_token_ids)
         + len(generation.token_ids)
-        + len(generation.logprobs) * (1 + (sampling.logprobs or 0))
-        + len(generation.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
         + len(generation.embedding) // 4
+        + _NUMBERS_PER_LOGPROB
+        * (
+            len(generation.logprobs) * (1 + (sampling.logprobs or 0))
+            + len(generation.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+        )
     )
