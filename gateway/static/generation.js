@@ -7,7 +7,7 @@ const MOST_CHOICES = 128;
 /** A refusal or a failure, with the gateway's stable code. */
 export class MillraceError extends Error {
   /**
-   * @param {string} code Stable; "closed" and "unauthorized" are the client's own.
+   * @param {string} code Stable; "closed" and "protocol_error" are the client's own.
    * @param {string} message
    * @param {{retryAfterS?: number, param?: string, requestId?: string}} [detail] `retryAfterS` is
    *   there if trying again may help, `param` names the field at fault.
@@ -134,6 +134,7 @@ export class Generation {
   #events = [];
   #wake = [];
   #isInterrupted = false;
+  #isAttached = false;
   #numAsked = 0;
   #resolve;
   #reject;
@@ -180,8 +181,14 @@ export class Generation {
     [nextIndex].flat().forEach((index, number) => this.#choiceOf(number).startAt(index));
   }
 
+  /** Whether what was refused is the attempt to go on, which may be made again. */
+  mayAskAgain() {
+    return !this.#isAttached && this.requestId !== "" && ++this.#numAsked <= MOST_ASKED;
+  }
+
   /** The message that brings it onto a connection. */
   opening() {
+    this.#isAttached = false;
     if (!this.requestId) return { type: "generate", id: this.id, ...this.#message };
     const indices = this.#choices.map((choice) => choice.rewind());
     const nextIndex = indices.length === 1 ? indices[0] : indices;
@@ -199,6 +206,7 @@ export class Generation {
     switch (event.type) {
       case "accepted":
         this.requestId = event.request_id;
+        this.#isAttached = true;
         this.#session = event.session ?? this.#session;
         if (this.#isInterrupted) {
           this.#isInterrupted = false;

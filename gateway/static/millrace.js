@@ -15,7 +15,13 @@ export { MillraceError };
 
 const SUBPROTOCOL = "millrace.v1";
 const GOING_AWAY_CODE = "draining";
+const BAD_KEY_CODE = "invalid_api_key";
+const NO_KEY = "This gateway demands an API key.";
+// Why a connection is closed: 1008 says that the key is missing or bad; with 1000 a gateway may
+// forget what runs, with a code of our own it waits for the client to come back.
 const POLICY_VIOLATION = 1008;
+const FAREWELL = 1000;
+const COMING_BACK = 4000;
 const DEFAULT_TIMING = {
   firstPauseMs: 300,
   longestPauseMs: 15_000,
@@ -116,12 +122,13 @@ export class Millrace {
     return this.#begin(generation);
   }
 
-  /** Part for good. What still runs is rejected here; the gateway lets it go after a while. */
+  /** Part for good. What still runs is cancelled, and rejected here. */
   close() {
     this.#listening.abort();
     clearTimeout(this.#retry);
-    this.#abandon(this.#next);
-    this.#abandon(this.#socket);
+    if (this.#state === "open") for (const id of this.#byId.keys()) this.#sendCancel(id);
+    this.#abandon(this.#next, FAREWELL);
+    this.#abandon(this.#socket, FAREWELL);
     this.#next = this.#socket = null;
     for (const generation of [...this.#running]) {
       this.#end(generation, new MillraceError("closed", "The client was closed."));
@@ -186,7 +193,7 @@ export class Millrace {
       else this.#opened(socket);
     };
     socket.onmessage = ({ data }) => this.#receive(socket, JSON.parse(data));
-    socket.onclose = ({ code, reason }) => this.#lost(socket, code, reason);
+    socket.onclose = ({ code }) => this.#lost(socket, code);
     socket.settle = () => clearTimeout(giveUp);
   }
 
@@ -233,19 +240,35 @@ export class Millrace {
   }
 
   #deliver(generation, message) {
-    if (message.type === "error" && message.code === GOING_AWAY_CODE) {
-      // Refused because this gateway shuts down: it is for the next one.
-      this.#byId.delete(generation.id);
-      generation.id = "";
-      if (!this.#next) this.#later(() => this.#connect());
-    } else if (message.type === "error") {
-      this.#end(generation, errorOf(message));
-    } else if (!generation.take(message)) {
-      this.#attach(generation);
+    if (message.type !== "error") {
+      if (!generation.take(message)) this.#attach(generation);
+      return;
     }
+    const error = errorOf(message);
+    if (error.code === GOING_AWAY_CODE) {
+      // Refused because this gateway shuts down: it is for the next one.
+      this.#detach(generation);
+      if (!this.#next) this.#later(() => this.#connect());
+    } else if (error.code === BAD_KEY_CODE) {
+      this.#refused(this.#socket, error);
+    } else if (error.retryAfterS !== undefined && generation.mayAskAgain()) {
+      // It runs, but cannot be had right now.
+      this.#detach(generation);
+      setTimeout(() => this.#attachIfFree(generation), error.retryAfterS * 1e3);
+    } else this.#end(generation, error);
   }
 
-  #lost(socket, code, reason) {
+  #attachIfFree(generation) {
+    const isWaiting = this.#running.has(generation) && !generation.id;
+    if (isWaiting && this.#state === "open") this.#attach(generation);
+  }
+
+  #detach(generation) {
+    this.#byId.delete(generation.id);
+    generation.id = "";
+  }
+
+  #lost(socket, code) {
     if (socket !== this.#socket && socket !== this.#next) return;
     socket.settle();
     const isSpare = socket === this.#next && this.#socket !== null;
@@ -255,7 +278,7 @@ export class Millrace {
       this.#stopWatching();
     }
     if (code === POLICY_VIOLATION) {
-      this.#refused(socket, new MillraceError("unauthorized", reason || "The gateway refused."));
+      this.#refused(socket, new MillraceError(BAD_KEY_CODE, NO_KEY));
     } else if (isSpare) {
       // Still on the old connection, whose gateway shuts down.
       this.#later(() => this.#connect());
@@ -271,6 +294,7 @@ export class Millrace {
     socket.settle();
     this.#abandon(socket);
     if (this.#next === socket) this.#next = null;
+    if (this.#socket === socket) this.#socket = null;
     clearTimeout(this.#retry);
     this.#interrupt();
     this.#say("unauthorized", { error });
@@ -278,8 +302,7 @@ export class Millrace {
 
   #interrupt() {
     for (const generation of [...this.#running]) {
-      this.#byId.delete(generation.id);
-      generation.id = "";
+      this.#detach(generation);
       if (generation.isCancelled) this.#cancelAway(generation);
       else generation.interrupted();
     }
@@ -287,14 +310,14 @@ export class Millrace {
 
   #drop(socket) {
     this.#abandon(socket);
-    this.#lost(socket, 1006, "");
+    this.#lost(socket, 1006);
   }
 
-  #abandon(socket) {
+  #abandon(socket, code = COMING_BACK) {
     if (!socket) return;
     socket.settle();
     socket.onopen = socket.onmessage = socket.onclose = null;
-    socket.close();
+    socket.close(code);
     if (socket === this.#socket) this.#stopWatching();
   }
 

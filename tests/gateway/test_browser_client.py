@@ -347,3 +347,32 @@ async def test_closing_ends_everything(page: Page, front: ScriptedGateway) -> No
     assert (await result(page))["code"] == "closed"
     assert await page.evaluate("states.at(-1)") == "closed"
     await eventually(lambda: front.sockets == [])
+
+
+async def test_a_resume_that_is_refused_for_now_is_tried_again(
+    page: Page, front: ScriptedGateway
+) -> None:
+    front.hold_before = 2
+    await connect(page, front)
+    await page.evaluate("ask('abcd')")
+    await has_text(page, "ab")
+    front.refuse_resume = {
+        "code": "state_unavailable",
+        "message": "Away.",
+        "retry_after_s": 0.01,
+    }
+    await front.part()
+    await eventually(lambda: len(front.messages("resume")) == 2)
+    await front.release()
+    assert (await result(page))["text"] == "abcd"
+
+
+async def test_a_missing_key_is_told_and_nothing_is_lost(
+    page: Page, front: ScriptedGateway
+) -> None:
+    front.token = "mr-good"
+    await connect(page, front)
+    await page.evaluate("ask('hello')")
+    await page.wait_for_function("states.at(-1) === 'unauthorized invalid_api_key'")
+    await page.evaluate("client.token = 'mr-good'")
+    assert (await result(page))["text"] == "hello"

@@ -47,19 +47,21 @@ class Run(msgspec.Struct):
 class ScriptedGateway:
     """``received`` holds every message of every client. Streams wait before token ``hold_before``
     until ``release``; a client that resumes gets ``overlap`` tokens more than it asked for; a token
-    in ``lose`` is left out once; connections that were open while it was ``mute`` are never answered,
-    not even with pongs. While it is ``shut`` it takes no new ones."""
+    in ``lose`` is left out once; connections that were open while it was ``mute`` are never
+    answered, not even with pongs. While it is ``shut`` it takes no new ones."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self.script: Script = lambda request: list(request["messages"][-1]["content"])
         self.token = ""
         self.refusal: Json | None = None
+        self.refuse_resume: Json | None = None
         self.hold_before: int | None = None
         self.overlap = 0
         self.lose: set[int] = set()
         self._mute = False
         self._silent: set[WebSocket] = set()
+        self._known: set[WebSocket] = set()
         self.received: list[Json] = []
         self.runs: dict[str, Run] = {}
         self.sessions: dict[str, list[Json]] = {}
@@ -171,6 +173,7 @@ class ScriptedGateway:
         finally:
             self.sockets.remove(socket)
             self._silent.discard(socket)
+            self._known.discard(socket)
             for stream in streams.values():
                 stream.cancel()
             await asyncio.gather(*streams.values(), return_exceptions=True)
@@ -181,6 +184,7 @@ class ScriptedGateway:
         """Handle one message; False: the client was parted with."""
         match message["type"]:
             case "authenticate" if message["token"] == self.token:
+                self._known.add(socket)
                 await socket.send_json({"type": "authenticated", "tenant": "acme", "tier": "pro"})
             case "authenticate":
                 await socket.send_json(_error("invalid_api_key", "The key is not valid."))
@@ -188,6 +192,12 @@ class ScriptedGateway:
                 return False
             case "ping":
                 await socket.send_json({"type": "pong"})
+            case "generate" if self.token and socket not in self._known:
+                error = _error("invalid_api_key", "Send authenticate first.")
+                await socket.send_json({**error, "id": message["id"]})
+            case "resume" if self.refuse_resume is not None:
+                await socket.send_json({**self.refuse_resume, "type": "error", "id": message["id"]})
+                self.refuse_resume = None
             case "generate" if self.refusal is not None:
                 await socket.send_json({**self.refusal, "type": "error", "id": message["id"]})
                 self.refusal = None

@@ -80,7 +80,7 @@ export function placeAfter(history, all, before) {
   const count = held.length - numOlder;
   if (numOlder < 0 || count < 0) return -1;
   if (count > 0 && kept[count - 1].question !== held.at(-1).question) return -1;
-  return kept[count]?.at ?? history.messages.length;
+  return history.num_summarised + (kept[count]?.at ?? history.messages.length);
 }
 
 /** The turns of the page as messages, for a gateway that has forgotten them. */
