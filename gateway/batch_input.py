@@ -84,8 +84,8 @@ def _error_of(line: InputLine, endpoint: str, seen: dict[str, int]) -> BatchErro
     try:
         request = decode(_decoder, line.raw)
     except MillraceError as error:
-        param = error.param if isinstance(error, ParameterError) else None
-        code = "invalid_json_line" if param is None else error.code
+        param = (error.param or None) if isinstance(error, ParameterError) else None
+        code = error.code if param else "invalid_json_line"
         return BatchError(code=code, message=error.message, line=line.number, param=param)
     if request.method != _METHOD:
         return _bad(line, "invalid_method", "method", f"method must be {_METHOD}.")

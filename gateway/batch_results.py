@@ -9,6 +9,7 @@ from bus.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult
 
+_FIRST_POLL_S = 0.1
 _POLL_S = 5.0
 _EAGER_S = 0.05
 _NUM_EAGER = 10
@@ -18,7 +19,8 @@ _LOST_AFTER_S = 60.0
 class ResultWaiter:
     """Gets a tenant's results as soon as they are stored.
 
-    It is told of each; what an outage swallowed is found by looking every ``poll_s``. Owns its
+    It is told of each; what came too early or in an outage is found by looking, soon at first and
+    every ``poll_s`` later. Owns its
     subscription; ``close`` ends it.
     """
 
@@ -42,6 +44,7 @@ class ResultWaiter:
         that left the queue and has no result: it was not answered and never will be."""
         told = self._told.setdefault(request_id, asyncio.Event())
         closed_at_s: float | None = None
+        patience_s = _FIRST_POLL_S
         try:
             while True:
                 result = await self._fetch(request_id, eager=told.is_set())
@@ -50,9 +53,14 @@ class ResultWaiter:
                 if closed_at_s is not None and self._is_past(closed_at_s + _LOST_AFTER_S):
                     return None
                 told.clear()
-                if await self._is_told(told) or await self._is_open(sequence):
+                if await self._is_told(told, patience_s):
                     continue
-                if closed_at_s is None:
+                patience_s = min(2 * patience_s, self._poll_s)
+                if (
+                    patience_s == self._poll_s
+                    and closed_at_s is None
+                    and await self._is_gone(sequence)
+                ):
                     # Whoever took it out of the queue may be about to store its result.
                     closed_at_s = self._clock.monotonic()
         finally:
@@ -66,10 +74,9 @@ class ResultWaiter:
         if told is not None:
             told.set()
 
-    async def _is_told(self, told: asyncio.Event) -> bool:
-        """Wait for word of it, as long as it is time to look."""
+    async def _is_told(self, told: asyncio.Event, timeout_s: float) -> bool:
         try:
-            async with asyncio.timeout(self._poll_s):
+            async with asyncio.timeout(timeout_s):
                 await told.wait()
         except TimeoutError:
             return False
@@ -87,8 +94,9 @@ class ResultWaiter:
             await self._clock.sleep(_EAGER_S)
         return None
 
-    async def _is_open(self, sequence: int) -> bool:
+    async def _is_gone(self, sequence: int) -> bool:
+        """Whether the job has left the queue, as far as anybody can say."""
         try:
-            return await self._bus.jobs.is_open(sequence)
+            return not await self._bus.jobs.is_open(sequence)
         except BusUnavailableError:
-            return True
+            return False

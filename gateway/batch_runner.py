@@ -24,7 +24,6 @@ from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
-_SCAN_S = 1.0
 _RENEWALS_PER_LEASE = 4
 _MS_PER_S = 1_000
 _NS_PER_MS = 1_000_000
@@ -108,7 +107,7 @@ class BatchRunner:
                 logger.debug("batches are looked for later", extra={"cause": error.message})
             except Exception:
                 logger.exception("batches could not be looked for")
-            await self._gateway.clock.sleep(_SCAN_S)
+            await self._gateway.clock.sleep(self._gateway.config.batch_scan_s)
 
     async def _scan(self, link: RedisLink) -> None:
         if len(self._runs) >= self._gateway.config.max_batches_at_once:

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from gateway.app import build_app
+from gateway.batch_runner import BatchRunner
 from gateway.core import Gateway
 from gateway.http_client import ABORT_EXTENSION
 from schemas.config import GatewayConfig
@@ -60,11 +61,12 @@ def _why_not(config: GatewayConfig, error: Exception) -> str:
 
 
 class Server:
-    """Serves a gateway on a listening socket until ``stop``."""
+    """Serves a gateway on a listening socket until ``stop``, and runs its batches meanwhile."""
 
     def __init__(self, gateway: Gateway, listener: socket.socket, *, tune: bool = True) -> None:
         """``tune``: set the process's garbage collector up for serving."""
         self._gateway = gateway
+        self._batches = BatchRunner(gateway)
         self._listener = listener
         self._tune = tune
         config = uvicorn.Config(
@@ -96,11 +98,13 @@ class Server:
     async def serve(self) -> None:
         """Start the gateway and answer until ``stop``; open streams are drained first."""
         await self._gateway.start()
+        await self._batches.start()
         if self._tune:
             tune_gc()
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
+            await self._batches.close()
             await self._gateway.close()
 
     async def stop(self, drain_timeout_s: float) -> None:
@@ -163,7 +167,13 @@ class _HttpProtocol(HttpToolsProtocol):
 
 
 class _WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Queues a close frame behind whatever a client has not read, instead of waiting for it."""
+    """Queues a close frame behind whatever a client has not read, instead of waiting for it; tells
+    a connection that was lost (1006) from one that was closed without a code (1005)."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.handshake_complete and self.conn.close_rcvd is None:
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
+        super().connection_lost(exc)
 
     async def send(self, message: Any) -> None:
         if message["type"] == "websocket.close":

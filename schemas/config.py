@@ -71,7 +71,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     each tier (see ``schemas.tenants``). Sizes bound what one client may send or make us hold.
     ``max_file_bytes`` is for uploaded files. A gateway works on ``max_batches_at_once``
     batches, on ``batch_lines_at_once`` requests of each; one that dies is noticed after
-    ``batch_lease_s``.
+    ``batch_lease_s``, a new one within ``batch_scan_s``.
 
     A session is kept for ``session_ttl_s`` after its last request and holds at most
     ``session_max_bytes`` and ``session_max_messages``. Its prompt leaves a completion of no stated
@@ -118,6 +118,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batches_at_once: int = 8
     batch_lines_at_once: int = 128
     batch_lease_s: float = 10.0
+    batch_scan_s: float = 1.0
     session_ttl_s: float = 3_600.0
     session_max_bytes: int = 4 * 1024 * 1024
     session_max_messages: int = 2_000

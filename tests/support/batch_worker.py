@@ -1,0 +1,102 @@
+"""An echo worker for jobs that nobody streams: their results are stored, as a real worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+
+from bus.api import Bus, LeasedJob
+from schemas.frames import FinishReason, Usage
+from schemas.jobs import Job, JobResult
+from schemas.records import Status
+from tests.support.echo_worker import EchoWorker, embedding_of
+
+
+class BatchWorker(EchoWorker):
+    """``answers`` counts the answers made for each request id. A job whose prompt is in ``shed`` is
+    shed once, one in ``fail`` fails. None is answered while ``gate`` is closed, which it is by
+    itself after ``hold_after`` answers."""
+
+    def __init__(self, bus: Bus, model: str = "echo") -> None:
+        super().__init__(bus, model)
+        self.answers: Counter[str] = Counter()
+        self.shed: set[str] = set()
+        self.fail: set[str] = set()
+        self.hold_after: int | None = None
+
+    def release(self) -> None:
+        """Answer everything from now on."""
+        self.hold_after = None
+        self.gate.set()
+
+    async def _run(self, leased: LeasedJob) -> None:
+        job = leased.job
+        if not job.store_result:
+            await super()._run(leased)
+            return
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            if job.request_id not in self.cancelled:
+                raise
+            await self.bus.results.store(result_of(job, Status.CANCELLED))
+            await self.bus.jobs.ack(leased.lease)
+            return
+        self.answers[job.request_id] += 1
+        if self.hold_after is not None and len(self.answers) >= self.hold_after:
+            self.gate.clear()
+        prompt = bytes(job.prompt_token_ids or ()).decode()
+        if prompt in self.shed:
+            self.shed.discard(prompt)
+            result = result_of(job, Status.SHED)
+        elif prompt in self.fail:
+            result = result_of(job, Status.FAILED, code="engine_error", message="It broke.")
+        else:
+            result = self._answer(job)
+        await self.bus.results.store(result)
+        await self.bus.jobs.ack(leased.lease)
+
+    def _answer(self, job: Job) -> JobResult:
+        num_prompt = len(job.prompt_token_ids or ())
+        if job.pooling is not None:
+            usage = Usage(prompt_tokens=num_prompt)
+            return result_of(job, Status.DONE, embedding=embedding_of(job), usage=usage)
+        texts = list(self.script(job))[: job.sampling.max_tokens]
+        return result_of(
+            job,
+            Status.DONE,
+            text="".join(texts),
+            token_ids=tuple(range(len(texts))),
+            text_ends=tuple(itertools.accumulate(map(len, texts))),
+            usage=Usage(prompt_tokens=num_prompt, completion_tokens=len(texts)),
+        )
+
+
+def result_of(
+    job: Job,
+    status: Status,
+    *,
+    code: str = "",
+    message: str = "",
+    text: str = "",
+    token_ids: tuple[int, ...] = (),
+    text_ends: tuple[int, ...] = (),
+    embedding: bytes = b"",
+    usage: Usage | None = None,
+) -> JobResult:
+    """What is stored of a job."""
+    return JobResult(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        status=status.value,
+        text=text,
+        token_ids=token_ids,
+        text_ends=text_ends,
+        embedding=embedding,
+        finish_reason=FinishReason.STOP if status is Status.DONE else None,
+        usage=usage,
+        error_code=code,
+        error_message=message,
+    )
