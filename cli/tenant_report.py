@@ -1,0 +1,65 @@
+"""What ``millrace keys tenant`` shows of a tenant."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from bus.redis_link import RedisLink
+from bus.tenants import TenantStore
+from gateway.accounts import month_of, read_standing, tenant_account
+from gateway.limits_api import AccountLimits, account_limits
+from schemas.jobs import Tier
+from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
+
+
+class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's tier and limits, which of these were set for it alone, and, if it was asked for,
+    what it uses."""
+
+    tenant: str
+    tier: Tier | None
+    limits: LimitSet
+    set_here: tuple[str, ...]
+    usage: AccountLimits | None = None
+
+
+async def read_usage(
+    link: RedisLink, store: TenantStore, tenant: str, tiers: TierLimits
+) -> AccountLimits:
+    """What the tenant uses now, and has spent this month. Raises RedisAwayError."""
+    account = tenant_account(tenant, await store.tenant(tenant), tiers)
+    return account_limits(account, await read_standing(link, account, month_of(time.time_ns())))
+
+
+def tenant_report(
+    tenant: str, record: TenantRecord, tiers: TierLimits, usage: AccountLimits | None
+) -> TenantReport:
+    """``tiers`` are those of the configuration at hand, which should be the gateways' own."""
+    return TenantReport(
+        tenant=tenant,
+        tier=record.tier,
+        limits=tenant_limits(record, tiers),
+        set_here=tuple(record.limits.given()),
+        usage=usage,
+    )
+
+
+def as_text(report: TenantReport) -> str:
+    """A line for the tenant and one for each limit."""
+    tier = "none" if report.tier is None else report.tier.value
+    lines = [f"Tenant {report.tenant}, tier {tier}"]
+    for name, size in msgspec.structs.asdict(report.limits).items():
+        origin = "set for this tenant" if name in report.set_here else "by its tier"
+        line = f"  {name:<20} {_shown(size):>12}"
+        if report.usage is not None:
+            line += f"  {_shown(getattr(report.usage.remaining, name)):>12} left"
+        lines.append(f"{line}  ({origin})" if size is not None else line)
+    if report.usage is not None:
+        lines.append(f"  spent this month: {report.usage.spent}, held: {report.usage.held}")
+    return "\n".join(lines)
+
+
+def _shown(size: object) -> str:
+    return "none" if size is None else str(size)

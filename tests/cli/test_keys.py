@@ -1,0 +1,192 @@
+"""``millrace keys`` on a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from bus.clock import SystemClock
+from bus.redis_link import RedisLink
+from cli.main import main
+from gateway.caller import Caller
+from gateway.identity import AuthenticationError, Identity
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.jobs import Tier
+from tests.support.servers import RedisServer, free_port
+
+
+class Keys:
+    """The command, as a person runs it."""
+
+    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.url = url
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> str:
+        """What it prints; it must succeed."""
+        code, out, err = self.run(*arguments)
+        assert code == 0, err
+        return out
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self(*arguments, "--json"))
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        code = main(["keys", *arguments, "--redis", self.url])
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
+
+
+@pytest.fixture
+def keys(redis_server: RedisServer, capsys: pytest.CaptureFixture[str]) -> Keys:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return Keys(redis_server.url, capsys)
+
+
+async def caller_of(url: str, token: str) -> Caller:
+    link = RedisLink(RedisConfig(url=url))
+    try:
+        identity = Identity(link, GatewayConfig(host="0.0.0.0"), SystemClock())
+        return await identity.caller_of_token(token)
+    finally:
+        await link.close()
+
+
+def test_a_life_of_a_key(keys: Keys) -> None:
+    code, out, err = keys.run("create", "--tenant", "acme", "--tier", "pro", "--name", "web shop")
+    assert code == 0
+    token = out.strip()
+    assert token.startswith("mr-")
+    assert "cannot be shown again" in err
+    assert token not in err
+    [shown] = keys.json("list")
+    assert shown["tenant"] == "acme"
+    assert shown["name"] == "web shop"
+    assert token.split("-")[1] == shown["key_id"]
+    assert token.split("-")[2] not in json.dumps(shown)
+    assert "opens nothing any more" in keys("revoke", shown["key_id"])
+    assert keys.json("list", "--tenant", "acme")[0]["revoked"]
+    assert keys.json("list", "--tenant", "nobody") == []
+
+
+async def test_a_key_opens_a_gateway_until_it_is_revoked(
+    redis_server: RedisServer, keys: Keys
+) -> None:
+    made = await asyncio.to_thread(
+        keys.json, "create", "--tenant", "acme", "--tier", "pro", "--admin", "--context-tokens", "9"
+    )
+    caller = await caller_of(redis_server.url, made["key"])
+    assert caller == Caller(
+        tenant="acme", tier=Tier.PRO, key_id=made["key_id"], context_tokens=9, is_admin=True
+    )
+    await asyncio.to_thread(keys, "revoke", made["key_id"])
+    with pytest.raises(AuthenticationError, match="revoked"):
+        await caller_of(redis_server.url, made["key"])
+
+
+def test_a_keys_tier_is_within_its_tenants(keys: Keys) -> None:
+    assert keys.json("create", "--tenant", "acme", "--tier", "pro")["tier"] is None
+    assert keys.json("tenant", "acme")["tier"] == "pro"
+    assert keys.json("create", "--tenant", "acme", "--tier", "batch")["tier"] == "batch"
+    code, out, err = keys.run("create", "--tenant", "acme", "--tier", "enterprise")
+    assert (code, out) == (2, "")
+    assert "millrace keys tenant acme --tier enterprise" in err
+    keys("tenant", "acme", "--tier", "enterprise")
+    assert keys.json("create", "--tenant", "acme", "--tier", "pro")["tier"] == "pro"
+    assert len(keys.json("list")) == 3
+
+
+def test_limits_of_a_tenant(keys: Keys) -> None:
+    assert keys.json("tenant", "acme")["tier"] == "free"
+    set_now = keys.json(
+        *("tenant", "acme", "--tier", "pro", "--monthly-budget", "100.50"),
+        *("--requests-per-minute", "6", "--concurrent-requests", "none"),
+    )
+    assert set_now["limits"] == {
+        "requests_per_minute": 6,
+        "tokens_per_minute": 2_000_000,
+        "concurrent_requests": None,
+        "context_tokens": 65_536,
+        "monthly_budget": "100.50",
+    }
+    assert set(set_now["set_here"]) == {
+        "requests_per_minute",
+        "concurrent_requests",
+        "monthly_budget",
+    }
+    back = keys.json("tenant", "acme", "--requests-per-minute", "default")
+    assert back["limits"]["requests_per_minute"] == 600
+    assert back["limits"]["monthly_budget"] == "100.50"
+    text = keys("tenant", "acme", "--show")
+    assert "Tenant acme, tier pro" in text
+    assert "spent this month: 0, held: 0" in text
+    usage = keys.json("tenant", "acme", "--show")["usage"]
+    assert usage["remaining"]["requests_per_minute"] == 600
+
+
+def test_the_table(keys: Keys) -> None:
+    assert keys("list").split() == [
+        "key_id",
+        "tenant",
+        "name",
+        "tier",
+        "admin",
+        "created",
+        "revoked",
+        "limits",
+    ]
+    keys("create", "--tenant", "acme", "--requests-per-minute", "5", "--monthly-budget", "none")
+    _, row = keys("list").splitlines()
+    assert row.endswith("requests_per_minute=5 monthly_budget=none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("create", "--tenant", "a b"), "a tenant's name is"),
+        (("tenant", ""), "a tenant's name is"),
+        (("create", "--tenant", "a", "--name", "x" * 200), "printable"),
+        (("create", "--tenant", "a", "--requests-per-minute", "0"), "between 1 and"),
+        (("tenant", "a", "--monthly-budget", "-1"), "between 0 and"),
+        (("tenant", "a", "--monthly-budget", "NaN"), "between 0 and"),
+        (("revoke", "000000000000"), "there is no key"),
+    ],
+)
+def test_bad_input(keys: Keys, arguments: tuple[str, ...], complaint: str) -> None:
+    code, out, err = keys.run(*arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert keys.json("list") == []
+
+
+def test_a_limit_that_is_no_number(keys: Keys) -> None:
+    with pytest.raises(SystemExit):
+        keys.run("tenant", "a", "--requests-per-minute", "many")
+
+
+def test_where_redis_is(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys("create", "--tenant", "acme")
+    file = tmp_path / "millrace.toml"
+    file.write_text(f'[redis]\nurl = "{keys.url}"\n')
+    assert main(["keys", "list", "--config", str(file)]) == 0
+    assert "acme" in capsys.readouterr().out
+    assert main(["keys", "list", "--data", str(tmp_path)]) == 2
+    assert "Nothing runs on" in capsys.readouterr().err
+    monkeypatch.setenv("MILLRACE_REDIS__URL", keys.url)
+    assert main(["keys", "list", "--data", str(tmp_path)]) == 0
+    assert "acme" in capsys.readouterr().out
+    away = f"redis://:secret@127.0.0.1:{free_port()}"
+    assert main(["keys", "list", "--redis", away]) == 2
+    err = capsys.readouterr().err
+    assert "no Redis answers at 127.0.0.1" in err
+    assert "secret" not in err
+    assert main(["keys", "list", "--redis", "http://127.0.0.1"]) == 2
+    assert "redis.url cannot be used" in capsys.readouterr().err
