@@ -140,35 +140,33 @@ def test_nothing_has_no_direction() -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [""]}, "input"),
-        ({"input": ["a", 3]}, "input"),
-        ({"input": [[]]}, "input"),
-        ({"input": [["a"]]}, "input[0][0]"),
-        ({"input": [[3], 4]}, "input"),
-        ({"input": [300]}, "input"),
-        ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
-        ({"input": {"text": "x"}}, "input"),
-        ({"input": None}, "input"),
-        ({"dimensions": 0}, "dimensions"),
-        ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
-        ({"encoding_format": "int8"}, "encoding_format"),
-        ({"pooling": "first"}, "pooling"),
-        ({"normalize": 1}, "normalize"),
-        ({"user": "x" * 257}, "user"),
-        ({"temperature": 1}, "temperature"),
-    ],
-)
-async def test_the_bad_field_is_named(
-    http: httpx.AsyncClient, front: RunningGateway, changes: dict[str, Any], param: str
-) -> None:
-    response = await http.post(_PATH, json={"model": MODEL, "input": "mill"} | changes)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
+_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": ""}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [""]}, "input"),
+    ({"input": ["a", 3]}, "input"),
+    ({"input": [[]]}, "input"),
+    ({"input": [["a"]]}, "input[0][0]"),
+    ({"input": [[3], 4]}, "input"),
+    ({"input": [300]}, "input"),
+    ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
+    ({"input": {"text": "x"}}, "input"),
+    ({"input": None}, "input"),
+    ({"dimensions": 0}, "dimensions"),
+    ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+    ({"encoding_format": "int8"}, "encoding_format"),
+    ({"pooling": "first"}, "pooling"),
+    ({"normalize": 1}, "normalize"),
+    ({"user": "x" * 257}, "user"),
+    ({"temperature": 1}, "temperature"),
+]
+
+
+async def test_the_bad_field_is_named(http: httpx.AsyncClient, front: RunningGateway) -> None:
+    for changes, param in _BAD:
+        response = await http.post(_PATH, json={"model": MODEL, "input": "mill"} | changes)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), (changes, error)
     assert not front.worker.jobs
 
 
@@ -303,3 +301,14 @@ async def test_frames_that_are_lost_are_asked_for_again() -> None:
             )
         assert response.json()["data"][0]["embedding"] == _pooled("mill")
         assert front.worker.replays
+
+
+async def test_a_gateway_that_goes_says_so(http: httpx.AsyncClient, front: RunningGateway) -> None:
+    front.worker.gate.clear()
+    asking = asyncio.create_task(http.post(_PATH, json={"model": MODEL, "input": ["a", "b"]}))
+    await eventually(lambda: len(front.worker.jobs) == 2)
+    await front.gateway.drain(timeout_s=0.0)
+    response = await asking
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in response.headers
+    await eventually(lambda: len(front.worker.cancelled) == 2)
