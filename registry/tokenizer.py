@@ -21,6 +21,9 @@ from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
 
+# Special in some checkpoints; without them in the text nobody could tell calls from content.
+_CALL_TAGS = frozenset({"<tool_call>", "</tool_call>"})
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
@@ -43,7 +46,9 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
         added = backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_token_ids = frozenset(
+            i for i, token in added.items() if token.special and token.content not in _CALL_TAGS
+        )
 
     @classmethod
     def load(cls, path: Path, tool_format: ToolFormat | None = None) -> Tokenizer:

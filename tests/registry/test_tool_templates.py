@@ -320,6 +320,16 @@ def test_a_tokenizer_without_a_template_has_no_format(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).tool_format is None
 
 
+def test_tags_of_calls_are_text_even_where_they_are_special(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
+    write_tokenizer(tmp_path, backend)
+    tokenizer = Tokenizer.load(tmp_path)
+    tokens = tokenizer.encode("<tool_call>x</tool_call><other>", add_special_tokens=False)
+    assert len(tokens) == 4
+    assert tokenizer.decode(tokens) == "<tool_call>x</tool_call>"
+
+
 def test_the_demo_model_takes_tools() -> None:
     model = ServedModel.load(load_catalogue(""), "demo")
     assert model.tool_format is ToolFormat.HERMES
