@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import openai
@@ -25,7 +25,7 @@ from tests.support.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models
 from tests.support.waiting import eventually
 
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 LEASE_S = 1.0
 SCAN_S = 0.05
 # Longer than a test, so that jobs that wait behind a worker's gate are not delivered again.
