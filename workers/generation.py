@@ -26,6 +26,7 @@ from schemas.frames import (
 )
 from schemas.jobs import Tier
 from schemas.records import Status
+from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.text import TextStream
 
@@ -71,9 +72,10 @@ class Generation:
     The first ``num_resumed`` tokens were made by an earlier life and are with the client;
     ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
     token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for each of the
-    prompt. ``embedding`` is little-endian float32, empty until it is there. Times are UTC epoch in
-    ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing changes
-    then but epoch, lease and listeners, when the job is dispatched here again.
+    prompt. ``embedding`` is little-endian float32, empty until it is there. With ``known_outcome``
+    an earlier life made all the tokens, and only the prompt is left to be looked at. Times are UTC
+    epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
+    changes then but epoch, lease and listeners, when the job is dispatched here again.
     """
 
     __slots__ = (
@@ -86,6 +88,7 @@ class Generation:
         "epoch",
         "first_token_ns",
         "job",
+        "known_outcome",
         "last_token_ns",
         "lease",
         "logprobs",
@@ -126,6 +129,7 @@ class Generation:
         self.num_preemptions = 0
         self.accepted_ns = accepted_ns
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
+        self.known_outcome: Outcome | None = None
         self.outcome: Outcome | None = None
 
     @property
@@ -150,12 +154,19 @@ class Generation:
         return "".join(self.pieces)
 
     def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
+        sampling, token_ids = self.job.sampling, tuple(self.token_ids)
+        if self.known_outcome is not None:
+            # Behind a prompt that is looked at comes a token, which nobody needs.
+            token_ids = ()
+            sampling = SamplingParams(
+                max_tokens=1, seed=sampling.seed, prompt_logprobs=sampling.prompt_logprobs
+            )
         return EngineRequest(
             request_id=self.engine_id,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=self.job.sampling,
+            sampling=sampling,
             eos_token_ids=tuple(eos_token_ids),
-            output_token_ids=tuple(self.token_ids),
+            output_token_ids=token_ids,
             priority=self.priority,
             cache_salt=cache_salt,
             pooling=self.job.pooling,
@@ -187,7 +198,7 @@ class Generation:
             self.prompt_logprobs = output.prompt_logprobs
         if output.embedding:
             self.embedding = struct.pack(f"<{len(output.embedding)}f", *output.embedding)
-        if output.token_ids:
+        if output.token_ids and self.known_outcome is None:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns
             self.last_token_ns = now_ns
@@ -206,6 +217,8 @@ class Generation:
             return Outcome(status=Status.FAILED, error_code=code, error_message=message)
         if output.finish_reason is None:
             return None
+        if self.known_outcome is not None:
+            return self.known_outcome
         if self.pieces:
             self.pieces[-1] += self._stream.flush()
         return Outcome(status=Status.DONE, finish_reason=output.finish_reason)

@@ -49,8 +49,7 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
 
 def job_result(generation: Generation) -> JobResult:
     """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier life made
-    are not known here, so there are none then; nor are those of the prompt, if that life made all
-    the tokens."""
+    are not known here, so there are none then."""
     job, outcome = generation.job, generation.outcome
     assert outcome is not None
     result = result_of(

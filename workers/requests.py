@@ -135,6 +135,8 @@ class Requests:
         self._running[job.request_id] = generation
         self._by_engine_id[generation.engine_id] = generation
         outcome = generation.resumed_outcome(self._model.eos_token_ids)
+        if outcome is not None and job.sampling.prompt_logprobs is not None:
+            generation.known_outcome, outcome = outcome, None
         if outcome is not None:
             self._end(generation, outcome)
         elif _is_late(generation, generation.accepted_ns):

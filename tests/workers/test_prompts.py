@@ -45,6 +45,10 @@ def _score(b: Bench, engine_id: str = "r1:1", **changes: Any) -> None:
     b.engine.step(EngineOutput(request_id=engine_id, **(output | changes)))
 
 
+def _text(b: Bench, token_ids: list[int]) -> str:
+    return b.model.tokenizer.decode(token_ids)
+
+
 # --- embeddings -------------------------------------------------------------------------------
 
 
@@ -163,6 +167,25 @@ async def test_a_resumed_life_tells_them_again_but_not_the_logprobs_of_tokens(
         assert result is not None
         assert (result.token_ids, result.logprobs) == ((18, 19, 20), ())
         assert result.prompt_logprobs == _SCORES
+
+
+async def test_they_are_made_again_even_if_all_tokens_are_there(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        sampling = {"prompt_logprobs": 1, "max_tokens": 2, "stop": ("zzz",), "min_tokens": 1}
+        job = b.job(sampling=sampling, store_result=True)
+        await b.dispatch(job, resume_token_ids=(18, 19))
+        asked = b.engine.added["r1:1"]
+        assert (asked.output_token_ids, asked.sampling.max_tokens) == ((), 1)
+        assert asked.sampling.prompt_logprobs == 1
+        _score(b, finish_reason=FinishReason.STOP)
+        end = await b.ended()
+        assert isinstance(end, Done)
+        assert (end.finish_reason, end.num_tokens) == (FinishReason.LENGTH, 2)
+        assert b.kinds() == ["Started", "PromptLogprobs", "Usage", "Done"]
+        result = await b.peer.results.fetch("local", "r1")
+        assert result is not None
+        assert (result.token_ids, result.prompt_logprobs) == ((18, 19), _SCORES)
+        assert result.text == _text(b, [18, 19])
 
 
 async def test_those_of_a_long_prompt_come_in_pieces(demo: ServedModel) -> None:
