@@ -39,9 +39,15 @@ class RequestsPerMinuteError(RateLimitError):
 
 
 class TokensPerMinuteError(RateLimitError):
-    """Too many tokens lately, or in this one request."""
+    """Too many tokens lately."""
 
     code = "tokens_per_minute"
+
+
+class TooManyTokensError(TokensPerMinuteError):
+    """More tokens in this one request than the limit ever admits."""
+
+    retryable = False
 
 
 class ConcurrentRequestsError(RateLimitError):
@@ -83,11 +89,12 @@ def rate_limit_error(
     """The error that says whose limit it is, how large, and when there is room again."""
     account = verdict.refused_by
     assert account is not None, "it was granted"
+    kind = _KINDS[verdict.limit]
     size = getattr(account.limits, verdict.limit)
     headers = rate_headers(accounts, verdict.standings)
     retry_after_s: float | None = verdict.wait_ms / 1_000
     if verdict.wait_ms == NEVER:
-        retry_after_s = None
+        kind, retry_after_s = TooManyTokensError, None
         headers.append(_DO_NOT_RETRY)
         advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
     elif verdict.wait_ms == NEXT_MONTH:
@@ -106,7 +113,7 @@ def rate_limit_error(
         advice = f"Try again in {verdict.wait_ms / 1_000:.1f} s."
     whose = f"{account.kind} {account.name}"
     message = f"Limit {verdict.limit} of {whose} reached: {size}. {advice}"
-    return _KINDS[verdict.limit](message, verdict.limit, retry_after_s, headers)
+    return kind(message, verdict.limit, retry_after_s, headers)
 
 
 def tier_context_error(account: Account, charge: Charge) -> TierContextError:

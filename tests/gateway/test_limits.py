@@ -24,6 +24,7 @@ from gateway.limit_errors import (
     RequestsPerMinuteError,
     TierContextError,
     TokensPerMinuteError,
+    TooManyTokensError,
 )
 from gateway.limits import Limiter, Reservation
 from schemas.config import GatewayConfig, RedisConfig
@@ -165,8 +166,9 @@ async def test_tokens_that_were_not_used_come_back(bench: Bench) -> None:
 async def test_more_tokens_at_once_than_the_limit_are_never_taken(bench: Bench) -> None:
     await bench.tenant("acme", tokens_per_minute=99)
     caller = await bench.caller("acme")
-    with pytest.raises(TokensPerMinuteError, match="Lower max_tokens") as refused:
+    with pytest.raises(TooManyTokensError, match="Lower max_tokens") as refused:
         await reserve(bench.limiter, caller, "r1")
+    assert (refused.value.code, refused.value.retryable) == ("tokens_per_minute", False)
     assert refused.value.retry_after_s is None
     assert header(refused.value.headers, "x-should-retry") == "false"
 
