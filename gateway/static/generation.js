@@ -7,7 +7,7 @@ const MOST_CHOICES = 128;
 /** A refusal or a failure, with the gateway's stable code. */
 export class MillraceError extends Error {
   /**
-   * @param {string} code Stable; "closed" and "protocol_error" are the client's own.
+   * @param {string} code Stable; "closed", "connection_lost" and "protocol_error" are the client's own.
    * @param {string} message
    * @param {{retryAfterS?: number, param?: string, requestId?: string}} [detail] `retryAfterS` is
    *   there if trying again may help, `param` names the field at fault.
@@ -133,6 +133,8 @@ export class Generation {
   #session = null;
   #events = [];
   #wake = [];
+  #drawnKey = "";
+  #wasSent = false;
   #isInterrupted = false;
   #isAttached = false;
   #numAsked = 0;
@@ -175,6 +177,27 @@ export class Generation {
 
   // What the client calls.
 
+  /** Have it run once, however often it is sent; a key of the caller's own stays. */
+  drawKey(key) {
+    if (this.#message.idempotency_key) return;
+    this.#message = { ...this.#message, idempotency_key: key };
+    this.#drawnKey = key;
+  }
+
+  /** Go without the key that was drawn, if it still may; true if it may be sent so. */
+  dropKey() {
+    if (this.requestId || !this.#drawnKey) return false;
+    this.#drawnKey = "";
+    const { idempotency_key: _key, ...rest } = this.#message;
+    this.#message = rest;
+    return true;
+  }
+
+  /** Whether it does not matter that it may have arrived before. */
+  get maySendAgain() {
+    return this.requestId !== "" || !this.#wasSent || Boolean(this.#message.idempotency_key);
+  }
+
   /** Take over a request that runs, from the token `nextIndex` on: one for each choice. */
   adopt(requestId, nextIndex) {
     this.requestId = requestId;
@@ -189,7 +212,10 @@ export class Generation {
   /** The message that brings it onto a connection. */
   opening() {
     this.#isAttached = false;
-    if (!this.requestId) return { type: "generate", id: this.id, ...this.#message };
+    if (!this.requestId) {
+      this.#wasSent = true;
+      return { type: "generate", id: this.id, ...this.#message };
+    }
     const indices = this.#choices.map((choice) => choice.rewind());
     const nextIndex = indices.length === 1 ? indices[0] : indices;
     return { type: "resume", id: this.id, request_id: this.requestId, next_index: nextIndex };

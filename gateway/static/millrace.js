@@ -15,7 +15,9 @@ export { MillraceError };
 
 const SUBPROTOCOL = "millrace.v1";
 const GOING_AWAY_CODE = "draining";
+const NO_STATE_CODE = "state_unavailable";
 const BAD_KEY_CODE = "invalid_api_key";
+const UNKNOWN = "The connection was lost before the gateway had accepted the request.";
 const NO_KEY = "This gateway demands an API key.";
 // Why a connection is closed: 1008 says that the key is missing or bad; with 1000 a gateway may
 // forget what runs, with a code of our own it waits for the client to come back.
@@ -100,14 +102,16 @@ export class Millrace {
 
   /**
    * Start a generation: now, or as soon as there is a connection. It is safe against doubling: sent
-   * twice, it runs once.
+   * again on another connection, it still runs once. (While the gateway cannot promise that, a
+   * connection that is lost too early ends it with "connection_lost" instead.)
    * @param {object} request Fields of the protocol's `generate`: model, messages or prompt,
    *   session_id, temperature and so on.
    * @param {import("./generation.js").Listeners} [listeners]
    */
   generate(request, listeners = {}) {
-    const message = { idempotency_key: randomKey(), ...request };
-    return this.#begin(new Generation(message, listeners, (one) => this.#cancel(one)));
+    const generation = new Generation(request, listeners, (one) => this.#cancel(one));
+    generation.drawKey(randomKey());
+    return this.#begin(generation);
   }
 
   /**
@@ -251,6 +255,9 @@ export class Millrace {
       if (!this.#next) this.#later(() => this.#connect());
     } else if (error.code === BAD_KEY_CODE) {
       this.#refused(this.#socket, error);
+    } else if (error.code === NO_STATE_CODE && generation.dropKey()) {
+      // The gateway has nowhere to note idempotency keys right now; it can do without.
+      this.#attach(generation);
     } else if (error.retryAfterS !== undefined && generation.mayAskAgain()) {
       // It runs, but cannot be had right now.
       this.#detach(generation);
@@ -304,7 +311,8 @@ export class Millrace {
     for (const generation of [...this.#running]) {
       this.#detach(generation);
       if (generation.isCancelled) this.#cancelAway(generation);
-      else generation.interrupted();
+      else if (generation.maySendAgain) generation.interrupted();
+      else this.#end(generation, new MillraceError("connection_lost", UNKNOWN, { retryAfterS: 0 }));
     }
   }
 

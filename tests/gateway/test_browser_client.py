@@ -376,3 +376,27 @@ async def test_a_missing_key_is_told_and_nothing_is_lost(
     await page.wait_for_function("states.at(-1) === 'unauthorized invalid_api_key'")
     await page.evaluate("client.token = 'mr-good'")
     assert (await result(page))["text"] == "hello"
+
+
+async def test_without_a_store_of_keys_it_goes_without(page: Page, front: ScriptedGateway) -> None:
+    front.refusal = {"code": "state_unavailable", "message": "Away.", "retry_after_s": 1}
+    front.hold_before = 0
+    await connect(page, front)
+    await page.evaluate("ask('hello')")
+    await eventually(lambda: len(front.messages("generate")) == 2)
+    assert "idempotency_key" not in front.messages("generate")[1]
+    await front.release()
+    assert (await result(page))["text"] == "hello"
+
+
+async def test_what_may_have_been_accepted_without_a_key_is_not_sent_again(
+    page: Page, front: ScriptedGateway
+) -> None:
+    front.mute_after_refusal = True
+    front.refusal = {"code": "state_unavailable", "message": "Away.", "retry_after_s": 1}
+    await connect(page, front)
+    await page.evaluate("ask('hello')")
+    await eventually(lambda: len(front.messages("generate")) == 2)
+    await front.part()
+    failed = await result(page)
+    assert (failed["code"], failed["retryAfterS"]) == ("connection_lost", 0)

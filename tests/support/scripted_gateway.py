@@ -55,6 +55,7 @@ class ScriptedGateway:
         self.script: Script = lambda request: list(request["messages"][-1]["content"])
         self.token = ""
         self.refusal: Json | None = None
+        self.mute_after_refusal = False
         self.refuse_resume: Json | None = None
         self.hold_before: int | None = None
         self.overlap = 0
@@ -201,6 +202,8 @@ class ScriptedGateway:
             case "generate" if self.refusal is not None:
                 await socket.send_json({**self.refusal, "type": "error", "id": message["id"]})
                 self.refusal = None
+                if self.mute_after_refusal:
+                    self.mute = True
             case "generate":
                 run = self._run_of(message)
                 self._stream(socket, message["id"], run, 0, streams)
@@ -219,7 +222,7 @@ class ScriptedGateway:
         return True
 
     def _run_of(self, message: Json) -> Run:
-        key = message["idempotency_key"]
+        key = message.get("idempotency_key", message["id"])
         if key not in self._keys:
             request_id = f"chatcmpl-{next(self._numbers)}"
             run = Run(request_id, message, self.script(message), self._session_info(message))
@@ -232,7 +235,7 @@ class ScriptedGateway:
             if message.get("id") == generation_id and message["type"] in {"generate", "resume"}:
                 if message["type"] == "resume":
                     return self.runs[message["request_id"]]
-                return self.runs[self._keys[message["idempotency_key"]]]
+                return self._run_of(message)
         raise AssertionError(f"no generation {generation_id}")
 
     def _session_info(self, message: Json) -> Json | None:
