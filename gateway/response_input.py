@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.parsing import Ask, chat_ask, decode
-from schemas.errors import ParameterError
+from schemas.errors import MillraceError, ParameterError
 from schemas.openai import (
     CalledFunction,
     ChatCompletionRequest,
@@ -77,6 +77,9 @@ class _Head(msgspec.Struct, frozen=True):
     type: str = "message"
 
 
+_PARAMETERS: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(
+    dict[str, Any] | None
+)
 _HEAD = msgspec.json.Decoder(_Head)
 _DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
     "message": msgspec.json.Decoder(GivenMessage),
@@ -261,7 +264,11 @@ def _chat_request(
         logprobs=True if with_logprobs else None,
         top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,
         response_format=_response_format(request),
-        tools=tuple(_nested_tool(tool) for tool in tools if isinstance(tool, FlatFunctionTool)),
+        tools=tuple(
+            _nested_tool(tool, f"tools[{i}].parameters")
+            for i, tool in enumerate(tools)
+            if isinstance(tool, FlatFunctionTool)
+        ),
         server_tools=tuple(tool.name for tool in tools if isinstance(tool, ServerTool)),
         tool_choice=_nested_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -279,12 +286,16 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     )
 
 
-def _nested_tool(tool: FlatFunctionTool) -> FunctionTool:
+def _nested_tool(tool: FlatFunctionTool, where: str) -> FunctionTool:
+    try:
+        parameters = decode(_PARAMETERS, bytes(tool.parameters))
+    except MillraceError as error:
+        raise ParameterError(where, f"{where}: {error.message}") from error
     return FunctionTool(
         function=FunctionFields(
             name=tool.name,
             description=tool.description,
-            parameters=tool.parameters,
+            parameters=parameters,
             strict=tool.strict,
         )
     )

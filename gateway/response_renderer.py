@@ -33,7 +33,10 @@ from schemas.responses import (
     ResponseError,
     ResponsesRequest,
     ResponseStatus,
+    ResponseTool,
     ResponseUsage,
+    SchemaFormat,
+    ServerTool,
     TextConfig,
 )
 
@@ -60,6 +63,8 @@ class ResponseRenderer:
     ) -> None:
         stem = answer.request_id.rpartition("-")[2]
         self._request = request
+        self._text = _text_of(request)
+        self._tools = tuple(map(_on_one_line, request.tools or ()))
         self._answer = answer
         self.conversation = (*earlier, *named(given, stem, earlier))
         self._store = store
@@ -137,7 +142,6 @@ class ResponseRenderer:
     def _response(self, status: ResponseStatus) -> Response:
         request, answer = self._request, self._answer
         sampling = answer.ask.sampling
-        text = request.text
         return Response(
             id=answer.request_id,
             created_at=answer.created_s,
@@ -152,9 +156,9 @@ class ResponseRenderer:
             service_tier=request.service_tier or "auto",
             store=self._store is not None,
             temperature=sampling.temperature,
-            text=text if text is not None and text.format is not None else _PLAIN,
+            text=self._text,
             tool_choice="auto" if request.tool_choice is None else request.tool_choice,
-            tools=request.tools or (),
+            tools=self._tools,
             top_logprobs=request.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=request.truncation or "disabled",
@@ -167,7 +171,26 @@ _FIRST: tuple[type[ResponseCreated | ResponseInProgress], ...] = (
     ResponseCreated,
     ResponseInProgress,
 )
-_PLAIN = TextConfig(format=TextFormat())
+
+
+def _text_of(request: ResponsesRequest) -> TextConfig:
+    form = None if request.text is None else request.text.format
+    if form is None:
+        return TextConfig(format=TextFormat())
+    if isinstance(form, SchemaFormat):
+        form = msgspec.structs.replace(form, schema=_without_newlines(form.schema))
+    return TextConfig(format=form)
+
+
+def _on_one_line(tool: ResponseTool) -> ResponseTool:
+    if isinstance(tool, ServerTool):
+        return tool
+    return msgspec.structs.replace(tool, parameters=_without_newlines(tool.parameters))
+
+
+def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
+    """A schema as it was written, fit for the one line that an event's data is."""
+    return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
 
 
 def _bytes_of(events: Iterable[ResponseEvent]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 
 import msgspec
@@ -13,6 +14,8 @@ from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
 from schemas.responses import Item, Response, StoredResponse
+
+_log = logging.getLogger(__name__)
 
 # Fast rather than small: text shrinks to a third anyway.
 _COMPRESSION = 1
@@ -89,7 +92,7 @@ class ResponseStore:
         )
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None if there is none. Raises RedisAwayError."""
+        """None if there is none that can be read. Raises RedisAwayError."""
         link = self._reach()
         if len(response_id) > MAX_NAME_CHARACTERS:
             return None
@@ -113,5 +116,12 @@ class ResponseStore:
         return self._link
 
 
-def _unpack(packed: bytes) -> StoredResponse:
-    return _decoder.decode(zlib.decompress(packed))
+def _unpack(packed: bytes) -> StoredResponse | None:
+    """None for what another version of this program kept in a form of its own."""
+    try:
+        stored = _decoder.decode(zlib.decompress(packed))
+        _output_decoder.decode(stored.response)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        _log.warning("a kept answer cannot be read", extra={"cause": type(error).__name__})
+        return None
+    return stored

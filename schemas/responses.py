@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.openai import (
+    NOT_GIVEN,
     GenerationFields,
     JsonObjectFormat,
     LogprobInfo,
@@ -155,7 +156,7 @@ class FlatFunctionTool(
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: msgspec.Raw = NOT_GIVEN
     strict: bool | None = None
 
 

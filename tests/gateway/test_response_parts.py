@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from gateway.answer import Answer
 from gateway.caller import LOCAL
-from gateway.errors import Refusal
+from gateway.errors import InvalidJsonError, Refusal
 from gateway.parsing import Ask, decode
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from gateway.response_input import ask_of, check_fields, given_items, messages_of
 from gateway.response_renderer import ResponseRenderer
-from schemas.errors import ParameterError
+from schemas.errors import GrammarError, MillraceError, ParameterError
 from schemas.frames import TokenLogprob, Usage
 from schemas.openai import LogprobInfo
 from schemas.responses import FunctionCallItem, Item, MessageItem, ResponsesRequest
@@ -214,6 +214,7 @@ def test_a_bad_item_is_named(item: Any, param: str) -> None:
             "text.format.schema",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
@@ -258,6 +259,42 @@ def test_fields_become_those_of_a_chat() -> None:
     sampling = ask.sampling
     assert (sampling.max_tokens, sampling.logprobs, sampling.top_k) == (9, 3, 5)
     assert sampling.grammar is not None
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(
+        ["", "x", "auto", "function", "user", "message", "input_text", "json_schema"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "text", "name", "format", "schema", "call_id"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(name=st.sampled_from(ResponsesRequest.__struct_fields__), value=_JSON)
+def test_any_value_of_a_field_is_taken_or_refused(name: str, value: object) -> None:
+    body = {"model": "echo", "input": "hi", name: value}
+    try:
+        request = decode(_DECODER, json.dumps(body))
+        check_fields(request)
+        renderer = renderer_of(request)
+    except (ParameterError, InvalidJsonError, GrammarError):
+        return
+    stream = renderer.first() + renderer.part(ChoiceEnd(0, "stop")) + renderer.last()
+    assert events_of(stream)[-1]["type"] == "response.completed"
 
 
 # --- output ----------------------------------------------------------------------------------
@@ -399,6 +436,29 @@ def test_the_request_is_told_again() -> None:
         assert response[name] == fields[name]
     assert response["text"]["format"] == {"type": "json_object"}
     assert response["tools"][0]["name"] == "f"
+
+
+def test_schemas_of_several_lines_are_told_in_one() -> None:
+    body = b"""{"model": "echo", "input": "x", "stream": true,
+      "tools": [{"type": "function", "name": "f", "parameters": {
+        "type": "object" }}],
+      "text": {"format": {"type": "json_schema", "name": "n", "schema": {
+        "type":\r\n "object"}}}}"""
+    response = events_of(renderer_of(decode(_DECODER, body)).first())[0]["response"]
+    assert response["tools"][0]["parameters"] == {"type": "object"}
+    assert response["text"]["format"]["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize("depth", range(850, 960, 5))
+def test_a_deep_schema_is_refused_or_told_again(depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "name": "f", "parameters": {deep}}}'
+    body = f'{{"model": "echo", "input": "x", "tools": [{tool}]}}'
+    try:
+        renderer = renderer_of(decode(_DECODER, body))
+    except MillraceError:
+        return
+    assert deep.encode() in renderer.first()
 
 
 def test_items_without_ids_are_given_some() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+import zlib
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -112,6 +113,12 @@ async def test_what_is_too_large_or_nowhere_is_told(link: RedisLink) -> None:
         await nowhere.check(_ITEMS)
     with pytest.raises(RedisAwayError):
         await nowhere.get("a", "x")
+
+
+@pytest.mark.parametrize("kept", [b"x", zlib.compress(b"{}"), zlib.compress(b'{"response":1}')])
+async def test_what_cannot_be_read_is_gone(link: RedisLink, kept: bytes) -> None:
+    await link.call("SET", subjects.response_key("a", "resp-4"), kept)
+    assert await ResponseStore(link, GatewayConfig()).get("a", "resp-4") is None
 
 
 @pytest.mark.parametrize("response_id", ["", "x" * 129, "x" * 1_000_000, "\ud800"])
