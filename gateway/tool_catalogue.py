@@ -167,7 +167,7 @@ def _tool(name: object, entry: _Entry, env: Mapping[str, str]) -> ServerTool:
 def _secret(header: _SecretHeader | None, env: Mapping[str, str]) -> tuple[bytes, bytes] | None:
     if header is None:
         return None
-    value = env.get(header.env, "")
+    value = env.get(header.env, "").strip()
     if not value:
         raise ValueError(f"secret_header.env: the environment has no variable {header.env}")
     return _header("secret_header", header.name, value)

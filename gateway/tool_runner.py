@@ -255,4 +255,10 @@ def _header_of(response: httpcore.Response, name: bytes) -> str:
 
 
 def _without_secret(tool: ServerTool, text: str) -> str:
-    return text if tool.secret is None else text.replace(tool.secret[1].decode(), "[secret]")
+    """Tools may send back what they got, the key without its scheme too."""
+    if tool.secret is None:
+        return text
+    whole = tool.secret[1].decode()
+    for secret in (whole, whole.split()[-1]):
+        text = text.replace(secret, "[secret]")
+    return text

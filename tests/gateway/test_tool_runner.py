@@ -242,17 +242,18 @@ async def test_secrets_are_in_no_text(
 ) -> None:
     async def mirror(seen: Seen, write: Write) -> None:
         status = 200 if len(server.seen) == 1 else 400
-        await reply(f"you sent {seen.headers['x-key']}", status)(seen, write)
+        key = seen.headers["x-key"]
+        await reply(f"you sent {key}, {key.removeprefix('Bearer ')}", status)(seen, write)
 
     caplog.set_level(logging.DEBUG)
     server.answers["/w"] = mirror
     tool = {"url": server.url("/w"), "secret_header": {"name": "X-Key", "env": "KEY"}}
-    async with runner(tmp_path, tool, env={"KEY": SECRET}) as running:
+    async with runner(tmp_path, tool, env={"KEY": f"Bearer {SECRET}"}) as running:
         outputs = [(await running.run("weather", ARGUMENTS)).output for _ in range(2)]
         told = repr(running.catalogue.get("weather"))
     assert outputs == [
-        "you sent [secret]",
-        "The tool answered with HTTP status 400: you sent [secret]",
+        "you sent [secret], [secret]",
+        "The tool answered with HTTP status 400: you sent [secret], [secret]",
     ]
     assert SECRET not in told
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("gateway")]
