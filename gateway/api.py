@@ -12,11 +12,14 @@ from starlette.routing import Route
 from gateway.core import Gateway
 from gateway.errors import NotFoundError, TelemetryUnavailableError
 from gateway.http import json_response, read_body
-from gateway.parsing import chat_messages, decode
+from gateway.message_fields import chat_messages
+from gateway.parsing import decode
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.control import TelemetryQuery
 from schemas.errors import MillraceError, ParameterError
-from schemas.openai import ModelList, TokenizeRequest, TokenizeResponse
+from schemas.jobs import Tier
+from schemas.openai import ModelCard, ModelList, TokenizeRequest, TokenizeResponse
+from schemas.tenants import lower_limit
 
 _JSON = "application/json"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,14 +49,28 @@ class Api:
             Route("/ops/api/{query}", self.telemetry, methods=["GET"]),
         ]
 
-    async def models(self, _request: Request) -> Response:
-        return json_response(ModelList(data=tuple(self._gateway.models.cards())))
+    async def models(self, request: Request) -> Response:
+        await self._gateway.identity.caller(request.scope)
+        cards = map(self._with_tiers, self._gateway.models.cards())
+        return json_response(ModelList(data=tuple(cards)))
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._gateway.models.card(request.path_params["name"]))
+        await self._gateway.identity.caller(request.scope)
+        card = self._gateway.models.card(request.path_params["name"])
+        return json_response(self._with_tiers(card))
+
+    def _with_tiers(self, card: ModelCard) -> ModelCard:
+        """The card with what of the model's window each tier may have."""
+        tiers = self._gateway.config.tiers
+        windows = {
+            tier.value: lower_limit(card.max_model_len, tiers.of(tier).context_tokens)
+            for tier in Tier
+        }
+        return msgspec.structs.replace(card, tier_context_tokens=windows)
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
+        await self._gateway.identity.caller(request.scope)
         body = await read_body(request.scope, request.receive, self._gateway.config.max_body_bytes)
         asked = decode(self._tokenize_decoder, body)
         if (asked.prompt is None) == (asked.messages is None):

@@ -309,11 +309,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the catalogue; ``max_model_len`` is its context window in tokens."""
+    """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
+    ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit)."""
 
     id: str
     created: int
     max_model_len: int | None
+    tier_context_tokens: dict[str, int | None] = {}
     description: str = ""
     object: Literal["model"] = "model"
     owned_by: str = "millrace"
