@@ -50,6 +50,7 @@ _CONNECTS_AT_ONCE = 64
 _ASKS_PER_S = 1_000.0
 _SETTLE_S = 3.0
 _TIMEOUT_S = 90.0
+_FIRST_TOKENS_S = 60.0
 _MAX_LATENCY_MS = 50.0
 _MAX_IDLE_BYTES = 30 * 1024
 # Files of the gateway that are not sockets of clients, and the same of a client process.
@@ -97,9 +98,10 @@ class _Socket(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now_ns = time.perf_counter_ns()
         if not self.opened.done():
-            if b" 101 " not in data:
-                raise ConnectionError(f"refused: {data[:200]!r}")
-            self.opened.set_result(None)
+            if b" 101 " in data:
+                self.opened.set_result(None)
+            else:
+                self.opened.set_exception(ConnectionError(f"refused: {data[:200]!r}"))
             return
         data = self._rest + data
         if not data.endswith(b"}"):
@@ -110,6 +112,8 @@ class _Socket(asyncio.Protocol):
         if stamps:
             self._clients.take(now_ns, stamps, is_first=not self._has_token)
             self._has_token = True
+        elif b'"type":"error"' in data:
+            self._clients.errors.append(data)
 
 
 class _Clients:
@@ -120,6 +124,7 @@ class _Clients:
         self._sockets: list[_Socket] = []
         self._latencies_ms = array("f")
         self._measures = False
+        self.errors: list[bytes] = []
         self.num_started = 0
         self.num_lost = 0
 
@@ -165,8 +170,12 @@ class _Clients:
             assert one.transport is not None
             one.transport.write(request)
         await eventually(
-            lambda: self.num_started == self._num_sockets, _TIMEOUT_S, "a first token for each"
+            lambda: self.num_started == self._num_sockets or bool(self.errors),
+            _FIRST_TOKENS_S,
+            f"a first token on each of {self._num_sockets} sockets",
         )
+        if self.errors:
+            raise ConnectionError(f"{len(self.errors)} errors, the first: {self.errors[0]!r}")
 
     async def _told(self) -> float:
         """The parent's next message."""
