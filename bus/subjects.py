@@ -56,6 +56,7 @@ RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC)
 # --- free strings ----------------------------------------------------------------------------
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+_NOT_PLAIN = re.compile(rb"[^A-Za-z0-9_-]")
 _ENCODED = re.compile(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+")
 _EMPTY = "%"
 _MAX_CONSUMER_NAME = 128
@@ -73,10 +74,10 @@ def token(text: str) -> str:
         return _EMPTY
     if text == ENVELOPE:
         return "%5F"
-    return "".join(
-        chr(byte) if chr(byte).isascii() and _PLAIN.fullmatch(chr(byte)) else f"%{byte:02X}"
-        for byte in text.encode("utf-8", "surrogatepass")
+    encoded = _NOT_PLAIN.sub(
+        lambda match: b"%%%02X" % match[0][0], text.encode("utf-8", "surrogatepass")
     )
+    return encoded.decode("ascii")
 
 
 def untoken(encoded: str) -> str:

@@ -24,7 +24,7 @@ class BatchLog:
         self._last_sequence = 0
         self._published: list[PublishedLine] = []
         self._finished: list[FinishedLine] = []
-        self._flushing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
         self.finished: set[int] = set()
         self.in_queue: dict[int, PublishedLine] = {}
         self.num_completed = 0
@@ -52,15 +52,24 @@ class BatchLog:
     async def flush(self) -> None:
         """Write what was noted. Raises JournalConflictError, BusUnavailableError; after the latter
         it may be tried again."""
-        async with self._flushing:
-            while self._published or self._finished:
-                published, finished = self._published[:], await self._next_finished()
-                entry = LogEntry(tuple(published), tuple(finished))
-                self._last_sequence = await self._store.append(
-                    self._batch_id, entry, self._last_sequence
-                )
-                del self._published[: len(published)]
-                del self._finished[: len(finished)]
+        while self._published or self._finished:
+            if self._writing is None:
+                # An entry that is under way must be known of, even if nobody waits for it any more.
+                self._writing = asyncio.create_task(self._write())
+                self._writing.add_done_callback(self._written)
+            await asyncio.shield(self._writing)
+
+    async def _write(self) -> None:
+        published, finished = self._published[:], await self._next_finished()
+        entry = LogEntry(tuple(published), tuple(finished))
+        self._last_sequence = await self._store.append(self._batch_id, entry, self._last_sequence)
+        del self._published[: len(published)]
+        del self._finished[: len(finished)]
+
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        self._writing = None
+        if not writing.cancelled():
+            writing.exception()  # whoever waited has met it; if nobody did, the next entry will
 
     async def _next_finished(self) -> list[FinishedLine]:
         """As many finished lines as fit into an entry; one that would not by itself goes apart."""
