@@ -21,8 +21,6 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-# The browser's client is for pages of other origins too; it holds no secret.
-CLIENT = frozenset({"millrace.js", "generation.js"})
 
 
 class _Assets(StaticFiles):
@@ -31,8 +29,6 @@ class _Assets(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(SECURITY_HEADERS)
-        if path in CLIENT:
-            response.headers["access-control-allow-origin"] = "*"
         return response
 
 

@@ -50,7 +50,7 @@ export class Millrace {
   #next = null; // one that is being made
   #running = new Set();
   #byId = new Map();
-  #orphans = []; // requests to be cancelled once there is a connection
+  #orphans = []; // messages that resume what is to be cancelled once there is a connection
   #numIds = 0;
   #pauseMs;
   #retry = 0;
@@ -167,7 +167,7 @@ export class Millrace {
 
   /** End it here, and tell the gateway when there is a connection again. */
   #cancelAway(generation) {
-    if (generation.requestId) this.#orphans.push(generation.requestId);
+    if (generation.requestId) this.#orphans.push(generation.opening());
     generation.cancelledHere();
   }
 
@@ -209,9 +209,9 @@ export class Millrace {
     this.#socket = socket;
     this.#watch();
     this.#state = "open";
-    for (const requestId of this.#orphans.splice(0)) {
+    for (const message of this.#orphans.splice(0)) {
       const id = `m${++this.#numIds}`;
-      this.#send({ type: "resume", id, request_id: requestId, next_index: 0 });
+      this.#send({ ...message, id });
       this.#sendCancel(id);
     }
     for (const generation of this.#running) this.#attach(generation);

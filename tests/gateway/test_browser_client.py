@@ -14,7 +14,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 
+from schemas.config import GatewayConfig, RedisConfig
+from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
+from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
 _CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")
@@ -76,6 +79,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an empty page of another origin."""
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "index.html").write_text("<!doctype html><title>Elsewhere</title>")
+    (folder / "favicon.ico").touch()
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -109,7 +113,7 @@ async def page(browser: Browser, elsewhere: str) -> AsyncIterator[Page]:
 
 
 async def connect(
-    page: Page, front: ScriptedGateway, token: str = "", *, impatient: bool = False
+    page: Page, front: ScriptedGateway | RunningGateway, token: str = "", *, impatient: bool = False
 ) -> None:
     await page.evaluate(_SETUP, [front.url, token, _IMPATIENT if impatient else _QUICK])
 
@@ -400,3 +404,21 @@ async def test_what_may_have_been_accepted_without_a_key_is_not_sent_again(
     await front.part()
     failed = await result(page)
     assert (failed["code"], failed["retryAfterS"]) == ("connection_lost", 0)
+
+
+async def test_a_real_gateway_serves_pages_of_an_origin_that_it_allows(
+    page: Page, elsewhere: str, redis_server: RedisServer
+) -> None:
+    config = GatewayConfig(allowed_origins=(elsewhere.rstrip("/"),))
+    redis = RedisConfig(url=redis_server.url)
+    async with running_gateway(config, redis=redis) as front:
+        front.worker.gate.clear()
+        await connect(page, front)
+        await page.evaluate("ask('water', {n: 2, model: 'echo'})")
+        await eventually(lambda: len(front.worker.jobs) == 2)
+        front.close_connections()
+        await page.wait_for_function("answer.types.includes('resumed')")
+        front.worker.gate.set()
+        whole = await result(page)
+        assert [choice["text"] for choice in whole["choices"]] == ["water", "water"]
+        assert len(front.worker.jobs) == 2

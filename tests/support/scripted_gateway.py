@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
@@ -79,7 +81,8 @@ class ScriptedGateway:
                 Route("/v1/tools", self._tools),
                 Route("/v1/sessions/{id}", self._session, methods=["GET", "DELETE"]),
                 *pages.routes(),
-            ]
+            ],
+            middleware=[Middleware(CORSMiddleware, allow_origins=["*"])],
         )
         self.server = uvicorn.Server(
             uvicorn.Config(
@@ -222,7 +225,7 @@ class ScriptedGateway:
         return True
 
     def _run_of(self, message: Json) -> Run:
-        key = message.get("idempotency_key", message["id"])
+        key: str = message.get("idempotency_key") or message["id"]
         if key not in self._keys:
             request_id = f"chatcmpl-{next(self._numbers)}"
             run = Run(request_id, message, self.script(message), self._session_info(message))
