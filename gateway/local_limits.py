@@ -140,9 +140,9 @@ class LocalLimits:
         spent_keys = tuple(account.spent_key(month) for account in accounts)
         ledgers = []
         for key, known_nano in zip(spent_keys, spent_nano, strict=True):
-            if key not in self._ledgers:
-                self._ledgers[key] = _Ledger(known_nano, now_ms)
-            ledgers.append(self._ledgers[key])
+            ledger = self._ledgers.setdefault(key, _Ledger(known_nano, now_ms))
+            ledger.spent_nano = max(ledger.spent_nano, known_nano)
+            ledgers.append(ledger)
         found: list[tuple[int, Account, str]] = []
         for account, ledger in zip(accounts, ledgers, strict=True):
             ledger.drain(account, now_ms)

@@ -180,6 +180,12 @@ def test_where_redis_is(
     assert "acme" in capsys.readouterr().out
     assert main(["keys", "list", "--data", str(tmp_path)]) == 2
     assert "Nothing runs on" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    running = dict.fromkeys(("http", "nats", "kafka", "clickhouse"), "nowhere")
+    (tmp_path / "run" / "endpoints.json").write_text(json.dumps({**running, "redis": keys.url}))
+    assert main(["keys", "list", "--data", str(tmp_path)]) == 0
+    assert "acme" in capsys.readouterr().out
+    (tmp_path / "run" / "endpoints.json").unlink()
     monkeypatch.setenv("MILLRACE_REDIS__URL", keys.url)
     assert main(["keys", "list", "--data", str(tmp_path)]) == 0
     assert "acme" in capsys.readouterr().out
