@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from schemas.jobs import Tier
-
-LOCAL_TENANT = "local"
+from schemas.tenants import LOCAL_TENANT
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
