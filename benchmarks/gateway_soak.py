@@ -20,6 +20,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def _soak(minutes: float, num_clients: int, seed: int) -> SoakFigures:
         )
         clients.start()
         try:
-            samples = _watch(gateway, minutes * 60)
+            samples = _watch(gateway, clients, minutes * 60)
             did = counts.get(timeout=_LAST_ANSWERS_S)
             clients.join()
         finally:
@@ -117,12 +118,14 @@ def _soak(minutes: float, num_clients: int, seed: int) -> SoakFigures:
     )
 
 
-def _watch(gateway: GatewayProcess, seconds: float) -> list[Sample]:
-    """A sample each second."""
+def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> list[Sample]:
+    """A sample each second. Raises RuntimeError if there are no clients any more."""
     samples: list[Sample] = []
     start_s = time.monotonic()
     shown_s = 0.0
     while (at_s := time.monotonic() - start_s) < seconds:
+        if not clients.is_alive() and at_s < seconds - _SAMPLE_S:
+            raise RuntimeError("the clients' process has ended; its error is above")
         sample = Sample(
             at_s=at_s,
             rss_bytes=gateway.rss_bytes(),

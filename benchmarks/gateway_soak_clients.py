@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from multiprocessing.queues import Queue
+from typing import cast
 
 import uvloop
 
@@ -27,6 +28,7 @@ _MAX_PAUSE_S = 1.0
 _ANSWER_S = 60.0
 _READ_BYTES = 1 << 16
 _CHUNKED_END = b"0\r\n\r\n"
+_DONE = b'"type":"done"'
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -131,7 +133,7 @@ class SoakClients:
 
     async def _socket_read(self, streams: Streams, source: random.Random) -> None:
         streams[1].write(_socket_request("a", source))
-        await _read_until(streams[0], b'"type":"done"', b"")
+        await _read_until(streams[0], _DONE, b"")
 
     async def _socket_leave(self, streams: Streams, source: random.Random) -> None:
         for name in "abc"[: source.randint(1, 3)]:
@@ -142,14 +144,14 @@ class SoakClients:
         streams[1].write(_socket_request("a", source))
         await _read_for(streams[0], source.uniform(0, 1))
         await _stall(streams[1], source)
-        await _read_until(streams[0], b'"type":"done"', b"")
+        await _read_until(streams[0], _DONE, b"")
 
     async def _socket_cancel(self, streams: Streams, source: random.Random) -> None:
         streams[1].write(_socket_request("a", source))
-        await _read_for(streams[0], source.uniform(0, 2))
+        if _DONE in await _read_for(streams[0], source.uniform(0, 2)):
+            return
         streams[1].write(frame(TEXT_FRAME, json.dumps({"type": "cancel", "id": "a"}).encode()))
-        # It may have ended before; its end, or the answer to a cancel of nothing, comes anyway.
-        await _read_for(streams[0], 0.5)
+        await _read_until(streams[0], _DONE, b"")
 
     async def _idle(self, _streams: Streams, source: random.Random) -> None:
         await asyncio.sleep(source.uniform(0, _MAX_IDLE_S))
@@ -191,19 +193,21 @@ async def _read_until(reader: asyncio.StreamReader, last: bytes, before: bytes) 
             seen = seen or before in tail
 
 
-async def _read_for(reader: asyncio.StreamReader, seconds: float) -> None:
+async def _read_for(reader: asyncio.StreamReader, seconds: float) -> bytes:
+    """What comes in that time, or until the gateway closes."""
+    parts: list[bytes] = []
     try:
         async with asyncio.timeout(seconds):
-            while await reader.read(_READ_BYTES):
-                pass
+            while data := await reader.read(_READ_BYTES):
+                parts.append(data)
     except TimeoutError:
-        return
+        return b"".join(parts)
+    return b"".join(parts)
 
 
 async def _stall(writer: asyncio.StreamWriter, source: random.Random) -> None:
     """Read nothing for a while."""
-    transport = writer.transport
-    assert isinstance(transport, asyncio.ReadTransport)
+    transport = cast("asyncio.ReadTransport", writer.transport)
     transport.pause_reading()
     await asyncio.sleep(source.uniform(1, _MAX_STALL_S))
     transport.resume_reading()

@@ -154,6 +154,9 @@ def _timeline_plots(report: Report) -> str:
         return Series(name, points, colour, stepped=True, filled=filled)
 
     first = [(b.at_s + b.width_s / 2, b.ttft_p50_ms) for b in bins if b.ttft_p50_ms is not None]
+    errors = ""
+    if any(one.num_errors for one in bins):
+        errors = chart("Errors", "errors", line("errors", "num_errors", "d", filled=True))
     return "".join(
         (
             chart("Output tokens", "tokens/s", line("tokens/s", "tokens_per_s", "a", filled=True)),
@@ -165,7 +168,7 @@ def _timeline_plots(report: Report) -> str:
             ),
             chart("In flight", "requests", line("in flight", "in_flight", "c", filled=True)),
             chart("TTFT, median", "ms", Series("TTFT", first, "b")),
-            chart("Errors", "errors", line("errors", "num_errors", "d", filled=True)),
+            errors,
         )
     )
 

@@ -14,6 +14,7 @@ _PLOT_WIDTH = _WIDTH - _LEFT - _RIGHT
 _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _WANTED_TICKS = 5
+_LEGEND_WIDTH = 78
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -195,12 +196,16 @@ def _marked(frame: _Frame, markers: Sequence[Marker]) -> list[str]:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    drawn = []
+    """Names of lines in the upper right corner, on a ground that keeps the lines behind it off."""
+    left, height = _WIDTH - _RIGHT - _LEGEND_WIDTH, 14 * len(entries) + 6
+    drawn = [
+        f'<rect class="back" x="{left}" y="{_TOP}" width="{_LEGEND_WIDTH}" height="{height}"/>'
+    ]
     for place, (name, colour) in enumerate(entries):
-        y = _TOP + 10 + 14 * place
+        y = _TOP + 13 + 14 * place
         drawn.append(
-            f'<line class="line {colour}" x1="{_WIDTH - 120}" x2="{_WIDTH - 104}" y1="{y - 4}" '
-            f'y2="{y - 4}"/><text class="tick" x="{_WIDTH - 99}" y="{y}">{html.escape(name)}</text>'
+            f'<line class="line {colour}" x1="{left + 6}" x2="{left + 22}" y1="{y - 4}" '
+            f'y2="{y - 4}"/><text class="tick" x="{left + 28}" y="{y}">{html.escape(name)}</text>'
         )
     return "".join(drawn)
 

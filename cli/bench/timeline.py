@@ -13,8 +13,8 @@ from cli.bench.exchange import UNFINISHED, Sample
 from cli.bench.report import Bin
 
 _Floats = npt.NDArray[np.float64]
-_MAX_BINS = 120
-_WIDTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_800.0)
+_MAX_BINS = 60
+_WIDTHS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_800.0)
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ def parts_of(samples: Sequence[Sample]) -> Parts:
 
 
 def timeline_of(samples: Sequence[Sample], parts: Parts, end_s: float) -> tuple[Bin, ...]:
-    """From the start to the last end, in at most 120 stretches."""
+    """From the start to the last end, in about 60 stretches at most."""
     last_s = max([end_s, *(sample.end_s for sample in samples)])
     width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_BINS), _WIDTHS_S[-1])
     edges = np.arange(0.0, last_s + width_s, width_s)

@@ -214,7 +214,7 @@ def _check_page(text: str, report: Report) -> None:
     for fetching in ("<script", "src=", "href=", "@import", "url("):
         assert fetching not in text
     pictures = text.split("<svg")[1:]
-    assert len(pictures) == 11
+    assert len(pictures) == 10
     for picture in pictures:
         ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
     assert f"{report.latencies['ttft'].p50:,.2f}" in text
