@@ -32,10 +32,10 @@ from schemas.responses import (
     InputText,
     Item,
     MessageItem,
+    NamedServerTool,
     OutputText,
     ResponsesRequest,
     SchemaFormat,
-    ServerTool,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -269,7 +269,7 @@ def _chat_request(
             for i, tool in enumerate(tools)
             if isinstance(tool, FlatFunctionTool)
         ),
-        server_tools=tuple(tool.name for tool in tools if isinstance(tool, ServerTool)),
+        server_tools=tuple(tool.name for tool in tools if isinstance(tool, NamedServerTool)),
         tool_choice=_nested_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
     )

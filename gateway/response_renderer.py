@@ -29,6 +29,7 @@ from schemas.responses import (
     IncompleteDetails,
     InputTokensDetails,
     Item,
+    NamedServerTool,
     Response,
     ResponseError,
     ResponsesRequest,
@@ -36,7 +37,6 @@ from schemas.responses import (
     ResponseTool,
     ResponseUsage,
     SchemaFormat,
-    ServerTool,
     TextConfig,
 )
 
@@ -183,7 +183,7 @@ def _text_of(request: ResponsesRequest) -> TextConfig:
 
 
 def _on_one_line(tool: ResponseTool) -> ResponseTool:
-    if isinstance(tool, ServerTool):
+    if isinstance(tool, NamedServerTool):
         return tool
     return msgspec.structs.replace(tool, parameters=_without_newlines(tool.parameters))
 

@@ -16,7 +16,7 @@ from gateway.caller import Caller
 from gateway.core import Gateway
 from gateway.http import json_response
 from gateway.logprobs import logprob_infos
-from gateway.parsing import decode
+from gateway.parsing import Ask, decode
 from gateway.rendering import Endpoint, Prepared
 from gateway.response_input import (
     LOGPROBS,
@@ -41,6 +41,7 @@ from schemas.responses import (
     ResponsesRequest,
     StoredResponse,
 )
+from schemas.tools import ToolDefinition
 
 if TYPE_CHECKING:
     from gateway.answer import Answer
@@ -72,13 +73,20 @@ class ResponsesEndpoint(Endpoint):
         given = given_items(request.input)
         items = (*earlier, *given)
         ask = ask_of(request, messages_of(items, request.instructions))
+        tools = self._all_tools(ask)
         if request.truncation == "auto":
             model = await self._gateway.models.get(ask.model)
-            tools = (*ask.tools, *self._gateway.tools.definitions(ask.server_tools))
             ask = await fit_window(ask, tools, model, caller, self._gateway.config)
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
         return Prepared(ask=ask, stream=bool(request.stream), render=render)
+
+    def _all_tools(self, ask: Ask) -> tuple[ToolDefinition, ...]:
+        """Those of the client and those of the gateway."""
+        try:
+            return (*ask.tools, *self._gateway.tools.definitions(ask.server_tools))
+        except ParameterError as error:
+            raise ParameterError("tools", error.message) from error
 
     async def _earlier(self, previous_id: str | None, caller: Caller) -> tuple[Item, ...]:
         if previous_id is None:

@@ -160,7 +160,7 @@ class FlatFunctionTool(
     strict: bool | None = None
 
 
-class ServerTool(
+class NamedServerTool(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -173,7 +173,7 @@ class ServerTool(
     name: str
 
 
-ResponseTool = FlatFunctionTool | ServerTool
+ResponseTool = FlatFunctionTool | NamedServerTool
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,10 @@ import openai
 import pydantic
 import pytest
 
+from bus.redis_link import RedisLink
+from bus.tenants import TenantStore
 from gateway.models import Models
+from gateway.tool_catalogue import load_tools
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Failed
 from schemas.jobs import ChatMessage, Job
@@ -29,6 +32,7 @@ from tests.support.running_gateway import (
     running_gateway,
 )
 from tests.support.servers import RedisServer
+from tests.support.tool_server import reply, tool_server
 from tests.support.waiting import eventually
 
 _GOLDEN = Path(__file__).parent / "golden" / "responses.sse"
@@ -170,6 +174,70 @@ async def test_tools_are_called_and_their_results_continue(
     assert second.output_text == "Rain."
     prompt = bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
     assert prompt == "user:Well?|assistant:Let me look.weather|tool:wet"
+
+
+async def test_tools_of_the_gateway_are_steps_of_the_answer(
+    redis: RedisConfig, tmp_path: Path
+) -> None:
+    async with tool_server() as server:
+        server.answers["/clock"] = reply("12:00")
+        file = tmp_path / "tools.yaml"
+        clock = {"url": server.url("/clock"), "allow_private": True}
+        file.write_text(json.dumps({"tools": {"clock": clock}}))
+        async with (
+            running_gateway(
+                models=transcribing_models(), redis=redis, tools=load_tools(str(file), {})
+            ) as front,
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+            says(front, "A moment." + call, "Noon.", "Still.")
+            own: Any = [{"type": "server", "name": "clock"}]
+            events = await client.responses.create(
+                model=MODEL, input="Time?", tools=own, stream=True
+            )
+            *_, last = [event async for event in events]
+            assert last.type == "response.completed"
+            first = last.response
+            await client.responses.create(model=MODEL, input="?", previous_response_id=first.id)
+            prompt = bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
+            absent: Any = [{"type": "server", "name": "absent"}]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model=MODEL, input="x", tools=absent)
+    kinds = [item.type for item in first.output]
+    assert kinds == ["message", "function_call", "function_call_output", "message"]
+    assert first.output_text == "A moment.Noon."
+    assert first.output[2].to_dict()["output"] == "12:00"
+    assert prompt == "user:Time?|assistant:A moment.clock|tool:12:00|assistant:Noon.|user:?"
+    assert caught.value.param == "tools"
+
+
+async def test_each_tenant_continues_its_own(redis: RedisConfig) -> None:
+    link = RedisLink(redis)
+    store = TenantStore(link)
+    tokens = [(await store.create_key(tenant, 0))[1] for tenant in ("acme", "other")]
+    await link.close()
+    async with running_gateway(GatewayConfig(auth="required"), redis=redis) as front:
+        clients = [
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=token, max_retries=0)
+            for token in (*tokens, "none")
+        ]
+        acme, other, nobody = clients
+        kept = await acme.responses.create(model=MODEL, input="x")
+        assert (await acme.responses.retrieve(kept.id)).output_text == "x"
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.input_items.list(kept.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await other.responses.create(model=MODEL, input="y", previous_response_id=kept.id)
+        assert caught.value.code == "previous_response_not_found"
+        with pytest.raises(openai.AuthenticationError):
+            await nobody.responses.retrieve(kept.id)
+        for client in clients:
+            await client.close()
 
 
 async def test_a_schema_shapes_the_answer(
