@@ -1,0 +1,196 @@
+"""Tool calls over HTTP: those that the client runs, and those that the gateway runs itself.
+
+The model says what it was told last, so that a test can have it say anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from gateway.tool_catalogue import load_tools
+from schemas.config import GatewayConfig
+from tests.support.running_gateway import RunningGateway, running_gateway
+from tests.support.tool_server import Seen, ToolServer, Write, reply, tool_server
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def says(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def asks(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ToolServer]:
+    async with tool_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def front(tmp_path: Path, server: ToolServer) -> AsyncIterator[RunningGateway]:
+    file = tmp_path / "tools.yaml"
+    entry = {"url": server.url("/clock"), "allow_private": True, "parameters": {"type": "object"}}
+    file.write_text(yaml.safe_dump({"tools": {"clock": entry}}))
+    async with running_gateway(tools=load_tools(str(file), {})) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
+    ) as made:
+        yield made
+
+
+async def test_calls_of_an_answer(client: openai.AsyncOpenAI) -> None:
+    text = "\n".join(["Hm.", says("f", '{"a": "Łódź"}'), says("f", "{}")])
+    answer = await client.chat.completions.create(model="echo", messages=asks(text), tools=[TOOL])
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Hm.")
+    calls: Sequence[Any] = choice.message.tool_calls or ()
+    assert [(c.function.name, c.function.arguments) for c in calls] == [
+        ("f", '{"a": "Łódź"}'),
+        ("f", "{}"),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(text)
+
+
+async def test_streamed_calls(client: openai.AsyncOpenAI) -> None:
+    text = " ".join(["Hm.", says("f", '{"a": 1}'), says("f", '{"b": 2}'), "Well."])
+    content, calls, reasons = "", list[dict[str, str]](), list[str]()
+    async for chunk in await client.chat.completions.create(
+        model="echo", messages=asks(text), tools=[TOOL], stream=True
+    ):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for delta in choice.delta.tool_calls or ():
+            assert delta.function is not None
+            if delta.id is not None:
+                assert delta.index == len(calls)
+                calls.append({"id": delta.id, "name": delta.function.name or "", "arguments": ""})
+            calls[delta.index]["arguments"] += delta.function.arguments or ""
+        if choice.finish_reason is not None:
+            reasons.append(choice.finish_reason)
+    assert content == "Hm.Well."
+    assert [(call["name"], call["arguments"]) for call in calls] == [
+        ("f", '{"a": 1}'),
+        ("f", '{"b": 2}'),
+    ]
+    assert reasons == ["tool_calls"]
+
+
+async def test_without_tools_a_call_is_text(client: openai.AsyncOpenAI) -> None:
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        given: Any = more
+        answer = await client.chat.completions.create(
+            model="echo", messages=asks(says("f", "{}")), **given
+        )
+        assert answer.choices[0].message.content == says("f", "{}")
+        assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_gateway_runs_its_own_tool(
+    client: openai.AsyncOpenAI, server: ToolServer
+) -> None:
+    server.answers["/clock"] = reply("It is noon.")
+    text = "Let me see. " + says("clock", '{"zone": "CET"}')
+    answer = await client.chat.completions.create(
+        model="echo", messages=asks(text), extra_body={"server_tools": ["clock"]}
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content is not None
+    assert choice.message.content.startswith("Let me see.")
+    assert choice.message.content.endswith("It is noon.")
+    assert not choice.message.tool_calls
+    (seen,) = server.seen
+    assert json.loads(seen.body) == {"zone": "CET"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(text) + len("It is noon.")
+
+
+async def test_rounds_are_bounded(client: openai.AsyncOpenAI, server: ToolServer) -> None:
+    again = says("clock", "{}")
+    server.answers["/clock"] = reply(again)
+    answer = await client.chat.completions.create(
+        model="echo", messages=asks(again), extra_body={"server_tools": ["clock"]}
+    )
+    assert 1 <= len(server.seen) <= GatewayConfig().max_tool_rounds
+    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+
+
+async def test_a_tool_that_fails_is_told_to_the_model(
+    client: openai.AsyncOpenAI, server: ToolServer
+) -> None:
+    async def break_off(_seen: Seen, _write: Write) -> None:
+        raise ConnectionResetError
+
+    server.answers["/clock"] = break_off
+    answer = await client.chat.completions.create(
+        model="echo",
+        messages=asks(says("clock", "{}")),
+        extra_body={"server_tools": ["clock"]},
+    )
+    assert answer.choices[0].message.content == "The tool cannot be reached."
+
+
+async def test_the_client_s_calls_beside_the_gateway_s(
+    client: openai.AsyncOpenAI, server: ToolServer
+) -> None:
+    server.answers["/clock"] = reply("noon")
+    answer = await client.chat.completions.create(
+        model="echo",
+        messages=asks(f"{says('clock', '{}')}\n{says('f', '{}')}"),
+        tools=[TOOL],
+        extra_body={"server_tools": ["clock"]},
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["f"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"server_tools": ["hammer"]}, "server_tools"),
+        (
+            {"server_tools": ["clock"], "tools": [TOOL | {"function": {"name": "clock"}}]},
+            "server_tools",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+    ],
+)
+async def test_what_cannot_be_honoured(
+    front: RunningGateway, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": "echo", "messages": asks("hi")} | fields
+    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
+        answer = await http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_list_of_tools(front: RunningGateway) -> None:
+    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
+        listed = (await http.get("/v1/tools")).json()["data"]
+    assert [tool["name"] for tool in listed] == ["clock"]
