@@ -82,8 +82,9 @@ class Settler:
                 self._waiting.popleft()
                 if isinstance(outcome, RedisAwayError | ResponseError):
                     again.append(settlement)
-                elif isinstance(outcome, BaseException):
-                    raise outcome
+                elif isinstance(outcome, Exception):
+                    _log.error("a settlement failed", exc_info=outcome)
+                    self._lose(1)
             oldest_s = self._clock.monotonic() - _GIVE_UP_S
             kept = [settlement for settlement in again if settlement.since_s >= oldest_s]
             self._lose(len(again) - len(kept))
