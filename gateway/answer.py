@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from schemas.frames import Cancelled, Done, Failed, TokenLogprob, Usage
 from schemas.jobs import ChatMessage
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolCall
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from gateway.asking import Asker
@@ -267,6 +270,9 @@ class Answer:
             await self._run_tools(choice)
         except MillraceError as error:
             choice.fail(Failed(code=error.code, message=error.message, retryable=error.retryable))
+        except Exception:
+            logger.exception("a round failed", extra={"request_id": self.request_id})
+            choice.fail(Failed(code="internal_error", message="The gateway failed."))
         finally:
             self._rounds.discard(choice.index)
             choice.stream.wake()
@@ -300,7 +306,7 @@ class Answer:
         if not choice.is_between_rounds():
             self._asker.streams.leave(stream, "disconnect")
             return
-        choice.begin_round(stream)
+        choice.begin_round(stream, may_call=self._asker.may_call(choice.round + 1))
 
     def turns_of(self, choice: int) -> list[ChatMessage]:
         """What was said in the answer: rounds of tools, then the last text and calls."""

@@ -133,7 +133,7 @@ class Asker:
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
         model = await self._models.get(ask.model)
         session = None
-        if ask.session_id and ask.messages is not None:
+        if ask.session_id:
             fitted = await self._sessions.begin(caller, ask, model, request_id)
             session, ask = fitted.info, replace(ask, messages=fitted.messages)
         state = RequestState(
@@ -188,6 +188,10 @@ class Asker:
         tool_format = answer.model.tool_format if has_tools else None
         return Choice(index, stream, tool_format, answer.own_tools, from_index)
 
+    def may_call(self, number: int) -> bool:
+        """Whether tools can be called in the round of this number, from 0."""
+        return number < self._config.max_tool_rounds
+
     async def publish_round(
         self, answer: Answer, choice: Choice, turns: tuple[ChatMessage, ...]
     ) -> OpenStream:
@@ -195,12 +199,12 @@ class Asker:
         In the last round that there may be, no tool can be called."""
         ask, caller = answer.ask, answer.caller
         number = choice.round + 1
-        may_call = number < self._config.max_tool_rounds
-        tool_choice = ToolChoice(mode=ToolMode.AUTO if may_call else ToolMode.NONE)
+        mode = ToolMode.AUTO if self.may_call(number) else ToolMode.NONE
+        tool_choice = ToolChoice(mode=mode)
         request_id = job_id(answer.request_id, choice.index, number)
         messages = (*(ask.messages or ()), *turns)
         ask = replace(ask, messages=messages, tool_choice=tool_choice)
-        first = replace(choice.stream.job, request_id=request_id, prompt_token_ids=None)
+        first = replace(choice.stream.job, request_id=request_id)
         job = await self._prepare(_with_prompt(first, ask), ask, answer.model, caller)
         seed = choice.stream.job.sampling.seed
         job = replace(job, sampling=replace(job.sampling, seed=seed))

@@ -96,13 +96,15 @@ class Choice:
         """Whether the gateway's tools were called and no further round has begun."""
         return self.round_end is not None
 
-    def begin_round(self, stream: OpenStream) -> None:
-        """Go on with the stream of the next round."""
+    def begin_round(self, stream: OpenStream, *, may_call: bool) -> None:
+        """Go on with the stream of the next round, in which calls are text unless ``may_call``."""
         self._earlier = self.usage
         self._base += self.stream.reader.next_index
         self.stream = stream
         self.round += 1
         self.round_end = None
+        if not may_call:
+            self._tool_format = None
         self._enter_round()
 
     def end_with(self, reason: str) -> None:

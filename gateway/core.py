@@ -136,8 +136,8 @@ class Gateway:
             answer.let_go()
         if self._handovers is not None:
             await self._handovers.close()
-        await self.sessions.close()
         await self.asker.close()
+        await self.sessions.close()
         await self.tools.close()
         await self.streams.close()
         await self.fleet.close()

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.errors import InvalidJsonError
 from gateway.grammar_fields import grammar_of
+from gateway.message_fields import (
+    NOTHING,
+    chat_messages,
+    check_metadata,
+    refuse_unhonoured,
+    tool_choice_of,
+    tools_of,
+)
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
-    FunctionTool,
     GenerationFields,
     Message,
 )
 from schemas.sampling import SamplingParams
-from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
+from schemas.tools import ToolChoice, ToolDefinition
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -29,16 +36,6 @@ _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LABEL_CHARACTERS = 256
 _MAX_PROMPTS = 64
-_MAX_METADATA = 16
-_MAX_METADATA_KEY_CHARACTERS = 64
-_MAX_METADATA_VALUE_CHARACTERS = 512
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 _TIERS: dict[str, Tier | None] = {
     "auto": None,
     "default": None,
@@ -47,9 +44,8 @@ _TIERS: dict[str, Tier | None] = {
 } | {tier.value: tier for tier in Tier}
 
 # Fields that are known but not honoured, with the values that ask for nothing.
-_NOTHING: tuple[Any, ...] = (None, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "functions": _NOTHING,
+    "functions": NOTHING,
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "audio": (None,),
@@ -60,12 +56,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
-}
-_NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "refusal": (None,),
-    "annotations": _NOTHING,
-    "audio": (None,),
-    "function_call": (None,),
 }
 
 # Entries of an object have no name of their own there.
@@ -129,6 +119,9 @@ def completion_ask(request: CompletionRequest) -> Ask:
     _check_stream_options(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ParameterError("best_of", "best_of must be n: all completions are given out.")
+    for name in ("session_id", "session_keep"):
+        if getattr(request, name) is not None:
+            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(request.prompt)
     sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
     echo = bool(request.echo)
@@ -150,7 +143,7 @@ def socket_ask(message: Generate) -> Ask:
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
         return _chat_ask(message, message.messages)
-    for name in ("tools", "server_tools", "session_id"):
+    for name in ("tools", "server_tools", "session_id", "session_keep"):
         if getattr(message, name):
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(message.prompt)
@@ -158,107 +151,6 @@ def socket_ask(message: Generate) -> Ask:
         raise ParameterError("prompt", "Only one prompt is taken in a message.")
     sampling = _sampling(message, _num_logprobs(message), None)
     return _ask(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
-
-
-def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
-    """The conversation as jobs carry it: parts of text joined, ``developer`` read as ``system``."""
-    if not messages:
-        raise ParameterError("messages", "messages must hold at least one message.")
-    return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
-
-
-def tools_of(tools: tuple[FunctionTool, ...] | None) -> tuple[ToolDefinition, ...]:
-    """Raises ParameterError for bad or double names."""
-    if not tools:
-        return ()
-    if len(tools) > MAX_TOOLS:
-        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
-    definitions = tuple(
-        ToolDefinition(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters=tool.function.parameters,
-            strict=bool(tool.function.strict),
-        )
-        for tool in tools
-    )
-    names = [tool.name for tool in definitions]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise ParameterError("tools", f"tools has {double} twice.")
-    return definitions
-
-
-def tool_choice_of(value: Any, names: Collection[str]) -> ToolChoice:
-    """From ``auto``, ``none``, ``required`` or an object that names a function. ``names`` are those
-    of the tools that there are."""
-    if value is None or value == "auto":
-        return ToolChoice()
-    if value == "none":
-        return ToolChoice(mode=ToolMode.NONE)
-    if not names:
-        raise ParameterError("tool_choice", "tool_choice demands a tool, but there are no tools.")
-    if value == "required":
-        return ToolChoice(mode=ToolMode.REQUIRED)
-    try:
-        named = msgspec.convert(value, _NamedTool)
-    except msgspec.ValidationError as error:
-        raise ParameterError(
-            "tool_choice",
-            "tool_choice must be auto, none, required or an object that names a function.",
-        ) from error
-    if named.function.name not in names:
-        raise ParameterError("tool_choice", f"There is no tool {named.function.name!r:.100}.")
-    return ToolChoice(mode=ToolMode.NAMED, name=named.function.name)
-
-
-class _ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-
-
-class _NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: _ToolName
-    type: Literal["function"] = "function"
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises ParameterError for more than OpenAI's API takes."""
-    if not metadata:
-        return
-    if len(metadata) > _MAX_METADATA:
-        raise ParameterError("metadata", f"metadata takes at most {_MAX_METADATA} pairs.")
-    for key, value in metadata.items():
-        if len(key) > _MAX_METADATA_KEY_CHARACTERS or len(value) > _MAX_METADATA_VALUE_CHARACTERS:
-            raise ParameterError(
-                "metadata",
-                f"metadata takes keys of at most {_MAX_METADATA_KEY_CHARACTERS} and values of at "
-                f"most {_MAX_METADATA_VALUE_CHARACTERS} characters.",
-            )
-
-
-def _chat_message(message: Message, where: str) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise ParameterError(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}.")
-    _refuse_unhonoured(message, _NEUTRAL_IN_MESSAGE, f"{where}.")
-    if message.tool_calls and role != "assistant":
-        raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
-    if (message.tool_call_id is not None) != (role == "tool"):
-        raise ParameterError(
-            f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
-        )
-    content = message.content
-    if content is None:
-        if not message.tool_calls:
-            raise ParameterError(f"{where}.content", f"{where}.content must be text.")
-        content = ""
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
-    calls = tuple(
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-        for call in message.tool_calls or ()
-    )
-    return ChatMessage(role, content, message.name, calls, message.tool_call_id)
 
 
 def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
@@ -294,7 +186,7 @@ def _num_logprobs(request: ChatFields) -> int | None:
 
 
 def _ask(request: GenerationFields, **fields: Any) -> Ask:
-    _refuse_unhonoured(request, _NEUTRAL, "")
+    refuse_unhonoured(request, _NEUTRAL, "")
     check_metadata(request.metadata)
     asked_tier = request.service_tier or "auto"
     if asked_tier not in _TIERS:
@@ -394,24 +286,7 @@ def _check_stream_options(request: ChatCompletionRequest | CompletionRequest) ->
         return
     if not request.stream:
         raise ParameterError("stream_options", "stream_options goes only with stream: true.")
-    _refuse_unhonoured(request.stream_options, _NEUTRAL, "stream_options.")
-
-
-def _refuse_unhonoured(
-    struct: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str
-) -> None:
-    for name in struct.__struct_fields__:
-        allowed = neutral.get(name)
-        if allowed is None:
-            continue
-        value = getattr(struct, name)
-        if value is None or any(_same(value, nothing) for nothing in allowed):
-            continue
-        raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
-
-
-def _same(value: Any, nothing: Any) -> bool:
-    return isinstance(value, bool) == isinstance(nothing, bool) and bool(value == nothing)
+    refuse_unhonoured(request.stream_options, _NEUTRAL, "stream_options.")
 
 
 def _parameter_error(text: str) -> ParameterError:

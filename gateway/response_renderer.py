@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
@@ -75,17 +75,18 @@ class ResponseRenderer:
     def first(self) -> bytes:
         response = self._response("in_progress")
         return _bytes_of(
-            kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)
+            [kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)]
         )
 
     def part(self, part: Part) -> bytes:
-        self._catch_up()
+        if self._had:
+            self._catch_up()
         return _bytes_of(self._items.take(part))
 
     def last(self) -> bytes:
         kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
         event = kind(sequence_number=self._items.number(), response=self._final())
-        return _bytes_of([event])
+        return _bytes_of_one(event)
 
     def failed(self, refusal: Refusal) -> bytes:
         self._catch_up()
@@ -166,7 +167,10 @@ class ResponseRenderer:
         )
 
 
-_NAMES = {kind: str(kind.__struct_config__.tag).encode() for kind in get_args(ResponseEvent)}
+_HEADS = {
+    kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode()
+    for kind in get_args(ResponseEvent)
+}
 _FIRST: tuple[type[ResponseCreated | ResponseInProgress], ...] = (
     ResponseCreated,
     ResponseInProgress,
@@ -193,10 +197,13 @@ def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
 
 
-def _bytes_of(events: Iterable[ResponseEvent]) -> bytes:
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (_NAMES[type(event)], _encode(event)) for event in events
-    )
+def _bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+    # Nearly always it is one piece of text.
+    return _bytes_of_one(events[0]) if len(events) == 1 else b"".join(map(_bytes_of_one, events))
+
+
+def _bytes_of_one(event: ResponseEvent) -> bytes:
+    return _HEADS[type(event)] + _encode(event) + b"\n\n"
 
 
 def _usage(usage: Usage) -> ResponseUsage:

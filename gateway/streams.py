@@ -149,8 +149,7 @@ class StreamTable:
     def let_go(self, stream: OpenStream) -> None:
         """Another connection, here or at another gateway, has it now: nothing is owed, and a client
         that is still there is told."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+        self._remove(stream)
         stream.reader.end(Failed(code=TAKEN_OVER, message=_TAKEN_OVER_MESSAGE))
         stream.wake()
 
@@ -188,12 +187,19 @@ class StreamTable:
 
     def finish(self, stream: OpenStream) -> None:
         """The client has the end of it, or is gone and the end is known: record it."""
-        if self._streams.pop(stream.request_id, None) is not None:
+        if self._remove(stream):
             self._on_end(stream)
 
     def discard(self, stream: OpenStream) -> None:
         """The job was not stored; nothing is owed."""
-        self._streams.pop(stream.request_id, None)
+        self._remove(stream)
+
+    def _remove(self, stream: OpenStream) -> bool:
+        """Whether it was there: another one of the same request may have taken its place."""
+        if self._streams.get(stream.request_id) is not stream:
+            return False
+        del self._streams[stream.request_id]
+        return True
 
     def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
         """Ask for the stream's end; the terminal frame still comes from whoever runs it."""

@@ -197,7 +197,7 @@ async def test_a_tier_that_may_not_use_the_model_is_refused(tmp_path: Path) -> N
         refused = await http.post("/v1/completions", json=body)
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (400, "service_tier")
-        assert "tiers pro, not for free" in error["message"]
+        assert "tiers pro, not for enterprise" in error["message"]
         assert not front.worker.jobs
         taken = await http.post("/v1/completions", json=body | {"service_tier": "pro"})
         assert taken.status_code == 200

@@ -92,7 +92,7 @@ async def test_a_context_that_is_too_long_says_both_numbers(client: openai.Async
 
 async def test_a_bad_parameter_is_named(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=MODEL, prompt="x", n=2)
+        await client.completions.create(model=MODEL, prompt="x", n=17)
     assert caught.value.param == "n"
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=[70_000])

@@ -90,7 +90,7 @@ def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
     assert ask.sampling.max_tokens == 16
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [], [[]], 7, None, [1, "a"], [True], {"a": 1}])
+@pytest.mark.parametrize("prompt", [["a"] * 65, [], [[]], 7, None, [1, "a"], [True], {"a": 1}])
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         text(prompt=prompt)
@@ -114,7 +114,7 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
+        ("n", 17),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),
         ("frequency_penalty", "much"),
@@ -129,13 +129,14 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
         ("bad_words", [""]),
         ("bad_words", "word"),
         ("prompt_logprobs", 1),
-        ("logprobs", True),
+        ("logprobs", 3),
         ("top_logprobs", 3),
-        ("tools", [{"type": "function"}]),
+        ("session_keep", 1),
         ("tool_choice", "required"),
         ("response_format", "json"),
         ("modalities", ["audio"]),
-        ("metadata", {"a": "b"}),
+        ("metadata", {"a": "b" * 513}),
+        ("metadata", {str(number): "b" for number in range(17)}),
         ("store", True),
         ("temperature", 3),
         ("temperature", "warm"),
@@ -167,11 +168,12 @@ def test_what_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 3}, "messages[0].content"),
-        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
             "messages[0].content[0].type",
@@ -206,8 +208,8 @@ def test_completions_refuse_by_name_too(field: str) -> None:
         b"nonsense",
         b'{"model": "\xff", "messages": []}',
         b'{"model": "\\ud800", "messages": []}',
-        b'{"model": "m", "metadata": ' + b"[" * 100_000,
-        b'{"model": "m", "metadata": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"model": "m", "tool_choice": ' + b"[" * 100_000,
+        b'{"model": "m", "tool_choice": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
         b'{"model": "m", "temperature": NaN}',
     ],
 )

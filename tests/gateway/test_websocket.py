@@ -147,7 +147,7 @@ async def test_ping(socket: Socket) -> None:
         ('{"type":"generate","id":"a"}', "invalid_parameter", "a"),
         ('{"type":"generate","id":"a","model":"echo"}', "invalid_parameter", "a"),
         (
-            '{"type":"generate","id":"a","model":"echo","prompt":"x","n":3}',
+            '{"type":"generate","id":"a","model":"echo","prompt":"x","n":17}',
             "invalid_parameter",
             "a",
         ),
@@ -252,7 +252,9 @@ async def test_an_end_in_failure_is_an_error(
 
 
 async def test_a_client_that_does_not_read_is_closed_with_1013() -> None:
-    async with running_gateway(GatewayConfig(client_buffer_bytes=50_000)) as front:
+    async with running_gateway(
+        GatewayConfig(client_buffer_bytes=50_000, resume_grace_s=0.0)
+    ) as front:
         front.worker.script = lambda _job: ["x" * 20_000] * 400
         async with opened(front, max_queue=1) as socket:
             await socket.send("generate", id="a", model=MODEL, prompt="x")

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from bus.api import Bus, LeasedJob, Subscription
 from bus.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
@@ -22,10 +24,13 @@ from schemas.frames import (
     Embedding,
     FinishReason,
     Frame,
+    PromptLogprobs,
     Started,
+    TokenLogprob,
     Usage,
 )
-from schemas.jobs import Job
+from schemas.jobs import Job, JobResult
+from schemas.records import Status
 
 Script = Callable[[Job], Sequence[str]]
 EMBEDDING_SIZE = 8
@@ -73,6 +78,7 @@ class EchoWorker:
         self.lose: Callable[[Frame], bool] = lambda _frame: False
         self.epoch = 0
         self._sent: dict[str, list[Frame]] = {}
+        self._listeners: dict[str, list[str]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._subscriptions: list[Subscription] = []
@@ -143,6 +149,9 @@ class EchoWorker:
             if job.request_id not in self.cancelled:
                 raise
             await self._send(job, Cancelled(epoch=self.epoch))
+        else:
+            if job.store_result and self.end_with is None:
+                await self._store_result(job)
         await self.bus.jobs.ack(leased.lease)
 
     async def _generate(self, job: Job) -> None:
@@ -157,6 +166,13 @@ class EchoWorker:
         if job.pooling is not None:
             await self._embed(job)
             return
+        num_prompt_top = job.sampling.prompt_logprobs
+        if num_prompt_top is not None:
+            entries = [
+                _logprob(token_id, num_prompt_top) for token_id in job.prompt_token_ids or ()
+            ]
+            frame = PromptLogprobs(logprobs=(None, *entries[1:]), epoch=epoch)
+            await self._send(job, frame)
         limit = job.sampling.max_tokens
         whole = self.script(job)
         texts = whole[:limit]
@@ -168,7 +184,7 @@ class EchoWorker:
                 await asyncio.Event().wait()
             await self.gate.wait()
             piece = texts[index : index + self.tokens_per_frame]
-            await self._send(job, delta_of(index, piece, epoch))
+            await self._send(job, _with_logprobs(job, delta_of(index, piece, epoch)))
             await asyncio.sleep(0)
         await self._send(
             job, Usage(prompt_tokens=num_prompt, completion_tokens=len(texts), epoch=epoch)
@@ -191,10 +207,37 @@ class EchoWorker:
 
     async def _send(self, job: Job, frame: Frame) -> None:
         self._sent.setdefault(job.request_id, []).append(frame)
-        if not self.lose(frame):
-            await self.bus.frames.publish(
-                job.reply, [(job.request_id, frame)], batch=job.batch_frames
+        if self.lose(frame):
+            return
+        for reply in (job.reply, *self._listeners.get(job.request_id, ())):
+            if reply:
+                await self.bus.frames.publish(
+                    reply, [(job.request_id, frame)], batch=job.batch_frames
+                )
+
+    def forget(self, request_id: str) -> None:
+        """Know nothing of a request any more, as some time after its end."""
+        self._sent.pop(request_id, None)
+
+    async def _store_result(self, job: Job) -> None:
+        frames = self._sent[job.request_id]
+        deltas = [frame for frame in frames if isinstance(frame, Delta)]
+        text = "".join(delta.text for delta in deltas)
+        token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+        assert all(len(delta.token_ids) == 1 for delta in deltas), "stored token by token"
+        await self.bus.results.store(
+            JobResult(
+                request_id=job.request_id,
+                tenant=job.tenant,
+                model=job.model,
+                status=Status.DONE,
+                text=text,
+                token_ids=token_ids,
+                text_ends=tuple(itertools.accumulate(len(delta.text) for delta in deltas)),
+                finish_reason=next(f.finish_reason for f in frames if isinstance(f, Done)),
+                usage=next(frame for frame in frames if isinstance(frame, Usage)),
             )
+        )
 
     def _on_cancel(self, cancel: Cancel) -> None:
         task = self._running.get(cancel.request_id)
@@ -209,10 +252,29 @@ class EchoWorker:
         frames = self._sent.get(command.request_id)
         if frames is None:
             return WorkerReply(ok=False, reason="unknown_request")
+        listeners = self._listeners.setdefault(command.request_id, [])
+        own = {job.reply for job in self.jobs if job.request_id == command.request_id}
+        if command.reply not in own.union(listeners):
+            listeners.append(command.reply)
         await self.bus.frames.publish(
             command.reply, [(command.request_id, frame) for frame in frames], batch=True
         )
         return WorkerReply(ok=True)
+
+
+def _with_logprobs(job: Job, delta: Delta) -> Delta:
+    """Each token at -0.5, and as many alternatives as were asked for a little below."""
+    num_top = job.sampling.logprobs
+    if num_top is None:
+        return delta
+    return msgspec.structs.replace(
+        delta, logprobs=tuple(_logprob(token_id, num_top) for token_id in delta.token_ids)
+    )
+
+
+def _logprob(token_id: int, num_top: int) -> TokenLogprob:
+    top = tuple((token_id + rank, -0.5 - rank) for rank in range(num_top))
+    return TokenLogprob(token_id, -0.5, top)
 
 
 def embedding_of(job: Job) -> bytes:

@@ -1,0 +1,152 @@
+"""Messages, tools and metadata as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.errors import ParameterError
+from schemas.jobs import ChatMessage
+from schemas.openai import FunctionTool, Message
+from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
+
+_MAX_METADATA = 16
+_MAX_METADATA_KEY_CHARACTERS = 64
+_MAX_METADATA_VALUE_CHARACTERS = 512
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+# Values that ask for nothing, of fields that are known but not honoured.
+NOTHING: tuple[Any, ...] = (None, [], {})
+_NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
+    "refusal": (None,),
+    "annotations": NOTHING,
+    "audio": (None,),
+    "function_call": (None,),
+}
+
+
+def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
+    """The conversation as jobs carry it: parts of text joined, ``developer`` read as ``system``."""
+    if not messages:
+        raise ParameterError("messages", "messages must hold at least one message.")
+    return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+
+
+def tools_of(tools: tuple[FunctionTool, ...] | None) -> tuple[ToolDefinition, ...]:
+    """Raises ParameterError for bad or double names."""
+    if not tools:
+        return ()
+    if len(tools) > MAX_TOOLS:
+        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
+    definitions = tuple(
+        ToolDefinition(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=tool.function.parameters,
+            strict=bool(tool.function.strict),
+        )
+        for tool in tools
+    )
+    names = [tool.name for tool in definitions]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ParameterError("tools", f"tools has {double} twice.")
+    return definitions
+
+
+def tool_choice_of(value: Any, names: Collection[str]) -> ToolChoice:
+    """From ``auto``, ``none``, ``required`` or an object that names a function. ``names`` are those
+    of the tools that there are."""
+    if value is None or value == "auto":
+        return ToolChoice()
+    if value == "none":
+        return ToolChoice(mode=ToolMode.NONE)
+    if not names:
+        raise ParameterError("tool_choice", "tool_choice demands a tool, but there are no tools.")
+    if value == "required":
+        return ToolChoice(mode=ToolMode.REQUIRED)
+    try:
+        named = msgspec.convert(value, _NamedTool)
+    except msgspec.ValidationError as error:
+        raise ParameterError(
+            "tool_choice",
+            "tool_choice must be auto, none, required or an object that names a function.",
+        ) from error
+    if named.function.name not in names:
+        raise ParameterError("tool_choice", f"There is no tool {named.function.name!r:.100}.")
+    return ToolChoice(mode=ToolMode.NAMED, name=named.function.name)
+
+
+class _ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class _NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: _ToolName
+    type: Literal["function"] = "function"
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises ParameterError for more than OpenAI's API takes."""
+    if not metadata:
+        return
+    if len(metadata) > _MAX_METADATA:
+        raise ParameterError("metadata", f"metadata takes at most {_MAX_METADATA} pairs.")
+    for key, value in metadata.items():
+        if len(key) > _MAX_METADATA_KEY_CHARACTERS or len(value) > _MAX_METADATA_VALUE_CHARACTERS:
+            raise ParameterError(
+                "metadata",
+                f"metadata takes keys of at most {_MAX_METADATA_KEY_CHARACTERS} and values of at "
+                f"most {_MAX_METADATA_VALUE_CHARACTERS} characters.",
+            )
+
+
+def _chat_message(message: Message, where: str) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise ParameterError(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}.")
+    refuse_unhonoured(message, _NEUTRAL_IN_MESSAGE, f"{where}.")
+    if message.tool_calls and role != "assistant":
+        raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
+    if (message.tool_call_id is not None) != (role == "tool"):
+        raise ParameterError(
+            f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
+        )
+    content = message.content
+    if content is None:
+        if not message.tool_calls:
+            raise ParameterError(f"{where}.content", f"{where}.content must be text.")
+        content = ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    calls = tuple(
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    return ChatMessage(role, content, message.name, calls, message.tool_call_id)
+
+
+def refuse_unhonoured(
+    struct: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str
+) -> None:
+    """Raises ParameterError naming a field of ``neutral`` that asks for something."""
+    for name in struct.__struct_fields__:
+        allowed = neutral.get(name)
+        if allowed is None:
+            continue
+        value = getattr(struct, name)
+        if value is None or any(_same(value, nothing) for nothing in allowed):
+            continue
+        raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
+
+
+def _same(value: Any, nothing: Any) -> bool:
+    return isinstance(value, bool) == isinstance(nothing, bool) and bool(value == nothing)
