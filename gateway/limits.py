@@ -37,7 +37,7 @@ from gateway.settling import Settlement, Settler
 from schemas.config import GatewayConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier
-from schemas.tenants import LimitSet, lower_limit, to_nano
+from schemas.tenants import LimitSet, to_nano
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +107,6 @@ class Limiter:
     def num_settlements_lost(self) -> int:
         """How many settlements were given up."""
         return self._settler.num_lost
-
-    def context_tokens(self, caller: Caller) -> int | None:
-        """How many tokens a request of the caller may hold, as far as is known here."""
-        known = self._known.get((caller.tenant, caller.key_id))
-        bound = caller.context_tokens
-        for account in () if known is None else known.accounts:
-            bound = lower_limit(bound, account.limits.context_tokens)
-        return bound
 
     async def reserve(
         self,

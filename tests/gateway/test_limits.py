@@ -3,131 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator
 from decimal import Decimal
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from bus.clock import ManualClock
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.caller import LOCAL, Caller
-from gateway.identity import AuthenticationError, Identity
+from gateway.caller import LOCAL
+from gateway.identity import AuthenticationError
 from gateway.limit_errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
-    LimitsAwayError,
     RateLimitError,
     RequestsPerMinuteError,
     TierContextError,
     TokensPerMinuteError,
     TooManyTokensError,
 )
-from gateway.limits import Limiter, Reservation
-from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import MillraceError
-from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord
-from tests.support.servers import RedisServer, free_port
+from tests.support.limit_bench import LimitBench, header, reserve, used
+from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
-
-START_NS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()) * 1_000_000_000
-
-
-class Bench:
-    """Limiters over one Redis, whose time is the test's."""
-
-    def __init__(self, url: str) -> None:
-        self.clock = ManualClock(START_NS)
-        self.link = RedisLink(RedisConfig(url=url), self.clock)
-        self.store = TenantStore(self.link)
-        self.config = GatewayConfig(host="0.0.0.0")
-        self.limiters: list[Limiter] = []
-        self.limiter = self.new_limiter()
-
-    def new_limiter(self) -> Limiter:
-        """Another gateway's."""
-        limiter = Limiter(self.link, self.config, self.clock, redis_time=False)
-        self.limiters.append(limiter)
-        return limiter
-
-    async def tenant(self, name: str, tier: Tier = Tier.PRO, **limits: Any) -> None:
-        record = TenantRecord(tier=tier, limits=LimitOverrides(**limits))
-        await self.store.change_tenant(name, lambda _known: record)
-
-    async def caller(self, tenant: str, **limits: Any) -> Caller:
-        _, token = await self.store.create_key(
-            tenant, self.clock.now_ns(), limits=LimitOverrides(**limits)
-        )
-        identity = Identity(self.link, self.config, self.clock)
-        return await identity.caller_of_token(token)
-
-    async def keys(self) -> set[str]:
-        """What is in Redis, but for the records."""
-        found: list[bytes] = await self.link.call("KEYS", "*")
-        return {
-            key.decode()
-            for key in found
-            if key.decode().partition(":")[0] not in {"key", "tenant", "tenants", "tenant-keys"}
-        }
-
-    async def close(self) -> None:
-        for limiter in self.limiters:
-            await limiter.close(1.0)
-        await self.link.close()
 
 
 @pytest.fixture
-async def bench(redis_server: RedisServer) -> AsyncIterator[Bench]:
+async def bench(redis_server: RedisServer) -> AsyncIterator[LimitBench]:
     client = Redis.from_url(redis_server.url)
     await client.flushall()
     await client.aclose()
-    made = Bench(redis_server.url)
+    made = LimitBench(redis_server.url)
     yield made
     await made.close()
-
-
-async def reserve(
-    limiter: Limiter,
-    caller: Caller,
-    request_id: str,
-    *,
-    prompt: int = 10,
-    completion: int = 90,
-    cost: str = "0",
-    deadline_s: float = 600.0,
-    tier: Tier | None = None,
-    longest: int | None = None,
-) -> Reservation:
-    return await limiter.reserve(
-        caller,
-        request_id,
-        model="m",
-        num_prompt_tokens=prompt,
-        max_tokens=completion,
-        cost_upper=Decimal(cost),
-        deadline_s=deadline_s,
-        tier=tier,
-        longest_tokens=longest,
-    )
-
-
-def header(headers: Sequence[tuple[bytes, bytes]], name: str) -> str:
-    return dict(headers)[name.encode()].decode()
-
-
-def used(prompt: int, completion: int) -> Usage:
-    return Usage(prompt_tokens=prompt, completion_tokens=completion)
 
 
 # --- each limit ------------------------------------------------------------------------------
 
 
-async def test_requests_per_minute_come_back_by_and_by(bench: Bench) -> None:
+async def test_requests_per_minute_come_back_by_and_by(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=2)
     caller = await bench.caller("acme")
     first = await reserve(bench.limiter, caller, "r1")
@@ -149,7 +63,7 @@ async def test_requests_per_minute_come_back_by_and_by(bench: Bench) -> None:
     await reserve(bench.limiter, caller, "r3")
 
 
-async def test_tokens_that_were_not_used_come_back(bench: Bench) -> None:
+async def test_tokens_that_were_not_used_come_back(bench: LimitBench) -> None:
     await bench.tenant("acme", tokens_per_minute=150)
     caller = await bench.caller("acme")
     made = await reserve(bench.limiter, caller, "r1")
@@ -163,7 +77,7 @@ async def test_tokens_that_were_not_used_come_back(bench: Bench) -> None:
     assert header(made.headers, "x-ratelimit-remaining-tokens") == "20"
 
 
-async def test_more_tokens_at_once_than_the_limit_are_never_taken(bench: Bench) -> None:
+async def test_more_tokens_at_once_than_the_limit_are_never_taken(bench: LimitBench) -> None:
     await bench.tenant("acme", tokens_per_minute=99)
     caller = await bench.caller("acme")
     with pytest.raises(TooManyTokensError, match="Lower max_tokens") as refused:
@@ -173,7 +87,7 @@ async def test_more_tokens_at_once_than_the_limit_are_never_taken(bench: Bench) 
     assert header(refused.value.headers, "x-should-retry") == "false"
 
 
-async def test_more_tokens_than_set_aside_are_charged(bench: Bench) -> None:
+async def test_more_tokens_than_set_aside_are_charged(bench: LimitBench) -> None:
     await bench.tenant("acme", tokens_per_minute=200)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1")
@@ -185,7 +99,7 @@ async def test_more_tokens_than_set_aside_are_charged(bench: Bench) -> None:
     await reserve(bench.limiter, caller, "r2")
 
 
-async def test_concurrent_requests(bench: Bench) -> None:
+async def test_concurrent_requests(bench: LimitBench) -> None:
     await bench.tenant("acme", concurrent_requests=2)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", deadline_s=10)
@@ -202,7 +116,7 @@ async def test_concurrent_requests(bench: Bench) -> None:
     await reserve(bench.limiter, caller, "r4")
 
 
-async def test_a_budget_is_held_and_then_spent(bench: Bench) -> None:
+async def test_a_budget_is_held_and_then_spent(bench: LimitBench) -> None:
     await bench.tenant("acme", monthly_budget=Decimal("1.00"))
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", cost="0.6")
@@ -222,7 +136,7 @@ async def test_a_budget_is_held_and_then_spent(bench: Bench) -> None:
     await reserve(bench.limiter, caller, "r3", cost="0.9")
 
 
-async def test_what_nobody_settles_lapses(bench: Bench) -> None:
+async def test_what_nobody_settles_lapses(bench: LimitBench) -> None:
     await bench.tenant("acme", monthly_budget=Decimal(1))
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", cost="1", deadline_s=30)
@@ -236,10 +150,10 @@ async def test_what_nobody_settles_lapses(bench: Bench) -> None:
     assert tenant.held_nano == tenant.num_running == 0
 
 
-async def test_a_tiers_window(bench: Bench) -> None:
+async def test_a_tiers_window(bench: LimitBench) -> None:
     await bench.tenant("acme", Tier.FREE)
     caller = await bench.caller("acme")
-    assert caller.context_tokens == bench.limiter.context_tokens(caller) == 32_768
+    assert caller.context_tokens == 32_768
     with pytest.raises(TierContextError, match=r"tenant acme \(tier free\) may hold 32768 tokens"):
         await reserve(bench.limiter, caller, "r1", prompt=32_000, completion=769)
     await reserve(bench.limiter, caller, "r1", prompt=32_000, completion=768)
@@ -249,7 +163,7 @@ async def test_a_tiers_window(bench: Bench) -> None:
     await reserve(bench.limiter, caller, "r2", prompt=40_000, longest=32_768)
 
 
-async def test_a_keys_own_limits_are_within_its_tenants(bench: Bench) -> None:
+async def test_a_keys_own_limits_are_within_its_tenants(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=3)
     narrow = await bench.caller("acme", requests_per_minute=1)
     wide = await bench.caller("acme")
@@ -263,7 +177,7 @@ async def test_a_keys_own_limits_are_within_its_tenants(bench: Bench) -> None:
         await reserve(bench.limiter, wide, "w3")
 
 
-async def test_a_refusal_takes_nothing(bench: Bench) -> None:
+async def test_a_refusal_takes_nothing(bench: LimitBench) -> None:
     await bench.tenant("acme", concurrent_requests=1)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", cost="0.1")
@@ -277,7 +191,7 @@ async def test_a_refusal_takes_nothing(bench: Bench) -> None:
 # --- once, by anyone -------------------------------------------------------------------------
 
 
-async def test_any_gateway_settles_and_only_once(bench: Bench) -> None:
+async def test_any_gateway_settles_and_only_once(bench: LimitBench) -> None:
     await bench.tenant("acme", monthly_budget=Decimal(1))
     caller = await bench.caller("acme")
     other = bench.new_limiter()
@@ -291,7 +205,7 @@ async def test_any_gateway_settles_and_only_once(bench: Bench) -> None:
     assert not await other.settle("never made", None, None)
 
 
-async def test_the_same_reservation_again_takes_nothing_more(bench: Bench) -> None:
+async def test_the_same_reservation_again_takes_nothing_more(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=10)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1")
@@ -299,7 +213,7 @@ async def test_the_same_reservation_again_takes_nothing_more(bench: Bench) -> No
     assert header(again.headers, "x-ratelimit-remaining-requests") == "9"
 
 
-async def test_nothing_served_gives_all_back(bench: Bench) -> None:
+async def test_nothing_served_gives_all_back(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
     before = await bench.limiter.standing(caller)
@@ -309,7 +223,7 @@ async def test_nothing_served_gives_all_back(bench: Bench) -> None:
     assert await bench.limiter.standing(caller) == before
 
 
-async def test_a_client_that_leaves_while_it_waits_holds_nothing(bench: Bench) -> None:
+async def test_a_client_that_leaves_while_it_waits_holds_nothing(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r0")
@@ -326,7 +240,7 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(bench: Bench) -
     await eventually(is_back)
 
 
-async def test_settling_does_not_keep_anybody_waiting(bench: Bench) -> None:
+async def test_settling_does_not_keep_anybody_waiting(bench: LimitBench) -> None:
     await bench.tenant("acme", concurrent_requests=100)
     caller = await bench.caller("acme")
     await asyncio.gather(*(reserve(bench.limiter, caller, f"r{i}") for i in range(100)))
@@ -343,7 +257,7 @@ async def test_settling_does_not_keep_anybody_waiting(bench: Bench) -> None:
 # --- records that change ---------------------------------------------------------------------
 
 
-async def test_changed_limits_hold_at_once(bench: Bench) -> None:
+async def test_changed_limits_hold_at_once(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=1)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1")
@@ -352,10 +266,9 @@ async def test_changed_limits_hold_at_once(bench: Bench) -> None:
     await bench.tenant("acme", Tier.FREE, context_tokens=50)
     with pytest.raises(TierContextError):
         await reserve(bench.limiter, caller, "r3")
-    assert bench.limiter.context_tokens(caller) == 50
 
 
-async def test_a_key_is_revoked_at_once(bench: Bench) -> None:
+async def test_a_key_is_revoked_at_once(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1")
@@ -367,7 +280,7 @@ async def test_a_key_is_revoked_at_once(bench: Bench) -> None:
         await reserve(bench.new_limiter(), caller, "x2")
 
 
-async def test_a_key_that_is_gone_opens_nothing(bench: Bench) -> None:
+async def test_a_key_that_is_gone_opens_nothing(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1")
@@ -376,7 +289,7 @@ async def test_a_key_that_is_gone_opens_nothing(bench: Bench) -> None:
         await reserve(bench.limiter, caller, "r2")
 
 
-async def test_the_keyless_tenant_has_limits_only_if_it_is_given_some(bench: Bench) -> None:
+async def test_the_keyless_tenant_has_limits_only_if_it_is_given_some(bench: LimitBench) -> None:
     made = await reserve(bench.limiter, LOCAL, "r1", completion=10**6)
     assert made.headers == []
     await bench.store.change_tenant(
@@ -385,101 +298,6 @@ async def test_the_keyless_tenant_has_limits_only_if_it_is_given_some(bench: Ben
     await reserve(bench.limiter, LOCAL, "r2", completion=10**6)
     with pytest.raises(RequestsPerMinuteError):
         await reserve(bench.limiter, LOCAL, "r3")
-
-
-# --- Redis away ------------------------------------------------------------------------------
-
-
-async def test_without_redis_limits_are_the_process_own(bench: Bench) -> None:
-    limiter = Limiter(
-        RedisLink(RedisConfig(url=f"redis://127.0.0.1:{free_port()}"), bench.clock),
-        bench.config,
-        bench.clock,
-    )
-    caller = Caller(tenant="acme", tier=Tier.FREE, key_id="abc", context_tokens=1_000)
-    for number in range(8):
-        made = await reserve(limiter, caller, f"r{number}")
-        assert made.degraded
-    assert header(made.headers, "x-ratelimit-remaining-requests") == "52"
-    with pytest.raises(ConcurrentRequestsError):
-        await reserve(limiter, caller, "r8")
-    with pytest.raises(TierContextError):
-        await reserve(limiter, caller, "r8", prompt=1_000)
-    await limiter.settle("r0", used(10, 20), Decimal(0))
-    await reserve(limiter, caller, "r8")
-    with pytest.raises(LimitsAwayError) as away:
-        await reserve(limiter, caller, "batch", tier=Tier.BATCH)
-    assert (away.value.http_status, away.value.retry_after_s) == (503, 2.0)
-    assert limiter.num_degraded == 10
-    assert (await reserve(limiter, LOCAL, "l1", tier=Tier.BATCH)).degraded
-
-
-async def test_no_redis_at_all(bench: Bench) -> None:
-    limiter = Limiter(None, bench.config, bench.clock)
-    await reserve(limiter, LOCAL, "r1")
-    assert not await limiter.settle("r1", used(1, 1), Decimal(1))
-    limiter.settle_soon("r1", None, None)
-    await limiter.close(1.0)
-    assert limiter.num_settlements_lost == 0
-
-
-async def test_redis_goes_and_comes_back(redis_server: RedisServer) -> None:
-    bench = Bench(redis_server.url)
-    try:
-        await bench.link.call("FLUSHALL")
-        await bench.tenant("acme", monthly_budget=Decimal(1), requests_per_minute=10)
-        caller = await bench.caller("acme")
-        await reserve(bench.limiter, caller, "before", cost="0.7")
-        await bench.limiter.settle("before", used(1, 1), Decimal("0.7"))
-        await reserve(bench.limiter, caller, "running", cost="0.1")
-        redis_server.pause()
-        try:
-            made = await reserve(bench.limiter, caller, "meanwhile", cost="0.2")
-            assert made.degraded
-            with pytest.raises(InsufficientQuotaError):
-                await reserve(bench.limiter, caller, "dear", cost="0.2")
-            bench.limiter.settle_soon("running", used(1, 1), Decimal("0.05"))
-            bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
-            bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
-            await eventually(lambda: bench.clock.num_sleepers > 0)
-            assert bench.limiter.num_unsettled == 3
-        finally:
-            redis_server.resume()
-        while bench.limiter.num_unsettled:
-            await bench.clock.advance(1.1)
-            await asyncio.sleep(0.01)
-        [(_, tenant), _] = await bench.limiter.standing(caller)
-        assert tenant.spent_nano == 900_000_000
-        assert (tenant.num_running, tenant.held_nano) == (0, 0)
-        assert not (await reserve(bench.limiter, caller, "after", cost="0.1")).degraded
-    finally:
-        await bench.close()
-
-
-async def test_settlements_are_given_up_after_ten_minutes(bench: Bench) -> None:
-    limiter = Limiter(
-        RedisLink(RedisConfig(url=f"redis://127.0.0.1:{free_port()}"), bench.clock),
-        bench.config,
-        bench.clock,
-    )
-    limiter.settle_soon("r1", used(1, 1), Decimal(1))
-    await eventually(lambda: bench.clock.num_sleepers > 0)
-    assert limiter.num_unsettled == 1
-    await bench.clock.advance(601.0)
-    await eventually(lambda: limiter.num_unsettled == 0)
-    assert limiter.num_settlements_lost == 1
-    await limiter.close(1.0)
-
-
-async def test_a_redis_that_refuses_to_write_is_away(bench: Bench) -> None:
-    await bench.tenant("acme")
-    caller = await bench.caller("acme")
-    await bench.link.call("CONFIG", "SET", "maxmemory", "1")
-    try:
-        assert (await reserve(bench.limiter, caller, "r1")).degraded
-    finally:
-        await bench.link.call("CONFIG", "SET", "maxmemory", "0")
-    assert not (await reserve(bench.limiter, caller, "r2")).degraded
 
 
 def test_every_refusal_is_an_error_of_its_own() -> None:
