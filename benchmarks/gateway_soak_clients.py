@@ -102,9 +102,9 @@ class SoakClients:
 
     async def _http_stall(self, streams: Streams, source: random.Random) -> None:
         streams[1].write(_http_request(source))
-        await _read_for(streams[0], source.uniform(0, 1))
-        await _stall(streams[1], source)
-        await _read_until(streams[0], _CHUNKED_END, b"")
+        if _CHUNKED_END not in await _read_for(streams[0], source.uniform(0, 1)):
+            await _stall(streams[1], source)
+            await _read_until(streams[0], _CHUNKED_END, b"")
 
     async def _http_break_off(self, streams: Streams, source: random.Random) -> None:
         request = _http_request(source)
@@ -142,9 +142,9 @@ class SoakClients:
 
     async def _socket_stall(self, streams: Streams, source: random.Random) -> None:
         streams[1].write(_socket_request("a", source))
-        await _read_for(streams[0], source.uniform(0, 1))
-        await _stall(streams[1], source)
-        await _read_until(streams[0], _DONE, b"")
+        if _DONE not in await _read_for(streams[0], source.uniform(0, 1)):
+            await _stall(streams[1], source)
+            await _read_until(streams[0], _DONE, b"")
 
     async def _socket_cancel(self, streams: Streams, source: random.Random) -> None:
         streams[1].write(_socket_request("a", source))
