@@ -1,0 +1,51 @@
+"""A gateway whose model tells what it was shown, or what a test has it say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.models import Models
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+from schemas.tools import ToolDefinition, ToolFormat
+from tests.support.running_gateway import (
+    MODEL,
+    ByteModel,
+    ByteTokenizer,
+    RunningGateway,
+)
+
+
+class Transcriber(ByteTokenizer):
+    """A conversation is all its messages, so that an echo tells what the model was shown."""
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        lines = [
+            f"{one.role}:{one.content}" + "".join(c.name for c in one.tool_calls)
+            for one in messages
+        ]
+        return list("|".join(lines).encode())
+
+
+class TranscribingModel(ByteModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = Transcriber()
+        self.tool_format = ToolFormat.HERMES
+
+
+def transcribing_models() -> Models:
+    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
+    return Models({MODEL: card}, lambda _name: TranscribingModel())
+
+
+def says(front: RunningGateway, *texts: str) -> None:
+    """The model answers with these, one after the other."""
+    left = list(texts)
+
+    def script(_job: Job) -> str:
+        return left.pop(0)
+
+    front.worker.script = script

@@ -1,0 +1,69 @@
+"""Requests and answers without a gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from gateway.answer import Answer
+from gateway.caller import LOCAL
+from gateway.parsing import Ask, decode
+from gateway.parts import Part
+from gateway.response_input import ask_of, check_fields, given_items, messages_of
+from gateway.response_renderer import ResponseRenderer
+from schemas.frames import TokenLogprob, Usage
+from schemas.openai import LogprobInfo
+from schemas.responses import ResponsesRequest
+
+DECODER = msgspec.json.Decoder(ResponsesRequest)
+
+
+def request_of(**fields: Any) -> ResponsesRequest:
+    body = {"model": "echo", "input": "hi"} | fields
+    request = decode(DECODER, json.dumps(body).encode())
+    check_fields(request)
+    return request
+
+
+def asked(**fields: Any) -> Ask:
+    request = request_of(**fields)
+    return ask_of(request, messages_of(given_items(request.input), None))
+
+
+def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
+    return tuple(LogprobInfo(token="t", logprob=one.logprob, bytes=(116,)) for one in entries)
+
+
+def renderer_of(
+    request: ResponsesRequest | None = None, had: Sequence[Part] = ()
+) -> ResponseRenderer:
+    request = request or request_of()
+    items = given_items(request.input)
+    answer = SimpleNamespace(
+        request_id="resp-0123456789abcdef01234567",
+        created_s=1_700_000_000,
+        caller=LOCAL,
+        choices=[SimpleNamespace(had=had)],
+        ask=ask_of(request, messages_of(items, None)),
+        usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
+    )
+    return ResponseRenderer(request, cast("Answer", answer), (), items, None, describe)
+
+
+def events_of(stream: bytes) -> list[dict[str, Any]]:
+    events = []
+    for block in stream.decode().split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def stream_of(parts: Sequence[Part], renderer: ResponseRenderer | None = None) -> bytes:
+    renderer = renderer or renderer_of()
+    return renderer.first() + b"".join(map(renderer.part, parts)) + renderer.last()

@@ -1,0 +1,231 @@
+"""From the items and fields of a request to a conversation and an ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import InvalidJsonError
+from gateway.parsing import decode
+from gateway.parts import ChoiceEnd
+from gateway.response_input import check_fields, given_items, messages_of
+from schemas.errors import GrammarError, ParameterError
+from schemas.responses import FunctionCallItem, Item, ResponsesRequest
+from tests.gateway.responses.rendered import (
+    DECODER,
+    asked,
+    events_of,
+    renderer_of,
+    request_of,
+)
+
+
+def messages_from(items: Sequence[Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    """The conversation of a request, without what is not set."""
+    request = request_of(input=items)
+    messages = messages_of(given_items(request.input), instructions)
+    return [
+        {
+            key: value
+            for key, value in json.loads(msgspec.json.encode(message)).items()
+            if value is not None
+        }
+        for message in messages
+    ]
+
+
+def test_text_and_instructions_are_a_conversation() -> None:
+    messages = messages_of(given_items("hi"), "Be brief.")
+    assert [(message.role, message.content) for message in messages] == [
+        ("system", "Be brief."),
+        ("user", "hi"),
+    ]
+
+
+def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
+    answered = {"id": "msg_1", "status": "completed", "type": "message", "role": "assistant"}
+    text: dict[str, Any] = {
+        "type": "output_text",
+        "text": "I look.",
+        "annotations": [],
+        "logprobs": None,
+    }
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output"}
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert messages_from(
+        [
+            {"role": "developer", "content": "x"},
+            {"role": "user", "content": parts},
+            answered | {"content": [text]},
+            call | {"call_id": "c1", "id": "fc_1", "status": "completed"},
+            call | {"call_id": "c2"},
+            output | {"call_id": "c2", "output": parts},
+            output | {"call_id": "c1", "output": "1"},
+            {"role": "user", "content": "and?"},
+            call | {"call_id": "c3"},
+            output | {"call_id": "c3", "output": "3"},
+        ]
+    ) == [
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": "c1", "function": {"name": "f", "arguments": "{}"}, "type": "function"},
+                {"id": "c2", "function": {"name": "f", "arguments": "{}"}, "type": "function"},
+            ],
+        },
+        {"role": "tool", "content": "ab", "tool_call_id": "c2"},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "user", "content": "and?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "c3", "function": {"name": "f", "arguments": "{}"}, "type": "function"}
+            ],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c3"},
+    ]
+
+
+def test_a_call_that_was_cut_off_is_left_out() -> None:
+    cut = FunctionCallItem(id="x", call_id="c", name="f", arguments="{", status="incomplete")
+    items: tuple[Item, ...] = (cut, *given_items("again"))
+    assert [message.role for message in messages_of(items, None)] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "item_reference", "id": "x"}, "input[1].type"),
+        ({"type": "reasoning", "id": "x", "summary": []}, "input[1].type"),
+        ({"type": 7}, "input[1].type"),
+        ({"role": "user"}, "input[1].content"),
+        ({"role": "tool", "content": "x"}, "input[1].role"),
+        ({"role": "user", "content": "x", "name": "y"}, "input[1].name"),
+        ({"role": "user", "content": "x", "phase": "commentary"}, "input[1].phase"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[1].content[0].type"),
+        ({"type": "function_call", "call_id": "x", "name": "f"}, "input[1].arguments"),
+        ({"type": "function_call_output", "call_id": "x", "output": "y"}, "input"),
+        ({"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}, "input"),
+        ([], "input[1]"),
+    ],
+)
+def test_a_bad_item_is_named(item: Any, param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        messages_from([{"role": "user", "content": "x"}, item])
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"session_id": "s"}, "session_id"),
+        ({"n": 2}, "n"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}},
+            "text.format.schema",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"top_logprobs": 21}, "logprobs"),
+        ({"truncation": "some"}, "truncation"),
+        ({"temperature": 3}, "temperature"),
+        ({"absent": 1}, "absent"),
+    ],
+)
+def test_a_field_that_is_not_honoured_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    ask = asked(
+        tools=[tool, {"type": "server", "name": "clock"}],
+        tool_choice={"type": "function", "name": "f"},
+        parallel_tool_calls=False,
+        max_output_tokens=9,
+        text={"format": {"type": "json_object"}},
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+        safety_identifier="someone",
+        reasoning={"effort": None},
+        top_k=5,
+        seed=7,
+    )
+    assert [tool.name for tool in ask.tools] == ["f"]
+    assert ask.server_tools == ("clock",)
+    assert ask.tool_choice.name == "f"
+    assert not ask.parallel_tool_calls
+    assert ask.user == "someone"
+    sampling = ask.sampling
+    assert (sampling.max_tokens, sampling.logprobs, sampling.top_k) == (9, 3, 5)
+    assert sampling.grammar is not None
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(
+        ["", "x", "auto", "function", "user", "message", "input_text", "json_schema"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "text", "name", "format", "schema", "call_id"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(name=st.sampled_from(ResponsesRequest.__struct_fields__), value=_JSON)
+def test_any_value_of_a_field_is_taken_or_refused(name: str, value: object) -> None:
+    body = {"model": "echo", "input": "hi", name: value}
+    try:
+        request = decode(DECODER, json.dumps(body))
+        check_fields(request)
+        renderer = renderer_of(request)
+    except (ParameterError, InvalidJsonError, GrammarError):
+        return
+    stream = renderer.first() + renderer.part(ChoiceEnd(0, "stop")) + renderer.last()
+    assert events_of(stream)[-1]["type"] == "response.completed"

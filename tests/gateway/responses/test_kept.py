@@ -1,0 +1,204 @@
+"""What is kept of answers, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from bus.redis_link import RedisLink
+from bus.tenants import TenantStore
+from schemas.config import GatewayConfig, RedisConfig
+from tests.support.running_gateway import (
+    MODEL,
+    RunningGateway,
+    running_gateway,
+)
+from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
+
+
+async def test_an_answer_is_continued(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="one", instructions="Count.")
+    second = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id)
+    assert second.output_text == f"user:one|assistant:{first.output_text}|user:two"
+    assert second.previous_response_id == first.id
+    third = await client.responses.create(
+        model=MODEL, input="three", previous_response_id=second.id, store=False
+    )
+    assert third.output_text.endswith(f"|assistant:{second.output_text}|user:three")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model=MODEL, input="x", previous_response_id=third.id)
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+
+
+async def test_answers_are_read_again_and_deleted(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="one")
+    second = await client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": "two"}, {"role": "user", "content": "three"}],
+        previous_response_id=first.id,
+    )
+    again = await client.responses.retrieve(second.id)
+    assert again.to_dict() == second.to_dict()
+
+    texts = []
+    async for item in client.responses.input_items.list(second.id, limit=1, order="asc"):
+        assert item.type == "message"
+        texts.append(item.content[0].to_dict()["text"])
+    assert texts == ["one", first.output_text, "two", "three"]
+    page = await client.responses.input_items.list(second.id, limit=3)
+    assert page.has_more
+    assert page.data[0].to_dict()["content"][0]["text"] == "three"  # type: ignore[index]
+
+    await client.responses.delete(second.id)
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call(second.id)
+        assert caught.value.code == "response_not_found"
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+
+
+async def test_an_answer_that_still_runs_is_not_found(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    front.worker.stop_before = 3
+    stream = await client.responses.create(model=MODEL, input="slow", stream=True)
+    event = await anext(stream)
+    assert event.type == "response.created"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(event.response.id)
+    await stream.close()
+    await eventually(lambda: len(front.worker.cancelled) == 1)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": "x"}, "limit"),
+        ({"limit": "9" * 30}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "absent"}, "after"),
+        ({"before": "x"}, "before"),
+    ],
+)
+async def test_bad_pages_are_named(
+    front: RunningGateway, client: openai.AsyncOpenAI, query: dict[str, Any], param: str
+) -> None:
+    kept = await client.responses.create(model=MODEL, input="one")
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        answer = await http.get(f"/v1/responses/{kept.id}/input_items", params=query)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        answer = await http.get(f"/v1/responses/{kept.id}", params={"stream": "true"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_each_tenant_continues_its_own(redis: RedisConfig) -> None:
+    link = RedisLink(redis)
+    store = TenantStore(link)
+    tokens = [(await store.create_key(tenant, 0))[1] for tenant in ("acme", "other")]
+    await link.close()
+    async with running_gateway(GatewayConfig(auth="required"), redis=redis) as front:
+        clients = [
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=token, max_retries=0)
+            for token in (*tokens, "none")
+        ]
+        acme, other, nobody = clients
+        kept = await acme.responses.create(model=MODEL, input="x")
+        assert (await acme.responses.retrieve(kept.id)).output_text == "x"
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.input_items.list(kept.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await other.responses.create(model=MODEL, input="y", previous_response_id=kept.id)
+        assert caught.value.code == "previous_response_not_found"
+        with pytest.raises(openai.AuthenticationError):
+            await nobody.responses.retrieve(kept.id)
+        for client in clients:
+            await client.close()
+
+
+async def test_a_stream_is_resumed_where_it_broke(front: RunningGateway) -> None:
+    body = {"model": MODEL, "input": "0123456789", "stream": True}
+    headers = {"idempotency-key": f"resumed-{front.url}"}
+    front.worker.gate.clear()
+    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
+        lines: list[str] = []
+        async with http.stream("POST", "/v1/responses", json=body, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if line.startswith("id: ") and line.endswith("/4"):
+                    break
+                front.worker.gate.set()
+                await asyncio.sleep(0)
+                front.worker.gate.clear()
+        last_id = lines[-1].removeprefix("id: ")
+        front.worker.gate.set()
+        headers["last-event-id"] = last_id
+        rest = await http.post("/v1/responses", json=body, headers=headers)
+        kept = await http.get(f"/v1/responses/{last_id.partition('/')[0]}")
+    events = [json.loads(line[6:]) for line in rest.text.splitlines() if line.startswith("data: ")]
+    deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "user:0123456789"[4:]
+    assert events[0]["sequence_number"] == 7 + len(deltas[0])
+    assert events[-1]["type"] == "response.completed"
+    response = events[-1]["response"]
+    assert response["output"][0]["content"][0]["text"] == "user:0123456789"
+    assert kept.json() == response
+
+
+async def test_without_redis_answers_are_not_kept() -> None:
+    async with (
+        running_gateway() as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model=MODEL, input="x")
+        assert (response.output_text, response.to_dict()["store"]) == ("x", False)
+        for fields in ({"store": True}, {"previous_response_id": response.id}):
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.responses.create(model=MODEL, input="x", extra_body=fields)
+            assert (caught.value.status_code, caught.value.code) == (503, "state_unavailable")
+
+
+async def test_an_answer_is_not_withheld_when_redis_goes_away(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        async with (
+            running_gateway(redis=RedisConfig(url=server.url)) as front,
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            front.worker.gate.clear()
+            stream = await client.responses.create(model=MODEL, input="x", stream=True)
+            first = await anext(stream)
+            assert first.type == "response.created"
+            assert first.response.to_dict()["store"] is True
+            server.kill()
+            front.worker.gate.set()
+            *_, last = [event async for event in stream]
+            assert last.type == "response.completed"
+            assert (last.response.output_text, last.response.to_dict()["store"]) == ("x", False)
+    finally:
+        server.stop()
+
+
+async def test_a_conversation_that_is_too_large_to_keep(redis: RedisConfig) -> None:
+    async with (
+        running_gateway(GatewayConfig(response_max_bytes=500), redis=redis) as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model=MODEL, input="x" * 600)
+        assert response.to_dict()["store"] is False
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.responses.create(model=MODEL, input="x" * 600, store=True)
+        assert caught.value.status_code == 413

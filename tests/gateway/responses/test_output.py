@@ -1,0 +1,217 @@
+"""From parts to events and to the whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import Refusal
+from gateway.parsing import decode
+from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from schemas.errors import MillraceError
+from schemas.frames import TokenLogprob
+from schemas.responses import MessageItem
+from tests.gateway.responses.rendered import (
+    DECODER,
+    events_of,
+    renderer_of,
+    request_of,
+    stream_of,
+)
+
+_GOLDEN = Path(__file__).parents[1] / "golden" / "responses_tools.sse"
+_PARTS: list[Part] = [
+    TextPart(0, 0, 1, "Let me "),
+    TextPart(0, 1, 2, "löok."),
+    StepPart("call_1", "clock", '{"zone":"UTC"}', True, "12:00", 3.5),
+    TextPart(0, 3, 1, "Noon;"),
+    TextPart(0, 4, 2, ""),
+    CallStart(0, 0, "call_2", "weather"),
+    CallArguments(0, 0, '{"city":'),
+    CallArguments(0, 0, '"Bath"}'),
+    CallStart(0, 1, "call_3", "weather"),
+    CallArguments(0, 1, "{}"),
+    ChoiceEnd(0, "tool_calls"),
+]
+
+
+def _cut(parts: Sequence[Part], cuts: set[int]) -> list[Part]:
+    """The same answer in other parts: tokens and characters that no cut parts go together."""
+    result: list[Part] = []
+    for number, part in enumerate(parts):
+        last = result[-1] if result else None
+        if number in cuts or type(last) is not type(part):
+            result.append(part)
+        elif isinstance(part, TextPart) and isinstance(last, TextPart):
+            num_tokens = last.num_tokens + part.num_tokens
+            result[-1] = last._replace(num_tokens=num_tokens, text=last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = last._replace(text=last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+_TEXTS = st.lists(st.sampled_from(["", "a", "bc", "é"]), min_size=1, max_size=6)
+
+
+def test_golden_events() -> None:
+    assert stream_of(_PARTS).decode() == _GOLDEN.read_text()
+
+
+def test_the_whole_is_what_the_last_event_says() -> None:
+    renderer = renderer_of()
+    for part in _PARTS:
+        renderer.add(part)
+    last = events_of(stream_of(_PARTS))[-1]
+    assert last["type"] == "response.completed"
+    assert json.loads(renderer.whole()) == last["response"]
+
+
+@given(texts=_TEXTS, arguments=_TEXTS, more=_TEXTS, cuts=st.sets(st.integers(0, 20)))
+def test_numbers_do_not_depend_on_how_the_answer_is_cut(
+    texts: list[str], arguments: list[str], more: list[str], cuts: set[int]
+) -> None:
+    parts: list[Part] = [TextPart(0, i, 1, text) for i, text in enumerate(texts)]
+    parts.append(CallStart(0, 0, "call_1", "f"))
+    parts += [CallArguments(0, 0, text) for text in arguments if text]
+    parts += [TextPart(0, len(texts) + i, 1, text) for i, text in enumerate(more)]
+    parts.append(ChoiceEnd(0, "stop"))
+    one, other = (events_of(stream_of(cut)) for cut in (parts, _cut(parts, cuts)))
+    assert one[-1] == other[-1]
+    for events in (one, other):
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("num_had", range(1, len(_PARTS) + 1))
+def test_a_stream_goes_on_where_another_connection_stopped(num_had: int) -> None:
+    had, rest = _PARTS[:num_had], _PARTS[num_had:]
+    if not rest:
+        rest = [had.pop()]  # the end comes again
+    resumed = renderer_of(had=_cut(had, set()))
+    renderer = renderer_of()
+    renderer.first()
+    for part in had:
+        renderer.part(part)
+    for one in (resumed, renderer):
+        one.part(rest[0])
+    whole, tail = (b"".join(map(one.part, rest[1:])) + one.last() for one in (renderer, resumed))
+    assert events_of(tail) == events_of(whole)
+
+
+def test_an_answer_of_no_words_is_an_empty_message() -> None:
+    events = events_of(stream_of([TextPart(0, 0, 1, ""), ChoiceEnd(0, "stop")]))
+    (item,) = events[-1]["response"]["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    ]
+    assert item["status"] == "completed"
+
+
+def test_an_answer_that_was_too_long_is_incomplete() -> None:
+    renderer = renderer_of(request_of(max_output_tokens=1))
+    event = events_of(stream_of([TextPart(0, 0, 1, "a"), ChoiceEnd(0, "length")], renderer))[-1]
+    assert event["type"] == "response.incomplete"
+    response = event["response"]
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["total_tokens"] == 14
+
+
+def test_a_failure_is_told_twice() -> None:
+    renderer = renderer_of()
+    events = events_of(
+        renderer.first()
+        + renderer.part(TextPart(0, 0, 2, "ab"))
+        + renderer.failed(Refusal(status=503, code="worker_failed", message="it broke"))
+    )
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    assert (events[-2]["code"], events[-2]["message"]) == ("worker_failed", "it broke")
+    response = events[-1]["response"]
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "it broke"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3, 5, 6, 7]
+
+
+def test_log_probabilities_are_those_of_the_text() -> None:
+    """Those of half a character go with the whole one, those of a call's markup with nothing."""
+    one = (TokenLogprob(1, -0.5),)
+    parts: list[Part] = [
+        TextPart(0, 0, 1, "", one),
+        TextPart(0, 1, 1, "é", one),
+        TextPart(0, 2, 1, "", one),
+        CallStart(0, 0, "call_1", "f"),
+        TextPart(0, 3, 1, "!", one),
+        ChoiceEnd(0, "tool_calls"),
+    ]
+    events = events_of(stream_of(parts))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [len(delta["logprobs"]) for delta in deltas] == [2, 1]
+    messages = [item for item in events[-1]["response"]["output"] if item["type"] == "message"]
+    assert [len(item["content"][0]["logprobs"]) for item in messages] == [2, 1]
+
+
+def test_the_request_is_told_again() -> None:
+    fields = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_object"}},
+        "temperature": 0.5,
+        "truncation": "auto",
+    }
+    response = events_of(renderer_of(request_of(**fields)).first())[0]["response"]
+    assert response["status"] == "in_progress"
+    assert response["usage"] is None
+    assert not response["store"]
+    for name in ("instructions", "metadata", "tool_choice", "temperature", "truncation"):
+        assert response[name] == fields[name]
+    assert response["text"]["format"] == {"type": "json_object"}
+    assert response["tools"][0]["name"] == "f"
+
+
+def test_schemas_of_several_lines_are_told_in_one() -> None:
+    body = b"""{"model": "echo", "input": "x", "stream": true,
+      "tools": [{"type": "function", "name": "f", "parameters": {
+        "type": "object" }}],
+      "text": {"format": {"type": "json_schema", "name": "n", "schema": {
+        "type":\r\n "object"}}}}"""
+    response = events_of(renderer_of(decode(DECODER, body)).first())[0]["response"]
+    assert response["tools"][0]["parameters"] == {"type": "object"}
+    assert response["text"]["format"]["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize("depth", range(850, 960, 5))
+def test_a_deep_schema_is_refused_or_told_again(depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "name": "f", "parameters": {deep}}}'
+    body = f'{{"model": "echo", "input": "x", "tools": [{tool}]}}'
+    try:
+        renderer = renderer_of(decode(DECODER, body))
+    except MillraceError:
+        return
+    assert deep.encode() in renderer.first()
+
+
+def test_items_without_ids_are_given_some() -> None:
+    renderer = renderer_of(
+        request_of(
+            input=[
+                {"role": "user", "content": "a"},
+                {"id": "x", "role": "assistant", "content": "b"},
+                {"id": "x", "role": "user", "content": "c"},
+            ]
+        )
+    )
+    items = renderer.conversation
+    assert all(isinstance(item, MessageItem) for item in items)
+    stem = "0123456789abcdef01234567"
+    assert [item.id for item in items] == [f"msg_{stem}_in0", "x", f"msg_{stem}_in2"]
