@@ -79,6 +79,7 @@ class ScriptedGateway:
                 WebSocketRoute("/v1/ws", self._serve),
                 Route("/v1/models", self._models),
                 Route("/v1/tools", self._tools),
+                Route("/ops/api/{query}", self._operations),
                 Route("/v1/sessions/{id}", self._session, methods=["GET", "DELETE"]),
                 *pages.routes(),
             ],
@@ -137,6 +138,11 @@ class ScriptedGateway:
         if not self._is_known(request):
             return _refuse(401, "invalid_api_key", "An API key is needed.")
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "description": "Scripted"}]})
+
+    async def _operations(self, request: Request) -> Response:
+        if not self._is_known(request):
+            return _refuse(403, "insufficient_permissions", "This key may not see that.")
+        return _refuse(503, "telemetry_unavailable", "The telemetry process does not answer.")
 
     async def _tools(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [TOOL]})

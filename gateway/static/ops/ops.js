@@ -3,6 +3,7 @@
 import { Chart, Cursor } from "./chart.js";
 import { clock, compact, money, ms, percent, whole } from "./format.js";
 import { showRecent } from "./recent.js";
+import { askForKey, fetchWithKey } from "/static/key.js";
 
 const REFRESH_MS = 2_000;
 const AWAY_REFRESH_MS = 4_000;
@@ -36,13 +37,17 @@ const charts = {
 charts.cost.panel.classList.add("wide");
 at("charts").append(...Object.values(charts).map((chart) => chart.panel));
 
+/** The gateway demands an administrator's key. */
+class KeyNeededError extends Error {}
+
 async function ask(name, params) {
-  const answer = await fetch(`api/${name}?${new URLSearchParams(params)}`, {
+  const answer = await fetchWithKey(`api/${name}?${new URLSearchParams(params)}`, {
     headers: { accept: "application/json" },
     signal: AbortSignal.timeout(TIMEOUT_MS),
   });
   if (!answer.ok) {
     const text = await answer.json().then((body) => body.error?.message, () => "");
+    if (answer.status === 401 || answer.status === 403) throw new KeyNeededError(text);
     throw new Error(text || `the gateway answered ${answer.status}`);
   }
   return answer.json();
@@ -69,6 +74,10 @@ async function refresh() {
     say("live", "Live");
   } catch (error) {
     if (mine !== round) return;
+    if (error instanceof KeyNeededError) {
+      sayLocked(error);
+      return;
+    }
     sayAway(error);
     wait = AWAY_REFRESH_MS;
   }
@@ -150,6 +159,15 @@ function say(state, text) {
   at("state").dataset.state = state;
   if (at("state-text").textContent !== text) at("state-text").textContent = text;
   at("away").hidden = true;
+}
+
+function sayLocked({ message }) {
+  at("state").dataset.state = "away";
+  at("state-text").textContent = "Needs a key";
+  at("away").textContent = "The figures of all tenants are shown for the key of an administrator.";
+  at("away").hidden = false;
+  document.body.classList.add("stale");
+  askForKey(at("key"), message, refresh);
 }
 
 function sayAway(error) {
