@@ -12,16 +12,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 
 from cli.bench.arguments import parse_slo, settings_of
 from cli.bench.report import Report, read_report
 from cli.bench.runner import run_load
+from cli.bench.schema import report_schema, to_text
 from cli.bench.settings import Api, LoadError, Settings, Slo
 from cli.bench.spread import Spread, SpreadKind, fixed
 from cli.main import build_parser, main
 from schemas.errors import ConfigError
 from tests.cli.bench_server import AROUND_TOKENS, scripted_server
 
+SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "bench-report.schema.json"
 NUM_TOKENS = 6
 NUM_PARTS = 3
 
@@ -201,6 +204,7 @@ def test_the_command_writes_a_report_and_a_page(
     report = read_report(file)
     assert report.schema == "millrace.bench/1"
     assert report.samples == ()
+    Draft202012Validator(json.loads(SCHEMA_FILE.read_text())).validate(json.loads(file.read_text()))
     _check_page(page.read_text(), report)
 
     assert main(["bench", "--compare", str(file), str(file)]) == 0
@@ -315,6 +319,10 @@ def test_an_slo_may_have_any_of_its_bounds() -> None:
     assert parse_slo("ttft=200ms, e2e=5s") == Slo(ttft_ms=200.0, e2e_ms=5_000.0)
     with pytest.raises(ConfigError, match="itl"):
         parse_slo("itl=1s")
+
+
+def test_the_schema_that_is_checked_in_is_that_of_the_reports() -> None:
+    assert SCHEMA_FILE.read_text() == to_text(report_schema())
 
 
 def test_a_report_of_another_schema_is_refused(tmp_path: Path) -> None:
