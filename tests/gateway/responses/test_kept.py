@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from bus.redis_link import RedisLink
 from bus.tenants import TenantStore
 from schemas.config import GatewayConfig, RedisConfig
+from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (
     MODEL,
     RunningGateway,
@@ -128,32 +130,81 @@ async def test_each_tenant_continues_its_own(redis: RedisConfig) -> None:
             await client.close()
 
 
-async def test_a_stream_is_resumed_where_it_broke(front: RunningGateway) -> None:
-    body = {"model": MODEL, "input": "0123456789", "stream": True}
-    headers = {"idempotency-key": f"resumed-{front.url}"}
+async def broken_off(
+    front: RunningGateway, http: httpx.AsyncClient, body: dict[str, Any], num_tokens: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """Read a stream until an event says that ``num_tokens`` tokens have come; the last id, and all
+    events up to there. Each token comes alone."""
+
+    async def feed() -> None:
+        while True:
+            front.worker.gate.set()
+            await asyncio.sleep(0)
+            front.worker.gate.clear()
+            await asyncio.sleep(0.005)
+
     front.worker.gate.clear()
-    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
-        lines: list[str] = []
-        async with http.stream("POST", "/v1/responses", json=body, headers=headers) as answer:
-            async for line in answer.aiter_lines():
-                lines.append(line)
-                if line.startswith("id: ") and line.endswith("/4"):
+    feeding = asyncio.create_task(feed())
+    events, last_id = [], ""
+    headers = {"idempotency-key": secrets.token_hex(8)}
+    async with http.stream("POST", "/v1/responses", json=body, headers=headers) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if last_id and int(last_id.partition("/")[2]) >= num_tokens:
                     break
-                front.worker.gate.set()
-                await asyncio.sleep(0)
-                front.worker.gate.clear()
-        last_id = lines[-1].removeprefix("id: ")
-        front.worker.gate.set()
-        headers["last-event-id"] = last_id
-        rest = await http.post("/v1/responses", json=body, headers=headers)
-        kept = await http.get(f"/v1/responses/{last_id.partition('/')[0]}")
-    events = [json.loads(line[6:]) for line in rest.text.splitlines() if line.startswith("data: ")]
-    deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
-    assert "".join(deltas) == "user:0123456789"[4:]
-    assert events[0]["sequence_number"] == 7 + len(deltas[0])
-    assert events[-1]["type"] == "response.completed"
+    feeding.cancel()
+    front.worker.gate.set()
+    return last_id, events
+
+
+def events_in(stream: str) -> list[dict[str, Any]]:
+    lines = stream.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 12, 50, 75])
+async def test_a_stream_goes_on_at_another_gateway(
+    front: RunningGateway, redis: RedisConfig, num_tokens: int
+) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Bath"}}</tool_call>'
+    says(front, "Let me look." + call)
+    tool = {"type": "function", "name": "weather"}
+    body = {"model": MODEL, "input": "Well?", "tools": [tool], "stream": True}
+    async with (
+        running_gateway(
+            models=transcribing_models(), redis=redis, gateway_id="gw-2", broker=front.broker
+        ) as other,
+        httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=other.url, timeout=10) as http_of_other,
+    ):
+        last_id, events = await broken_off(front, http, body, num_tokens)
+        resumed = await http_of_other.post(
+            "/v1/responses", json=body, headers={"last-event-id": last_id}
+        )
+        request_id = last_id.partition("/")[0]
+        kept = await http_of_other.get(f"/v1/responses/{request_id}")
+    by_number = {event["sequence_number"]: event for event in events}
+    for event in events_in(resumed.text):
+        # Who has all tokens is told of the end again.
+        assert by_number.setdefault(event["sequence_number"], event) == event
+    assert list(by_number) == sorted(by_number)
+    events = list(by_number.values())
+    added = [event["item"]["id"] for event in events if event["type"].endswith("item.added")]
+    assert len(added) == len(set(added)) == 2
+    deltas = {"output_text": "", "function_call_arguments": ""}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            deltas[event["type"].split(".")[1]] += event["delta"]
     response = events[-1]["response"]
-    assert response["output"][0]["content"][0]["text"] == "user:0123456789"
+    assert events[-1]["type"] == "response.completed"
+    message, called = response["output"]
+    assert message["content"][0]["text"] == deltas["output_text"] == "Let me look."
+    assert called["arguments"] == deltas["function_call_arguments"]
+    assert json.loads(called["arguments"]) == {"city": "Bath"}
+    assert [message["id"], called["id"]] == added
     assert kept.json() == response
 
 
