@@ -46,6 +46,12 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 # The value of a field that is kept as it was written, when it is missing or null.
 NOT_GIVEN = msgspec.Raw(b"null")
 
+
+def not_given() -> msgspec.Raw:
+    """The default of such a field: no JSON Schema can tell a default that is not to be encoded."""
+    return NOT_GIVEN
+
+
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
@@ -68,7 +74,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
-    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)
     guided_regex: str | None = None
     guided_grammar: str | None = None
     user: str | None = None

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.openai import (
-    NOT_GIVEN,
     GenerationFields,
     JsonObjectFormat,
     LogprobInfo,
     TextFormat,
+    not_given,
 )
 
 # --- items: what a conversation is made of ---------------------------------------------------
@@ -156,7 +156,7 @@ class FlatFunctionTool(
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = NOT_GIVEN
+    parameters: msgspec.Raw = msgspec.field(default_factory=not_given)
     strict: bool | None = None
 
 
