@@ -244,20 +244,20 @@ export class Generation {
       case "tool_call": {
         const call = choice.addCall(event);
         if (!call) return true;
-        this.#listeners.onToolCall?.(publicCall(call));
+        this.#tell("onToolCall", publicCall(call));
         break;
       }
       case "tool_arguments": {
         const [call, text] = choice.addArguments(event);
         if (!text) return true;
         event.text = text;
-        this.#listeners.onToolCall?.(publicCall(call));
+        this.#tell("onToolCall", publicCall(call));
         break;
       }
       case "tool_step":
         if (this.#steps.some((step) => step.call_id === event.call_id)) return true;
         this.#steps.push(event);
-        this.#listeners.onToolStep?.(event);
+        this.#tell("onToolStep", event);
         break;
       case "choice_done":
         if (choice.finishReason) return true;
@@ -295,7 +295,7 @@ export class Generation {
       this.fail(new MillraceError("protocol_error", "The gateway left tokens out."));
     } else if (fresh) {
       this.#numAsked = 0;
-      this.#listeners.onDelta?.(fresh.text, fresh);
+      this.#tell("onDelta", fresh.text, fresh);
       this.#emit(fresh);
     }
     return true;
@@ -320,8 +320,17 @@ export class Generation {
 
   #emit(event) {
     this.#events.push(event);
-    this.#listeners.onEvent?.(event);
+    this.#tell("onEvent", event);
     this.#wakeAll();
+  }
+
+  /** A listener that throws is reported and harms nobody else. */
+  #tell(name, ...values) {
+    try {
+      this.#listeners[name]?.(...values);
+    } catch (error) {
+      reportError(error);
+    }
   }
 
   #wakeAll() {

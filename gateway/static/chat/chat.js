@@ -104,7 +104,7 @@ function rename(id, title) {
 }
 
 async function forget(id) {
-  live.get(id)?.stop();
+  (id === conversation.id ? conversation : live.get(id))?.stop();
   live.delete(id);
   store.removeSession(id);
   if (id === conversation.id) startAgain();
@@ -122,7 +122,7 @@ function changedElsewhere(id) {
 }
 
 function showSessions() {
-  drawer.show(store.sessions(), conversation.id);
+  drawer.show(store.sessions(), conversation.id, new Set(live.keys()));
   const title = store.session(conversation.id)?.title;
   document.title = title ? `${title} · Millrace` : "Millrace";
 }
@@ -160,8 +160,7 @@ function showTurn(turn) {
 }
 
 function showEnd(turn) {
-  const id = [...live].find(([, one]) => one.turns.includes(turn))?.[0];
-  live.delete(id);
+  for (const [id, one] of live) if (!one.isBusy) live.delete(id);
   views.get(turn.id)?.show(turn);
   if (views.has(turn.id)) announce(turn.state === "failed" ? "The answer failed." : "Answer complete.");
   showSessions();
@@ -184,6 +183,7 @@ function showState(state, { error }) {
 }
 
 function useKey() {
+  model.disabled = true;
   client.token = storedKey();
   if (client.state === "open") loadModels();
 }

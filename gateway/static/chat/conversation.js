@@ -69,7 +69,7 @@ export class Conversation {
     this.onTurns(this.turns);
     const body = await this.#plan(question, all, before);
     this.isStarting = false;
-    if (!this.turns.includes(turn) || turn.state !== "running") return;
+    if (turn.state !== "running") return;
     this.#run(turn, { ...options, ...body });
   }
 
@@ -78,8 +78,7 @@ export class Conversation {
     else if (this.isStarting) {
       const turn = this.turns.at(-1);
       Object.assign(turn, { state: "done", facts: { finishReason: "cancelled" } });
-      this.#save(turn);
-      this.onEnd(turn);
+      this.#conclude(turn);
     }
   }
 
@@ -106,8 +105,29 @@ export class Conversation {
     }
     turn.owner = this.owner;
     turn.parts = [];
-    if (turn.requestId) this.#record(turn, (listeners) => this.client.resume(turn.requestId, listeners));
-    else this.#fail(turn, { code: "lost", message: "The page was closed before it was accepted." });
+    if (turn.requestId) {
+      const begin = (listeners) => this.client.resume(turn.requestId, listeners);
+      this.#record(turn, begin, () => this.#openAgain(turn));
+    } else this.#fail(turn, { code: "lost", message: "The page was closed before it was accepted." });
+  }
+
+  /** An answer that cannot be had any more may be in the history; true if that is looked up. */
+  #openAgain(turn) {
+    this.turns = this.turns.filter((other) => other !== turn);
+    fetchHistory(this.id).then(
+      (history) => {
+        const isKept = history && turnsOf(history.messages).at(-1)?.question === turn.question;
+        if (isKept) this.#merge(history);
+        else this.#giveUp(turn);
+      },
+      () => this.#giveUp(turn),
+    );
+    return true;
+  }
+
+  #giveUp(turn) {
+    this.turns = [...this.turns, turn];
+    this.#fail(turn, { code: "lost", message: "The rest of this answer is not there any more." });
   }
 
   /** What of the conversation has to be sent along. */
@@ -156,19 +176,33 @@ export class Conversation {
 
   #finish(turn) {
     turn.state = "done";
-    this.#save(turn);
     this.#hold(Boolean(turn.facts.session));
-    this.onTurn(turn);
-    this.onEnd(turn);
+    this.#conclude(turn);
   }
 
   #fail(turn, { code, message, retryAfterS }) {
     turn.state = "failed";
     const retryAtMs = retryAfterS === undefined ? 0 : Date.now() + retryAfterS * 1e3;
     turn.error = { code, message, retryAtMs };
+    this.#conclude(turn);
+  }
+
+  #conclude(turn) {
     this.#save(turn);
+    this.#takeOthers();
     this.onTurn(turn);
     this.onEnd(turn);
+  }
+
+  /** What other tabs have added meanwhile. */
+  #takeOthers() {
+    const known = new Map(this.turns.map((turn) => [turn.id, turn]));
+    const stored = this.store.turns(this.id);
+    const theirs = stored.filter((turn) => turn.owner !== this.owner || !known.has(turn.id));
+    if (theirs.length === 0) return;
+    for (const turn of theirs) known.set(turn.id, turn);
+    this.turns = [...known.values()];
+    this.onTurns(this.turns);
   }
 
   #save(turn) {

@@ -46,8 +46,13 @@ export class Drawer {
     byId("menu").setAttribute("aria-expanded", String(isOpen && narrow.matches));
   }
 
-  show(sessions, currentId) {
-    const items = sessions.map((session) => this.item(session, session.id === currentId));
+  /** `liveIds` are those whose answer goes on in the background. */
+  show(sessions, currentId, liveIds) {
+    const items = sessions.map((session) => {
+      const item = this.item(session, session.id === currentId);
+      item.classList.toggle("live", liveIds.has(session.id));
+      return item;
+    });
     byId("sessions").replaceChildren(...items);
     byId("no-sessions").hidden = items.length > 0;
   }

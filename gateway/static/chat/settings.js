@@ -23,10 +23,10 @@ export class Settings {
     return this.names.filter((name) => wanted.includes(name));
   }
 
-  /** Show what tools there are; a gateway without any, or without a list, has none. */
+  /** Show what tools there are: none, if the gateway cannot tell. */
   async load() {
-    const answer = await fetchWithKey("/v1/tools");
-    const { data = [] } = answer.ok ? await answer.json() : {};
+    const answer = await fetchWithKey("/v1/tools").catch(() => null);
+    const { data = [] } = answer?.ok ? await answer.json() : {};
     this.names = data.map(({ name }) => name);
     byId("tools").replaceChildren(...data.map((tool) => this.line(tool)));
     byId("tools-field").hidden = data.length === 0;
