@@ -16,7 +16,7 @@ from gateway.batch_store import BatchRecord, FinishedLine, PublishedLine
 from gateway.errors import InternalError, Refusal, refusal_of
 from schemas.batches import BatchLine
 from schemas.errors import MillraceError, QueueFullError
-from schemas.jobs import JobResult
+from schemas.jobs import Job, JobResult
 from schemas.records import Status
 
 if TYPE_CHECKING:
@@ -91,15 +91,9 @@ class LineRunner:
             except MillraceError as error:
                 self._refuse(line, request, request_id, refusal_of(error))
                 return
-            found = await asyncio.gather(
-                *(
-                    self._results.wait(job.request_id, sequence)
-                    for job, sequence in zip(order.jobs, known.sequences, strict=True)
-                )
-            )
-            results = [result for result in found if result is not None]
+            results = await self._wait(order, known)
             order.settle(results)
-            if len(results) == len(found) and not _has(results, Status.SHED):
+            if len(results) == len(order.jobs) and not _has(results, Status.SHED):
                 self._finish(line, request, order, results)
                 return
             # Nobody has answered it and nobody will: it is asked again, under another id.
@@ -150,14 +144,31 @@ class LineRunner:
         return None
 
     async def _publish_once(self, line: InputLine, order: LineOrder, attempt: int) -> PublishedLine:
-        if self._is_taken_over:
-            bus, tenant = self._gateway.bus, self._caller.tenant
-            if await bus.results.fetch(tenant, order.request_id) is not None:
-                return PublishedLine(line.number, attempt, (0,) * len(order.jobs))
         self._leave_room(order.jobs[0].model)
-        stored = await asyncio.gather(*map(self._gateway.bus.jobs.publish, order.jobs))
-        sequences = tuple(one.stream_sequence for one in stored)
-        return PublishedLine(line.number, attempt, sequences)
+        sequences = await asyncio.gather(*map(self._publish_job, order.jobs))
+        return PublishedLine(line.number, attempt, tuple(sequences))
+
+    async def _publish_job(self, job: Job) -> int:
+        """Its place in the queue; 0 for a job that has been answered."""
+        bus = self._gateway.bus
+        if self._is_taken_over and await bus.results.fetch(job.tenant, job.request_id) is not None:
+            return 0
+        return (await bus.jobs.publish(job)).stream_sequence
+
+    async def _wait(self, order: LineOrder, published: PublishedLine) -> list[JobResult]:
+        """The results of those jobs that have any."""
+        try:
+            found = await asyncio.gather(
+                *(
+                    self._results.wait(job.request_id, sequence)
+                    for job, sequence in zip(order.jobs, published.sequences, strict=True)
+                )
+            )
+        except asyncio.CancelledError:
+            if self._stopping.is_set():
+                order.settle([])  # nobody will ask for it any more
+            raise
+        return [result for result in found if result is not None]
 
     def _leave_room(self, model: str) -> None:
         """Raises QueueFullError while the model's queue is half full: the rest of it is for those

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -48,6 +51,12 @@ return 0
 )
 
 
+class _Running(NamedTuple):
+    tenant: str
+    run: BatchRun
+    task: asyncio.Task[None]
+
+
 class BatchRunner:
     """Owns the runs of this gateway's batches. Without Redis it runs none.
 
@@ -64,7 +73,7 @@ class BatchRunner:
         }
         self._kinds[EmbeddingKind.route] = EmbeddingKind(gateway)
         self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._runs: dict[str, _Running] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -86,12 +95,13 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         runs, self._runs = self._runs, {}
-        for _, task in runs.values():
-            task.cancel()
-        await asyncio.gather(*(task for _, task in runs.values()), return_exceptions=True)
-        for batch_id, (run, _) in runs.items():
+        for running in runs.values():
+            running.task.cancel()
+        tasks = (running.task for running in runs.values())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for batch_id, running in runs.items():
             try:
-                await run.flush()
+                await running.run.flush()
                 await self._release(batch_id)
             except MillraceError as error:
                 logger.warning(
@@ -112,11 +122,12 @@ class BatchRunner:
     async def _scan(self, link: RedisLink) -> None:
         if len(self._runs) >= self._gateway.config.max_batches_at_once:
             return
-        for tenant, batch_id in await self._store.open_batches():
+        waiting = [one for one in await self._store.open_batches() if one[1] not in self._runs]
+        for tenant, batch_id in in_turn(
+            waiting, [running.tenant for running in self._runs.values()]
+        ):
             if len(self._runs) >= self._gateway.config.max_batches_at_once:
                 return
-            if batch_id in self._runs:
-                continue
             key = subjects.batch_lease_key(batch_id)
             if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
                 self._begin(tenant, batch_id)
@@ -124,7 +135,7 @@ class BatchRunner:
     def _begin(self, tenant: str, batch_id: str) -> None:
         run = BatchRun(self._gateway, self._store, self._kinds, tenant, batch_id)
         task = asyncio.create_task(self._run(run, tenant, batch_id))
-        self._runs[batch_id] = (run, task)
+        self._runs[batch_id] = _Running(tenant, run, task)
 
     async def _run(self, run: BatchRun, tenant: str, batch_id: str) -> None:
         try:
@@ -159,7 +170,7 @@ class BatchRunner:
             await self._gateway.clock.sleep(
                 self._gateway.config.batch_lease_s / _RENEWALS_PER_LEASE
             )
-            for batch_id, (_, task) in list(self._runs.items()):
+            for batch_id, running in list(self._runs.items()):
                 key = subjects.batch_lease_key(batch_id)
                 try:
                     ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
@@ -169,7 +180,7 @@ class BatchRunner:
                     continue
                 if not ours:
                     logger.warning("a batch was lost", extra={"batch_id": batch_id})
-                    task.cancel()
+                    running.task.cancel()
                     self._runs.pop(batch_id, None)
 
     async def _release(self, batch_id: str) -> None:
@@ -179,3 +190,14 @@ class BatchRunner:
             await link.evaluate(_RELEASE, [subjects.batch_lease_key(batch_id)], [self._holder])
         except RedisAwayError:
             return  # It lapses by itself.
+
+
+def in_turn(waiting: Sequence[tuple[str, str]], running: Iterable[str]) -> list[tuple[str, str]]:
+    """(tenant, batch id) pairs so that no tenant has its second before the others have their
+    first; ``running`` are the tenants of those that run."""
+    places = Counter(running)
+    ranked: list[tuple[int, str, str]] = []
+    for tenant, batch_id in waiting:
+        ranked.append((places[tenant], batch_id, tenant))
+        places[tenant] += 1
+    return [(tenant, batch_id) for _, batch_id, tenant in sorted(ranked)]

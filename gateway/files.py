@@ -38,6 +38,13 @@ class FileInUseError(MillraceError):
     http_status = 409
 
 
+class StorageFullError(MillraceError):
+    """The tenant has as many bytes of files as it may have."""
+
+    code = "storage_limit_exceeded"
+    http_status = 413
+
+
 class Files:
     """The files of all tenants, in the bus's object store."""
 
@@ -124,6 +131,7 @@ class FilesApi:
                 raise PayloadTooLargeError(upload.size or 0, limit_bytes)
             if not upload.size:
                 raise ParameterError("file", "The file is empty.")
+            await self._check_room(caller.tenant, upload.size)
             stored = await self._files.put(
                 caller.tenant,
                 new_ordered_id(_ID_PREFIX, self._gateway.clock.now_ns()),
@@ -134,6 +142,16 @@ class FilesApi:
         finally:
             await form.close()
         return json_response(stored)
+
+    async def _check_room(self, tenant: str, size_bytes: int) -> None:
+        files = await self._files.files(tenant, await self._files.ids(tenant))
+        stored_bytes = sum(file.bytes for file in files)
+        limit_bytes = self._gateway.config.max_stored_file_bytes
+        if stored_bytes + size_bytes > limit_bytes:
+            raise StorageFullError(
+                f"{stored_bytes} bytes of files are kept and {size_bytes} would be more than the "
+                f"limit of {limit_bytes} bytes. Delete some first."
+            )
 
     async def list(self, request: Request) -> Response:
         caller = await self._gateway.identity.caller(request.scope)

@@ -135,6 +135,21 @@ async def test_a_file_that_is_too_large(http: httpx.AsyncClient, front: RunningG
     assert (await http.post("/v1/files", **form())).status_code == 200  # type: ignore[arg-type]
 
 
+async def test_more_than_a_tenant_may_keep() -> None:
+    config = GatewayConfig(max_stored_file_bytes=10)
+    async with (
+        running_gateway(config) as running,
+        httpx.AsyncClient(base_url=running.url) as http,
+    ):
+        first = await http.post("/v1/files", **form(files={"file": ("a", b"x" * 8)}))  # type: ignore[arg-type]
+        refused = await http.post("/v1/files", **form(files={"file": ("b", b"x" * 3)}))  # type: ignore[arg-type]
+        assert refused.status_code == 413
+        assert refused.json()["error"]["code"] == "storage_limit_exceeded"
+        await http.delete(f"/v1/files/{first.json()['id']}")
+        again = await http.post("/v1/files", **form(files={"file": ("b", b"x" * 3)}))  # type: ignore[arg-type]
+        assert again.status_code == 200
+
+
 async def test_a_client_that_leaves_in_the_middle(front: RunningGateway) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", front.server.port)
     writer.write(

@@ -69,8 +69,8 @@ class BatchGateway:
         await self.gateway.redis.close()
         await self.gateway.bus.close()
         # Whatever it still holds in memory must not reach anybody.
-        for _, task in self.server._batches._runs.values():
-            task.cancel()
+        for running in self.server._batches._runs.values():
+            running.task.cancel()
 
     async def upload(self, data: bytes) -> str:
         file = await self.client.files.create(file=("in.jsonl", data), purpose="batch")
@@ -150,3 +150,10 @@ def chat_line(custom_id: str, content: str, **more: Any) -> Line:
     """A line of a batch for ``CHAT``."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **more}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+def by_id(lines: list[Line]) -> dict[str, Line]:
+    """Lines of an output or error file by their ids, each of which is there once."""
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines), "a request was answered twice"
+    return found

@@ -1,0 +1,160 @@
+"""What a batch answers, as the openai client meets it."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+from bus import subjects
+from tests.support.batch_system import (
+    BatchGateway,
+    by_id,
+    chat_line,
+)
+from tests.support.batch_worker import BatchWorker
+from tests.support.running_gateway import MODEL
+
+
+async def test_every_request_is_answered_as_over_http(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    lines = [chat_line(f"c{number}", f"Grüße {number}") for number in range(30)]
+    batch = await front.begin(lines)
+    assert batch.status == "validating"
+    assert batch.expires_at == batch.created_at + 24 * 3600
+    batch = await front.end(batch)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (30, 30, 0)
+    assert batch.error_file_id is None
+    assert batch.in_progress_at is not None
+    assert batch.finalizing_at is not None
+    answers = by_id(await front.lines(batch.output_file_id))
+    assert set(answers) == {f"c{number}" for number in range(30)}
+    answer = answers["c7"]
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] == 200
+    over_http = await front.client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": "Grüße 7"}]
+    )
+    expected = json.loads(over_http.text)
+    body = answer["response"]["body"]
+    assert body["id"] == answer["response"]["request_id"]
+    different = ("id", "created")
+    assert {k: v for k, v in body.items() if k not in different} == {
+        k: v for k, v in expected.items() if k not in different
+    }
+    assert all(count == 1 for count in worker.answers.values())
+    assert {job.tier for job in worker.jobs if job.store_result} == {"batch"}
+
+
+async def test_several_choices_and_prompts(front: BatchGateway, worker: BatchWorker) -> None:
+    line = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": MODEL, "prompt": ["one", "two"], "n": 2, "max_tokens": 2},
+    }
+    batch = await front.end(await front.begin([line], "/v1/completions"))
+    (answer,) = await front.lines(batch.output_file_id)
+    choices = answer["response"]["body"]["choices"]
+    assert [(one["index"], one["text"]) for one in choices] == [
+        (0, "on"),
+        (1, "on"),
+        (2, "tw"),
+        (3, "tw"),
+    ]
+    assert answer["response"]["body"]["usage"]["prompt_tokens"] == 6
+    assert sorted(worker.answers) == [
+        f"{batch.id}.1",
+        f"{batch.id}.1.1",
+        f"{batch.id}.1.2",
+        f"{batch.id}.1.3",
+    ]
+
+
+async def test_embeddings(front: BatchGateway, worker: BatchWorker) -> None:
+    body = {"model": MODEL, "input": ["ab", "c"], "encoding_format": "base64"}
+    line = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}
+    batch = await front.end(await front.begin([line], "/v1/embeddings"))
+    (answer,) = await front.lines(batch.output_file_id)
+    found = answer["response"]["body"]
+    assert found["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert [one["index"] for one in found["data"]] == [0, 1]
+    assert len(base64.b64decode(found["data"][0]["embedding"])) % 4 == 0
+
+
+async def test_tool_calls_are_read(front: BatchGateway, worker: BatchWorker) -> None:
+    call = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    batch = await front.end(await front.begin([chat_line("t", call, tools=[tool])]))
+    (answer,) = await front.lines(batch.output_file_id)
+    choice = answer["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert function["name"] == "clock"
+    assert json.loads(function["arguments"]) == {"zone": "UTC"}
+
+
+async def test_what_cannot_be_honoured_is_in_the_error_file(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    worker.fail = {"break"}
+    lines = [
+        chat_line("good", "hello"),
+        chat_line("stream", "hello", stream=True),
+        chat_line("session", "hello", session_id="s"),
+        chat_line("tools", "hello", server_tools=["clock"]),
+        chat_line("tier", "hello", service_tier="priority"),
+        chat_line("field", "hello", colour="red"),
+        chat_line("hot", "hello", temperature=99),
+        {**chat_line("model", "hello"), "body": {"model": "nope", "messages": []}},
+        chat_line("broken", "break"),
+    ]
+    batch = await front.end(await front.begin(lines))
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.completed, counts.failed) == (1, 8)
+    assert set(by_id(await front.lines(batch.output_file_id))) == {"good"}
+    errors = by_id(await front.lines(batch.error_file_id))
+    found = {
+        name: (line["response"]["status_code"], line["response"]["body"]["error"]["param"])
+        for name, line in errors.items()
+    }
+    assert found == {
+        "stream": (400, "stream"),
+        "session": (400, "session_id"),
+        "tools": (400, "server_tools"),
+        "tier": (400, "service_tier"),
+        "field": (400, "colour"),
+        "hot": (400, "temperature"),
+        "model": (400, "messages"),
+        "broken": (500, None),
+    }
+
+
+async def test_a_request_that_was_shed_is_asked_again(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    worker.shed = {"hello"}
+    batch = await front.end(await front.begin([chat_line("c", "hello")]))
+    (answer,) = await front.lines(batch.output_file_id)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "hello"
+    assert sorted(worker.answers) == [f"{batch.id}.1", f"{batch.id}.1-1"]
+
+
+async def test_an_answer_longer_than_an_entry_of_the_log(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    worker.script = lambda _job: ["ü" * 1_000] * 200
+    lines = [chat_line(f"c{number}", "x") for number in range(3)]
+    batch = await front.end(await front.begin(lines))
+    answers = await front.lines(batch.output_file_id)
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in answers]
+    assert texts == ["ü" * 200_000] * 3
+    bus = front.gateway.bus
+    assert await bus.objects.names(batch.id) == []
+    assert await bus.journal.names(subjects.batch_log(batch.id)) == []
+    assert await bus.journal.names(subjects.ALL_OPEN_BATCHES) == []

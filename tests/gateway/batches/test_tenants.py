@@ -1,0 +1,108 @@
+"""Batches of tenants: within their limits, and out of each other's sight."""
+
+from __future__ import annotations
+
+import httpx
+
+from bus.tenants import TenantStore
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.tenants import LimitOverrides
+from tests.support.batch_system import (
+    CHAT,
+    BatchGateway,
+    batch_gateway,
+    batch_worker,
+    chat_line,
+    in_memory,
+)
+from tests.support.waiting import eventually
+
+DEMANDING = GatewayConfig(auth="required")
+
+
+async def key(front: BatchGateway, tenant: str, limits: LimitOverrides | None = None) -> str:
+    """A new key of a tenant, which the client uses from now on."""
+    assert front.gateway.redis is not None
+    store = TenantStore(front.gateway.redis)
+    _, token = await store.create_key(tenant, 0, limits=limits or LimitOverrides())
+    front.client.api_key = token
+    return token
+
+
+async def test_over_a_limit_requests_wait(redis: RedisConfig) -> None:
+    connect = in_memory()
+    async with batch_gateway(connect, redis, DEMANDING) as front, batch_worker(connect) as worker:
+        await key(front, "acme", LimitOverrides(concurrent_requests=2))
+        worker.gate.clear()
+        batch = await front.begin([chat_line(f"c{number}", "hi") for number in range(6)])
+        await eventually(lambda: worker.num_running == 2)
+        worker.release()
+        batch = await front.end(batch)
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == 6
+        assert {job.tenant for job in worker.jobs} == {"acme"}
+
+
+async def test_a_request_over_a_limit_by_itself_is_refused(redis: RedisConfig) -> None:
+    connect = in_memory()
+    async with batch_gateway(connect, redis, DEMANDING) as front, batch_worker(connect):
+        await key(front, "acme", LimitOverrides(tokens_per_minute=100))
+        lines = [chat_line("small", "hi", max_tokens=9), chat_line("large", "hi", max_tokens=200)]
+        batch = await front.end(await front.begin(lines))
+        (good,) = await front.lines(batch.output_file_id)
+        (bad,) = await front.lines(batch.error_file_id)
+        assert (good["custom_id"], bad["custom_id"]) == ("small", "large")
+        assert bad["response"]["status_code"] == 429
+        assert bad["response"]["body"]["error"]["code"] == "tokens_per_minute"
+
+
+async def test_what_was_reserved_is_settled(redis: RedisConfig) -> None:
+    connect = in_memory()
+    async with batch_gateway(connect, redis, DEMANDING) as front, batch_worker(connect):
+        token = await key(front, "acme", LimitOverrides(tokens_per_minute=1_000_000))
+        batch = await front.begin([chat_line(f"c{number}", "hello") for number in range(5)])
+        await front.end(batch)
+        headers = {"authorization": f"Bearer {token}"}
+        url = f"http://127.0.0.1:{front.server.port}/v1/limits"
+        link = front.gateway.redis
+        assert link is not None
+
+        async def is_settled() -> bool:
+            return not await link.call("KEYS", "hold:*") and not await link.call("KEYS", "run:*")
+
+        await eventually(is_settled)
+        async with httpx.AsyncClient(headers=headers) as http:
+            assert (await http.get(url)).status_code == 200
+
+
+async def test_nobody_sees_another_tenants_batches_and_files(redis: RedisConfig) -> None:
+    async with batch_gateway(in_memory(), redis, DEMANDING) as front:
+        owner = await key(front, "acme")
+        batch = await front.begin([chat_line("a", "x")])
+        stranger = await key(front, "other")
+        base = f"http://127.0.0.1:{front.server.port}/v1"
+        batch_path, file_path = f"/batches/{batch.id}", f"/files/{batch.input_file_id}"
+        body = {
+            "input_file_id": batch.input_file_id,
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        async with httpx.AsyncClient() as http:
+            as_stranger = {"authorization": f"Bearer {stranger}"}
+            for method, path in (
+                ("GET", batch_path),
+                ("POST", f"{batch_path}/cancel"),
+                ("GET", file_path),
+                ("GET", f"{file_path}/content"),
+                ("DELETE", file_path),
+            ):
+                answer = await http.request(method, base + path, headers=as_stranger)
+                assert answer.status_code == 404, path
+                assert (await http.request(method, base + path)).status_code == 401, path
+            for path in ("/batches", "/files"):
+                listed = await http.get(base + path, headers=as_stranger)
+                assert listed.json()["data"] == []
+                own = await http.get(base + path, headers={"authorization": f"Bearer {owner}"})
+                assert len(own.json()["data"]) == 1
+            refused = await http.post(f"{base}/batches", json=body, headers=as_stranger)
+            assert refused.json()["error"]["param"] == "input_file_id"
