@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from bus.redis_link import RedisAwayError
 from gateway.errors import Refusal
@@ -26,12 +27,12 @@ from schemas.response_events import (
     StreamError,
 )
 from schemas.responses import (
+    FailureInfo,
     IncompleteDetails,
     InputTokensDetails,
     Item,
     NamedServerTool,
     Response,
-    ResponseError,
     ResponsesRequest,
     ResponseStatus,
     ResponseTool,
@@ -90,7 +91,7 @@ class ResponseRenderer:
 
     def failed(self, refusal: Refusal) -> bytes:
         self._catch_up()
-        error = ResponseError(code=_error_code(refusal), message=refusal.message)
+        error = FailureInfo(code=_error_code(refusal), message=refusal.message)
         response = self._response("failed")
         return _bytes_of(
             [
@@ -120,10 +121,12 @@ class ResponseRenderer:
             return
         try:
             await self._store.put(self._answer.caller.tenant, self._final(), self.conversation)
-        except RedisAwayError:
+        except (RedisAwayError, ResponseError) as error:
+            # Redis refuses what it has no room for.
             self._store = None
             _log.warning(
-                "an answer could not be kept", extra={"request_id": self._answer.request_id}
+                "an answer could not be kept",
+                extra={"request_id": self._answer.request_id, "cause": type(error).__name__},
             )
 
     def _catch_up(self) -> None:

@@ -241,7 +241,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
+class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt."""
 
     code: str
@@ -279,7 +279,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str
     user: str | None
     usage: ResponseUsage | None = None
-    error: ResponseError | None = None
+    error: FailureInfo | None = None
     incomplete_details: IncompleteDetails | None = None
     background: bool = False
     object: Literal["response"] = "response"

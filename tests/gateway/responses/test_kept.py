@@ -221,7 +221,10 @@ async def test_without_redis_answers_are_not_kept() -> None:
             assert (caught.value.status_code, caught.value.code) == (503, "state_unavailable")
 
 
-async def test_an_answer_is_not_withheld_when_redis_goes_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_an_answer_is_not_withheld_when_redis_goes_away_or_is_full(
+    tmp_path: Path, is_full: bool
+) -> None:
     server = RedisServer(tmp_path)
     server.start()
     try:
@@ -234,7 +237,11 @@ async def test_an_answer_is_not_withheld_when_redis_goes_away(tmp_path: Path) ->
             first = await anext(stream)
             assert first.type == "response.created"
             assert first.response.to_dict()["store"] is True
-            server.kill()
+            if is_full:
+                assert front.gateway.redis is not None
+                await front.gateway.redis.call("CONFIG", "SET", "maxmemory", 1)
+            else:
+                server.kill()
             front.worker.gate.set()
             *_, last = [event async for event in stream]
             assert last.type == "response.completed"
