@@ -382,6 +382,7 @@ async def test_conversations_are_listed_renamed_and_deleted(
     await expect(entries).to_have_text(["stone", "river"])
     assert await kept(front, page) != []
     url = page.url
+    await entries.nth(1).hover()
     await page.get_by_role("button", name="Rename or delete river").click()
     await page.locator(".opened").get_by_role("button", name="Delete", exact=True).click()
     await page.locator(".opened").get_by_role("button", name="Delete for good?").click()

@@ -163,6 +163,7 @@ export class Conversation {
 
   #record(turn, begin, recover = () => false) {
     this.current = new Recorder(turn, begin, {
+      isTimed: turn.requestId === "",
       onChange: () => this.onTurn(turn),
       onSave: () => this.#save(turn),
     });
@@ -244,6 +245,6 @@ export class Conversation {
 }
 
 function titleOf(question) {
-  const line = question.trim().split("\n")[0].replace(/\s+/g, " ");
+  const line = question.trim().replace(/\s+/g, " ");
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;
 }

@@ -4,11 +4,13 @@ const SAVE_MS = 1_000;
 
 /**
  * Begins a generation by `begin(listeners)` and fills `turn` with what comes. `ended` resolves with
- * null, or with the error. `onSave` is called now and then, `onChange` with everything.
+ * null, or with the error. `onSave` is called now and then, `onChange` with everything. `isTimed`:
+ * it begins now, so that its times mean something.
  */
 export class Recorder {
-  constructor(turn, begin, { onChange, onSave }) {
+  constructor(turn, begin, { isTimed, onChange, onSave }) {
     this.turn = turn;
+    this.isTimed = isTimed;
     this.onChange = onChange;
     this.onSave = onSave;
     this.startedMs = performance.now();
@@ -92,10 +94,10 @@ export class Recorder {
     if (given !== undefined) part.arguments = given;
   }
 
-  /** Of an answer that another page began, only the count is known. */
   measure() {
     const { facts } = this.turn;
     facts.numTokens = this.numTokens;
+    if (!this.isTimed) return;
     facts.ttftMs = this.firstMs - this.startedMs;
     const spanS = (this.lastMs - this.firstMs) / 1e3;
     const numAfter = this.numTokens - this.firstTokens;
