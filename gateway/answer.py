@@ -71,6 +71,7 @@ class Answer:
         self._rounds: set[int] = set()
         self._failure: Refusal | None = None
         self._held = False
+        self._held_until_s: float | None = None
         self._left = ""
         self._is_concluding = False
 
@@ -188,12 +189,12 @@ class Answer:
         if self._left or self._held or self.was_let_go:
             return
         self._held = True
+        self._held_until_s = None if for_s is None else self._asker.now_s() + for_s
         nobody = _Nobody(self, self._asker.now_s)
         for choice in self.choices:
             stream = choice.stream
             stream.outcome = stream.outcome or outcome
-            if for_s is not None:
-                self._asker.streams.hold(stream, for_s)
+            self._asker.streams.hold(stream, self._held_until_s)
             stream.change_client(nobody)
 
     def let_go(self) -> None:
@@ -243,6 +244,8 @@ class Answer:
 
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this answer has left the table: settle what was reserved for it."""
+        if not self._rounds and all(choice.stream.ended for choice in self.choices):
+            self._asker.forget(self)
         usage = _usage_of(stream)
         if stream.request_id not in self._first_ids():
             self._asker.settle(stream.request_id, self, [usage])
@@ -290,8 +293,8 @@ class Answer:
             )
             for call, result in zip(own, results, strict=True)
         ]
-        if not choice.is_between_rounds():
-            return  # it was cancelled in the meantime
+        if self._left or not choice.is_between_rounds():
+            return  # nobody wants it any more
         if len(own) < len(said.calls):
             choice.end_with(TOOL_CALLS)
             return
@@ -303,9 +306,11 @@ class Answer:
         ]
         choice.stream.wake()
         stream = await self._asker.publish_round(self, choice, tuple(turns))
-        if not choice.is_between_rounds():
-            self._asker.streams.leave(stream, "disconnect")
+        if self._left or not choice.is_between_rounds():
+            self._asker.streams.leave(stream, self._left or "cancelled")
             return
+        if self._held:
+            self._asker.streams.hold(stream, self._held_until_s)
         choice.begin_round(stream, may_call=self._asker.may_call(choice.round + 1))
 
     def turns_of(self, choice: int) -> list[ChatMessage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -12,13 +13,21 @@ from starlette.routing import Route
 from gateway.core import Gateway
 from gateway.errors import NotFoundError, TelemetryUnavailableError
 from gateway.http import json_response, read_body
+from gateway.identity import require_admin
 from gateway.message_fields import chat_messages
 from gateway.parsing import decode
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.control import TelemetryQuery
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import Tier
-from schemas.openai import ModelCard, ModelList, TokenizeRequest, TokenizeResponse
+from schemas.openai import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from schemas.tenants import lower_limit
 
 _JSON = "application/json"
@@ -38,12 +47,14 @@ class Api:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+            Route("/v1/detokenize", self.detokenize, methods=["POST"]),
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/ops/api/{query}", self.telemetry, methods=["GET"]),
@@ -91,6 +102,25 @@ class Api:
         )
         return json_response(answer)
 
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids; bytes that are no whole character show as U+FFFD."""
+        await self._gateway.identity.caller(request.scope)
+        body = await read_body(request.scope, request.receive, self._gateway.config.max_body_bytes)
+        asked = decode(self._detokenize_decoder, body)
+        model = await self._gateway.models.get(asked.model)
+        for token_id in asked.tokens:
+            if not 0 <= token_id < model.vocab_size:
+                raise ParameterError(
+                    "tokens",
+                    f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
+                )
+        decoding = partial(
+            model.tokenizer.decode, asked.tokens, skip_special_tokens=asked.skip_special_tokens
+        )
+        is_long = len(asked.tokens) > MAX_INLINE_CHARACTERS
+        text = await asyncio.to_thread(decoding) if is_long else decoding()
+        return json_response(DetokenizeResponse(prompt=text))
+
     async def healthz(self, _request: Request) -> Response:
         """200 while requests can be accepted; ``num_workers`` says whether they move at once."""
         gateway = self._gateway
@@ -117,6 +147,7 @@ class Api:
 
     async def telemetry(self, request: Request) -> Response:
         """Rows of a saved query, as telemetry gave them."""
+        require_admin(await self._gateway.identity.caller(request.scope))
         name = request.path_params["query"]
         params = {key: _number_or_text(value) for key, value in request.query_params.items()}
         answer = await self._gateway.bus.control.query_telemetry(

@@ -18,6 +18,7 @@ from gateway.caller import Caller
 from gateway.choice import Choice
 from gateway.errors import DrainingError
 from gateway.fleet import Fleet
+from gateway.job_maker import JobMaker, with_prompt
 from gateway.latency import GapCounts
 from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
@@ -26,31 +27,16 @@ from gateway.services import LimiterLike, SessionsLike, ToolOutcome, ToolsLike
 from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
 from registry.pricing import cost
-from registry.served import MAX_INLINE_CHARACTERS
-from registry.tool_formats import call_grammar
 from schemas.config import GatewayConfig
-from schemas.errors import BusUnavailableError, ContextLengthError, ParameterError
+from schemas.errors import BusUnavailableError, ParameterError
 from schemas.frames import Usage
 from schemas.jobs import ChatMessage, Job, Source, Tier
-from schemas.sampling import MAX_SEED, SamplingParams
-from schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolMode
+from schemas.tools import ToolCall, ToolChoice, ToolMode
 
 _log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
 _URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
-
-
-class TierContextError(ContextLengthError):
-    """Prompt and completion exceed what the caller's tier may have in one request."""
-
-    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, caller: Caller) -> None:
-        assert caller.context_tokens is not None
-        super().__init__(num_prompt_tokens, max_tokens, caller.context_tokens)
-        self.message = self.message.replace(
-            "This model's context window", f"The context of the tier {caller.tier}", 1
-        )
-        self.args = (self.message,)
 
 
 class Asker:
@@ -88,7 +74,7 @@ class Asker:
         self._index = index
         self._limiter = limiter
         self._sessions = sessions
-        self._seed_source = seed_source
+        self.maker = JobMaker(tools, seed_source)
         self._answers: dict[str, tuple[Answer, RequestState]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -150,7 +136,7 @@ class Asker:
             session=session,
             idempotency_key=idempotency_key,
         )
-        jobs = await self.jobs(self._base_job(state, ask), ask, model, caller)
+        jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
         self._check_door(ask.model)
         headers = await self._reserve(caller, request_id, model, jobs)
         answer = Answer(
@@ -205,7 +191,7 @@ class Asker:
         messages = (*(ask.messages or ()), *turns)
         ask = replace(ask, messages=messages, tool_choice=tool_choice)
         first = replace(choice.stream.job, request_id=request_id)
-        job = await self._prepare(_with_prompt(first, ask), ask, answer.model, caller)
+        job = await self.maker.prepare(with_prompt(first, ask), ask, answer.model, caller)
         seed = choice.stream.job.sampling.seed
         job = replace(job, sampling=replace(job.sampling, seed=seed))
         self._check_door(job.model)
@@ -309,56 +295,6 @@ class Asker:
             deadline_ns=state.deadline_ns,
         )
 
-    async def jobs(self, base: Job, ask: Ask, model: ServedModelLike, caller: Caller) -> list[Job]:
-        """One for each choice of each prompt, ready for a worker. Choices differ in their seeds
-        only; ``base`` says everything that is not in the ask, and the request's id."""
-        jobs: list[Job] = []
-        for job in _with_each_prompt(base, ask):
-            first = await self._prepare(job, ask, model, caller)
-            seed = first.sampling.seed or 0
-            for choice in range(ask.sampling.n):
-                sampling = first.sampling
-                if choice:
-                    sampling = replace(sampling, seed=(seed + choice) % (MAX_SEED + 1))
-                request_id = job_id(base.request_id, len(jobs), 0)
-                jobs.append(replace(first, request_id=request_id, sampling=sampling))
-        return jobs
-
-    async def _prepare(self, job: Job, ask: Ask, model: ServedModelLike, caller: Caller) -> Job:
-        """The job with token ids, within the windows of model and caller."""
-        tools = self._tools_of(ask)
-        sampling = _sampling(ask, model, tools)
-        with_tools = tools if job.messages is not None else ()
-        job = replace(job, sampling=sampling, tools=with_tools)
-        try:
-            if ask.num_prompt_characters > MAX_INLINE_CHARACTERS:
-                job = await asyncio.to_thread(model.prepare, job, self._seed_source)
-            else:
-                job = model.prepare(job, self._seed_source)
-        except ParameterError as error:
-            if error.param != "prompt_token_ids":
-                raise
-            # Token ids come in the field that also takes text.
-            raise ParameterError("prompt", error.message) from error
-        job = replace(job, tools=())
-        if caller.context_tokens is None:
-            return job
-        return _within_context(job, ask.sampling.max_tokens, caller)
-
-    def _tools_of(self, ask: Ask) -> tuple[ToolDefinition, ...]:
-        if ask.tool_choice.mode is ToolMode.NONE:
-            return ()
-        if not ask.server_tools:
-            return ask.tools
-        own = self._tools.definitions(ask.server_tools)
-        taken = {tool.name for tool in ask.tools}
-        for tool in own:
-            if tool.name in taken:
-                raise ParameterError(
-                    "server_tools", f"server_tools and tools both have a tool {tool.name}."
-                )
-        return (*ask.tools, *own)
-
     def _check_door(self, model: str) -> None:
         self._fleet.check_door(model)
         if not self._bus.connected:
@@ -374,6 +310,7 @@ class Asker:
             caller,
             reservation_id,
             model=jobs[0].model,
+            tier=jobs[0].tier,
             num_prompt_tokens=num_prompt,
             max_tokens=num_completion,
             cost_upper=cost(model.prices, num_prompt, 0, num_completion),
@@ -435,47 +372,3 @@ def _without_prompt(ask: Ask) -> Ask:
         other_prompts=("",) * len(ask.other_prompts),
         sampling=sampling,
     )
-
-
-def _with_prompt(job: Job, ask: Ask) -> Job:
-    return replace(
-        job, prompt=ask.prompt, messages=ask.messages, prompt_token_ids=ask.prompt_token_ids
-    )
-
-
-def _with_each_prompt(base: Job, ask: Ask) -> list[Job]:
-    jobs = [_with_prompt(base, ask)]
-    for other in ask.other_prompts:
-        text, ids = (other, None) if isinstance(other, str) else (None, other)
-        jobs.append(replace(base, prompt=text, prompt_token_ids=ids))
-    return jobs
-
-
-def _sampling(
-    ask: Ask, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
-) -> SamplingParams:
-    """What one choice is drawn with; a call that is demanded is a grammar."""
-    sampling = ask.sampling if ask.sampling.n == 1 else replace(ask.sampling, n=1)
-    if not tools or model.tool_format is None:
-        return sampling
-    grammar = call_grammar(model.tool_format, tools, ask.tool_choice, ask.parallel_tool_calls)
-    if grammar is None:
-        return sampling
-    if sampling.grammar is not None:
-        raise ParameterError(
-            "tool_choice", "A call of a tool and a form of the answer cannot both be demanded."
-        )
-    return replace(sampling, grammar=grammar)
-
-
-def _within_context(job: Job, wanted: int | None, caller: Caller) -> Job:
-    """The job cut to the caller's context, or TierContextError."""
-    assert caller.context_tokens is not None
-    num_prompt = len(job.prompt_token_ids or ())
-    left = caller.context_tokens - num_prompt
-    if left < (wanted or 1):
-        raise TierContextError(num_prompt, wanted, caller)
-    sampling = job.sampling
-    if sampling.max_tokens is not None and sampling.max_tokens > left:
-        return replace(job, sampling=replace(sampling, max_tokens=left))
-    return job

@@ -142,7 +142,7 @@ class GenerationKind(LineKind):
         model = await self._gateway.models.get(ask.model)
         base = base_job(ask.model, caller, request_id, received_ns, deadline_ns)
         base = replace(base, user=ask.user)
-        jobs = await self._gateway.asker.jobs(base, ask, model, caller)
+        jobs = await self._gateway.asker.maker.jobs(base, ask, model, caller)
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
 
 

@@ -41,6 +41,9 @@ class ServedModelLike(Protocol):
     def context_window_tokens(self) -> int: ...
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def tool_format(self) -> ToolFormat | None: ...
 
     @property

@@ -12,7 +12,7 @@ from gateway.caller import Caller
 from gateway.models import ServedModelLike
 from gateway.parsing import Ask
 from schemas.frames import Usage
-from schemas.jobs import ChatMessage
+from schemas.jobs import ChatMessage, Tier
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolDefinition
 
@@ -33,6 +33,7 @@ class LimiterLike(Protocol):
         request_id: str,
         *,
         model: str,
+        tier: Tier | None = None,
         num_prompt_tokens: int,
         max_tokens: int,
         cost_upper: Decimal,

@@ -257,6 +257,8 @@ class SocketSession(Client):
         assert isinstance(generation, Generation)
         if generation.answer is not answer or generation.is_concluding:
             return
+        if self._generations.get(generation.id) is not generation:
+            return
         if stream is answer.choices[0].stream:
             generation.notes_of(stream, texts)
         for part in answer.take(now_s):

@@ -44,7 +44,8 @@ class OpenStream:
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of.
     A stream ``from_index`` is one that another connection began: the client has the tokens before
     that. It is ``foreign`` if its frames go to another gateway that lives, so that each news of it
-    has to be asked for. While nobody is connected it may wait for somebody until ``held_until_s``.
+    has to be asked for. While it is ``unattended`` it waits for somebody, at most until
+    ``held_until_s``.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class OpenStream:
         "remove_at_s",
         "replay_after_s",
         "replaying",
+        "unattended",
     )
 
     def __init__(
@@ -85,6 +87,7 @@ class OpenStream:
         self.owner = owner
         self.foreign = False
         self.held_until_s: float | None = None
+        self.unattended = False
         self.reader = StreamReader(from_index)
         self.accepted = False
         self.client_gone = False

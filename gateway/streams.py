@@ -86,7 +86,9 @@ class StreamTable:
     @property
     def num_served(self) -> int:
         """Streams whose client is still there."""
-        return sum(not stream.client_gone for stream in self._streams.values())
+        return sum(
+            not (stream.client_gone or stream.unattended) for stream in self._streams.values()
+        )
 
     async def start(self) -> None:
         """Listen for frames and for questions about streams; probe after every reconnect."""
@@ -153,9 +155,10 @@ class StreamTable:
         stream.reader.end(Failed(code=TAKEN_OVER, message=_TAKEN_OVER_MESSAGE))
         stream.wake()
 
-    def hold(self, stream: OpenStream, for_s: float) -> None:
-        """Nobody is connected; cancel it unless somebody comes within ``for_s``."""
-        stream.held_until_s = self._clock.monotonic() + for_s
+    def hold(self, stream: OpenStream, until_s: float | None) -> None:
+        """Nobody is connected; cancel it unless somebody comes before ``until_s`` (monotonic)."""
+        stream.unattended = True
+        stream.held_until_s = until_s
 
     async def stand_in_for(self, gateway_id: str, *, is_dead: bool) -> None:
         """Say in the place of another gateway, whose streams were taken over, which tokens their

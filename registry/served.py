@@ -48,6 +48,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.context_window_tokens = _context_window_tokens(entry, config)
         self.eos_token_ids = tokenizer.eos_token_ids
+        self.vocab_size = config.vocab_size
         self.prices = entry.prices
 
     @classmethod

@@ -208,6 +208,18 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
 
 
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/detokenize``: token ids back to text."""
+
+    model: str
+    tokens: tuple[int, ...]
+    skip_special_tokens: bool = False
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
@@ -316,12 +328,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
-    ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit)."""
+    ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
+    ``adapters`` are those that can be asked for with it."""
 
     id: str
     created: int
     max_model_len: int | None
     tier_context_tokens: dict[str, int | None] = {}
+    adapters: tuple[str, ...] = ()
     description: str = ""
     object: Literal["model"] = "model"
     owned_by: str = "millrace"

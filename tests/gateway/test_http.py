@@ -261,7 +261,7 @@ async def test_operations_queries_go_to_telemetry(
 
 
 async def test_pages_carry_a_strict_policy(http: httpx.AsyncClient) -> None:
-    for path in ("/", "/static/chat.js", "/static/chat.css", "/static/theme.css"):
+    for path in ("/", "/static/chat/chat.js", "/static/chat/page.css", "/static/theme.css"):
         page = await http.get(path)
         assert page.status_code == 200
         assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -256,6 +256,7 @@ async def test_a_client_that_does_not_read_is_closed_with_1013() -> None:
         GatewayConfig(client_buffer_bytes=50_000, resume_grace_s=0.0)
     ) as front:
         front.worker.script = lambda _job: ["x" * 20_000] * 400
+        front.worker.stop_before = 399
         async with opened(front, max_queue=1) as socket:
             await socket.send("generate", id="a", model=MODEL, prompt="x")
             await eventually(lambda: len(front.worker.cancelled) == 1)

@@ -55,6 +55,7 @@ class ByteModel:
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.context_window_tokens = CONTEXT_WINDOW_TOKENS
+        self.vocab_size = 256
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.prices = UNPRICED
         self.embedding_size = EMBEDDING_SIZE
