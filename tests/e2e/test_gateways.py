@@ -1,0 +1,156 @@
+"""Two gateways on one port: whichever dies, clients that come back go on with their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.e2e.clients import Answer, chat_body
+from tests.e2e.resuming import EventClient, Persistent, SocketClient, WholeClient
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_CLIENTS = 12
+NUM_TOKENS = 250
+KINDS: tuple[type[Persistent], ...] = (SocketClient, EventClient, WholeClient)
+
+
+@dataclass
+class Pair:
+    """A system with two gateways, and what its clients are answered when nothing happens."""
+
+    system: System
+    undisturbed: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("gateways")
+    # Little time to drain, so that answers are cut and have to go on elsewhere.
+    settings = folder / "settings.yaml"
+    settings.write_text("gateway:\n  drain_timeout_s: 0.2\n")
+    arguments = ("--port", "18200", "--gateways", "2", "--config", str(settings))
+    running = System(folder / "data", arguments=arguments).start()
+
+    async def ask_all() -> list[Answer]:
+        return await asyncio.gather(*(client.ask() for client in _clients(running)))
+
+    yield Pair(running, asyncio.run(ask_all()))
+    assert running.stop() == 0
+
+
+def _clients(system: System) -> list[Persistent]:
+    """All three kinds, each on a connection of its own."""
+    return [
+        KINDS[number % len(KINDS)](
+            system, f"What is TTFT? {number}", max_tokens=NUM_TOKENS, ignore_eos=True
+        )
+        for number in range(NUM_CLIENTS)
+    ]
+
+
+async def _end_while_streaming(pair: Pair, number: signal.Signals, *parts: str) -> list[Persistent]:
+    """Signal parts while all clients are in the middle; the clients, with their answers checked."""
+    system, clients = pair.system, _clients(pair.system)
+    tasks = [asyncio.create_task(client.ask()) for client in clients]
+    streaming = [client for client in clients if not isinstance(client, WholeClient)]
+    await eventually(lambda: all(client.num_tokens for client in streaming), timeout_s=30.0)
+    ended = {part: system.pid(part) for part in parts}
+    for pid in ended.values():
+        os.kill(pid, number)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
+    assert [answer.text for answer in answers] == [answer.text for answer in pair.undisturbed]
+    assert [answer.completion_tokens for answer in answers] == [NUM_TOKENS] * NUM_CLIENTS
+    assert any(client.num_connections > 1 for client in clients)
+    await _recorded_once(system, answers)
+    await eventually(lambda: all(system.pid(part) != pid for part, pid in ended.items()))
+    for part in parts:
+        if part.startswith("gateway"):
+            await _serves(system, part)
+    return clients
+
+
+async def _recorded_once(system: System, answers: list[Answer]) -> None:
+    ids = ", ".join(f"'{answer.request_id}'" for answer in answers)
+    query = (
+        "SELECT request_id, count() AS num_rows, any(status) AS status, "
+        "any(completion_tokens) AS completion_tokens "
+        f"FROM requests FINAL WHERE request_id IN ({ids}) GROUP BY request_id"
+    )
+    await eventually(lambda: len(system.sql(query)) == NUM_CLIENTS, timeout_s=15.0, what="rows")
+    for row in system.sql(query):
+        told = (int(row["num_rows"]), row["status"], int(row["completion_tokens"]))
+        assert told == (1, "done", NUM_TOKENS)
+
+
+async def _serves(system: System, gateway: str) -> None:
+    """Wait until the gateway of this name answers again: each connection reaches either one."""
+
+    async def answers() -> bool:
+        try:
+            async with httpx.AsyncClient(base_url=system.http) as http:
+                health = (await http.get("/healthz")).json()
+        except httpx.TransportError:
+            return False
+        return bool(health["gateway_id"] == gateway)
+
+    await eventually(answers, timeout_s=20.0, what=f"{gateway} in its next life")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [("gateway-1",), ("gateway-1", "gateway-2"), ("gateway-2", "worker-1")],
+    ids=["one", "both", "one-and-the-worker"],
+)
+async def test_clients_go_on_when_gateways_are_killed(pair: Pair, parts: tuple[str, ...]) -> None:
+    await _end_while_streaming(pair, signal.SIGKILL, *parts)
+
+
+async def test_a_gateway_that_shuts_down_cuts_nobody_off_without_a_word(pair: Pair) -> None:
+    clients = await _end_while_streaming(pair, signal.SIGTERM, "gateway-1")
+    assert [client.unannounced for client in clients] == [0] * NUM_CLIENTS
+
+
+async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Pair) -> None:
+    system, session_id = pair.system, uuid.uuid4().hex
+    client = SocketClient(
+        system, "What is TTFT?", session_id=session_id, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+    task = asyncio.create_task(client.ask())
+    await eventually(lambda: client.num_tokens > 0)
+    for gateway in ("gateway-1", "gateway-2"):
+        system.kill(gateway)
+    answer = await asyncio.wait_for(task, timeout=60.0)
+    assert client.num_connections > 1
+    async with httpx.AsyncClient(base_url=system.http) as http:
+        kept = (await http.get(f"/v1/sessions/{session_id}")).json()
+    assert [(turn["role"], turn["content"]) for turn in kept["messages"]] == [
+        ("user", "What is TTFT?"),
+        ("assistant", answer.text),
+    ]
+
+
+async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: Pair) -> None:
+    """The first connection is gone before it has seen anything; the answer is made once."""
+    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    body = chat_body("What is a KV cache?", stream=True)
+    async with httpx.AsyncClient(base_url=pair.system.http, timeout=60.0) as http:
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            first_id = response.headers["x-request-id"]
+        again = await http.post("/v1/chat/completions", json=body, headers=headers)
+        other = await http.post("/v1/chat/completions", json=body | {"seed": 1}, headers=headers)
+    assert again.headers["x-request-id"] == first_id
+    assert again.text.endswith("data: [DONE]\n\n")
+    assert other.status_code == 409
+    assert other.json()["error"]["code"] == "idempotency_conflict"
