@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway import pages
+from gateway import openapi, pages
 from gateway.api import Api
 from gateway.batches import BatchesApi
 from gateway.chat import ChatEndpoint
@@ -77,6 +77,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *SessionsApi(gateway).routes(),
             *ToolsApi(gateway).routes(),
             *LimitsApi(gateway).routes(),
+            *openapi.routes(),
             *pages.routes(),
         ],
         exception_handlers={

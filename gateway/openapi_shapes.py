@@ -1,0 +1,113 @@
+"""Shapes that are written piece by piece elsewhere, for the OpenAPI document; tests hold what is
+written against them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.openai import (
+    ChoiceLogprobs,
+    CompletionLogprobs,
+    ToolStepInfo,
+    UsageInfo,
+)
+from schemas.sessions import SessionInfo
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``name`` comes first, with empty ``arguments``; then more of these."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``id`` and ``type`` are in the first delta of a call."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is added to a message."""
+
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``finish_reason`` is null up to the choice's last chunk."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``choices`` is empty in the chunks that carry ``usage``, ``session`` or ``tool_step``."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    choices: tuple[ChatChunkChoice, ...]
+    usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
+    session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
+    tool_step: ToolStepInfo | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``finish_reason`` is null up to the choice's last chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``choices`` is empty in the chunk that carries ``usage``."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    choices: tuple[CompletionChunkChoice, ...]
+    usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/healthz``."""
+
+    status: Literal["ok", "waiting_for_workers", "bus_unavailable", "draining"]
+    bus_connected: bool
+    num_workers: int
+    models: tuple[str, ...]
+    gateway_id: str
+    open_streams: int
+
+
+class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
+
+    name: str
+    object: Literal["tool"]
+    description: str
+    parameters: dict[str, Any] | None
+
+
+class ServerToolList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: tuple[ServerTool, ...]
+
+
+class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["session"]
+    deleted: bool
