@@ -239,6 +239,31 @@ async def test_hostile_markdown_is_shown_at_once(page: Page) -> None:
     assert max(took_ms) < 1_000, dict(zip((*marks, *lines), took_ms, strict=True))
 
 
+async def test_marks_within_a_line(page: Page) -> None:
+    expected = {
+        "a_b_c 2 * 3 * 4": "a_b_c 2 * 3 * 4",
+        "*a* **b** ***c*** ~~d~~": "<em>a</em> <strong>b</strong> <em><strong>c</strong></em> "
+        "<del>d</del>",
+        "**a `*` and *b***": "<strong>a <code>*</code> and <em>b</em></strong>",
+        "\\*a\\* **open *x": "*a* **open *x",
+        "one  \ntwo\nthree": "one<br>two\nthree",
+        "&lt; <b>x</b>": "&amp;lt; &lt;b&gt;x&lt;/b&gt;",
+        "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)": "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)",
+    }
+    shown = await page.evaluate(
+        """async (texts) => {
+          const { inlineNodes } = await import("/static/chat/inline.js");
+          return texts.map((text) => {
+            const root = document.createElement("p");
+            root.append(...inlineNodes(text));
+            return root.innerHTML;
+          });
+        }""",
+        list(expected),
+    )
+    assert dict(zip(expected, shown, strict=True)) == expected
+
+
 async def test_markdown_is_the_same_however_it_streams(page: Page) -> None:
     text = (
         "# A\n\npara *one*\nline\n\n1. x\n\n   more\n2. y\n\n```js\nlet a = `b`;\n\n// c\n```\n"

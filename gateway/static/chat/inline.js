@@ -150,7 +150,11 @@ class Scanner {
   closing(mark, length, from) {
     return this.find(mark.repeat(length), from, (at) => {
       const { text } = this;
-      if (text[at - 1] === mark || text[at + length] === mark || text[at - 1] === "\\") return false;
+      if (text[at + length] === mark || text[at - 1] === "\\") return false;
+      // Of three marks, the first may close what was opened within.
+      let run = length;
+      while (run <= 3 && text[at + length - run - 1] === mark) run += 1;
+      if (run !== length && run !== 3) return false;
       if (at === from || /\s/.test(text[at - 1])) return false;
       return !(mark === "_" && WORD.test(text[at + length] ?? " "));
     });
@@ -227,7 +231,13 @@ class Scanner {
   bareUrl() {
     if (WORD.test(this.text[this.place - 1] ?? " ")) return false;
     BARE_URL.lastIndex = this.place;
-    let address = BARE_URL.exec(this.text)?.[0].replace(/[.,:;!?*_~\]]+$/, "") ?? "";
+    const whole = BARE_URL.exec(this.text)?.[0] ?? "";
+    if (whole.length > LONGEST_URL) {
+      this.plain += whole;
+      this.place += whole.length;
+      return true;
+    }
+    let address = whole.replace(/[.,:;!?*_~\]]+$/, "");
     if (address.endsWith(")") && !address.includes("(")) address = address.slice(0, -1);
     const url = safeUrl(address);
     return url ? this.push(anchor(url, [address]), this.place + address.length) : false;
