@@ -102,7 +102,7 @@ class JournalObjects:
         return found
 
     async def names(self, owner: str) -> list[str]:
-        found = await self._journal.names(subjects.objects_of(owner))
+        found = await self._journal.names(subjects.object_entry(owner))
         return sorted(map(subjects.last_token, found))
 
     async def read(self, stored: StoredObject) -> AsyncIterator[bytes]:

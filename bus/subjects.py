@@ -33,7 +33,6 @@ ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"
 ALL_FILES = "files.>"
 ALL_BATCHES = "batches.>"
-ALL_OPEN_BATCHES = "batches.open.*.*"
 ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
 ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
@@ -150,15 +149,12 @@ def results_of(tenant: str) -> str:
 
 
 # --- files and batches -----------------------------------------------------------------------
+# None in the place of a free string makes the pattern of all.
 
 
-def object_entry(owner: str, name: str) -> str:
+def object_entry(owner: str, name: str | None = None) -> str:
     """Where it says what an object is."""
-    return f"files.entry.{token(owner)}.{token(name)}"
-
-
-def objects_of(owner: str) -> str:
-    return f"files.entry.{token(owner)}.*"
+    return f"files.entry.{token(owner)}.{_token_or_all(name)}"
 
 
 def object_chunks(upload_id: str) -> str:
@@ -166,12 +162,8 @@ def object_chunks(upload_id: str) -> str:
     return f"files.chunks.{token(upload_id)}"
 
 
-def batch_state(tenant: str, batch_id: str) -> str:
-    return f"batches.state.{token(tenant)}.{token(batch_id)}"
-
-
-def batches_of(tenant: str) -> str:
-    return f"batches.state.{token(tenant)}.*"
+def batch_state(tenant: str, batch_id: str | None = None) -> str:
+    return f"batches.state.{token(tenant)}.{_token_or_all(batch_id)}"
 
 
 def batch_log(batch_id: str) -> str:
@@ -179,29 +171,25 @@ def batch_log(batch_id: str) -> str:
     return f"batches.log.{token(batch_id)}"
 
 
-def open_batch(tenant: str, batch_id: str) -> str:
+def open_batch(tenant: str | None = None, batch_id: str | None = None) -> str:
     """There while the batch is not finished."""
-    return f"batches.open.{token(tenant)}.{token(batch_id)}"
-
-
-def open_batches_of(tenant: str) -> str:
-    return f"batches.open.{token(tenant)}.*"
+    return f"batches.open.{_token_or_all(tenant)}.{_token_or_all(batch_id)}"
 
 
 def open_batch_of(subject: str) -> tuple[str, str]:
-    """The tenant and the batch that ``open_batch`` was made of. Raises ValueError."""
-    parts = subject.split(".")
-    if len(parts) != 4 or parts[:2] != ["batches", "open"]:
-        raise ValueError("not the subject of an open batch")
-    return untoken(parts[2]), untoken(parts[3])
+    """The tenant and the batch that ``open_batch`` was made of."""
+    tenant, batch_id = subject.split(".")[2:]
+    return untoken(tenant), untoken(batch_id)
 
 
 def journal_stream(name: str) -> str:
-    """The stream that a name of files or batches belongs to. Raises KeyError for another name."""
-    return _JOURNAL_STREAMS[name[: name.find(".")]]
+    """The stream of a name of files or batches."""
+    return FILES_STREAM if name.startswith("files.") else BATCHES_STREAM
 
 
-_JOURNAL_STREAMS = {"files": FILES_STREAM, "batches": BATCHES_STREAM}
+def _token_or_all(text: str | None) -> str:
+    return "*" if text is None else token(text)
+
 
 # --- frames, control -------------------------------------------------------------------------
 

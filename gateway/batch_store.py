@@ -95,7 +95,7 @@ class BatchStore:
 
     async def ids(self, tenant: str) -> list[str]:
         """All batches of a tenant, the oldest first."""
-        names = await self._journal.names(subjects.batches_of(tenant))
+        names = await self._journal.names(subjects.batch_state(tenant))
         return sorted(map(subjects.last_token, names))
 
     async def batches(self, tenant: str, batch_ids: list[str]) -> list[Batch]:
@@ -122,7 +122,7 @@ class BatchStore:
     async def open_batches(self, tenant: str | None = None) -> list[tuple[str, str]]:
         """(tenant, batch id) of those that are not finished, of one tenant or of all, the oldest
         first."""
-        pattern = subjects.ALL_OPEN_BATCHES if tenant is None else subjects.open_batches_of(tenant)
+        pattern = subjects.open_batch(tenant)
         found = [subjects.open_batch_of(name) for name in await self._journal.names(pattern)]
         return sorted(found, key=lambda batch: batch[1])
 

@@ -21,6 +21,14 @@ CHUNK_BYTES = 128 * 1024
 LOG = subjects.batch_log("b1")
 
 
+def test_an_open_batch_is_named_by_its_tenant_and_id() -> None:
+    name = subjects.open_batch("acme corp", "batch_1.2")
+    assert subjects.open_batch_of(name) == ("acme corp", "batch_1.2")
+    assert subjects.open_batch() == "batches.open.*.*"
+    assert {subjects.journal_stream(name), subjects.journal_stream(LOG)} == {"BATCHES"}
+    assert subjects.journal_stream(subjects.object_entry("t")) == "FILES"
+
+
 async def pieces(*sizes: int) -> AsyncIterator[bytes]:
     for number, size in enumerate(sizes):
         yield bytes([number]) * size
@@ -64,8 +72,8 @@ class TestJournal:
         names = [subjects.batch_state("t.1", f"b{number}") for number in range(3)]
         for name in (*names, subjects.batch_state("other", "b9")):
             await bus.journal.append(name, name.encode(), after=0)
-        assert await bus.journal.names(subjects.batches_of("t.1")) == names
-        assert await bus.journal.names(subjects.batches_of("nobody")) == []
+        assert await bus.journal.names(subjects.batch_state("t.1")) == names
+        assert await bus.journal.names(subjects.batch_state("nobody")) == []
         found = await bus.journal.last_of([names[0], names[2], LOG])
         assert {name: entry.payload for name, entry in found.items()} == {
             names[0]: names[0].encode(),

@@ -157,4 +157,4 @@ async def test_an_answer_longer_than_an_entry_of_the_log(
     bus = front.gateway.bus
     assert await bus.objects.names(batch.id) == []
     assert await bus.journal.names(subjects.batch_log(batch.id)) == []
-    assert await bus.journal.names(subjects.ALL_OPEN_BATCHES) == []
+    assert await bus.journal.names(subjects.open_batch()) == []
