@@ -349,6 +349,8 @@ class _Nobody(Client):
 
     def wake(self, _stream: OpenStream) -> None:
         answer = self._answer
+        if answer.was_let_go:
+            return
         answer.take(self._now_s())
         if answer.ended:
             answer.finish_unseen()

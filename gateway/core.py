@@ -31,6 +31,7 @@ from gateway.stream import Client, OpenStream, status_of
 from gateway.streams import StreamTable
 from gateway.tool_catalogue import ToolCatalogue
 from gateway.tool_runner import ToolRunner
+from gateway.wires import Pulse
 from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
@@ -70,6 +71,7 @@ class Gateway:
         self.redis = redis
         self.gateway_id = config.gateway_id or f"gw-{secrets.token_hex(6)}"
         self.sockets: set[SocketSession] = set()
+        self.pulse = Pulse()
         self.metrics = Metrics()
         self.fleet = Fleet(clock)
         self.streams = StreamTable(

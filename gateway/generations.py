@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gateway.answer import Answer
 from gateway.caller import Caller
-from gateway.chunks import SSE_KEEP_ALIVE
 from gateway.errors import (
     GOING_AWAY_REFUSAL,
     InternalError,
@@ -19,7 +19,8 @@ from gateway.errors import (
     SlowRequestError,
     refusal_of,
 )
-from gateway.event_ids import event_id_line, parse_event_id, with_event_id
+from gateway.event_ids import parse_event_id
+from gateway.event_pump import EventPump
 from gateway.http import (
     JSON,
     ClientLeftError,
@@ -38,6 +39,7 @@ from gateway.http_client import ABORT_EXTENSION, HttpClient
 from gateway.parts import Part
 from gateway.rendering import Endpoint, Prepared, Renderer
 from gateway.request_index import digest_of
+from gateway.wires import WIRE_EXTENSION, Wire
 from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 from schemas.jobs import Source
 
@@ -53,7 +55,6 @@ _SSE_HEADERS = [
 ]
 # A request that is refused this soon after it was accepted still gets its HTTP status.
 _STATUS_WAIT_S = 3.0
-_KEEP_ALIVE_S = 15.0
 _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -84,9 +85,10 @@ class GenerationHandler:
         gateway, endpoint = self._gateway, self._endpoint
         if scope["method"] != "POST":
             raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
-        caller = await gateway.identity.caller(scope)
-        body = await read_body(scope, receive, gateway.config.max_body_bytes)
-        prepared = await endpoint.prepare(body, caller)
+        with _bugs_answered(request_id):
+            caller = await gateway.identity.caller(scope)
+            body = await read_body(scope, receive, gateway.config.max_body_bytes)
+            prepared = await endpoint.prepare(body, caller)
         key = _idempotency_key(scope)
         last_event_id = header_of(scope, b"last-event-id")
         client = HttpClient(
@@ -94,7 +96,7 @@ class GenerationHandler:
         )
         watch = asyncio.create_task(client.watch(receive))
         try:
-            try:
+            with _bugs_answered(request_id):
                 if last_event_id is not None:
                     answer = await self._resume(last_event_id, prepared, caller, client)
                 elif key:
@@ -106,14 +108,9 @@ class GenerationHandler:
                     answer = await gateway.asker.begin(
                         prepared.ask, caller, request_id, Source.HTTP, client
                     )
-            except MillraceError:
-                raise
-            except Exception as error:
-                # A bug is answered like any other error, and stands in the log.
-                _log.exception("a request could not be started", extra={"request_id": request_id})
-                raise InternalError("The gateway failed to answer this request.") from error
             try:
-                return await self._deliver(prepared, answer, client, send)
+                wire = scope["extensions"][WIRE_EXTENSION]
+                return await self._deliver(prepared, answer, client, wire, send)
             finally:
                 # Nothing to do if the end was delivered.
                 if answer.is_kept or (client.going_away and prepared.stream):
@@ -134,11 +131,11 @@ class GenerationHandler:
         return await self._gateway.resuming.resume(caller, request_id, indices, client)
 
     async def _deliver(
-        self, prepared: Prepared, answer: Answer, client: HttpClient, send: Send
+        self, prepared: Prepared, answer: Answer, client: HttpClient, wire: Wire, send: Send
     ) -> int:
         renderer = prepared.render(answer)
         if prepared.stream:
-            return await self._stream(answer, client, send, renderer)
+            return await self._stream(answer, client, wire, send, renderer)
         return await self._whole(answer, client, send, renderer)
 
     async def _whole(
@@ -168,7 +165,7 @@ class GenerationHandler:
         return 200
 
     async def _stream(
-        self, answer: Answer, client: HttpClient, send: Send, renderer: Renderer
+        self, answer: Answer, client: HttpClient, wire: Wire, send: Send, renderer: Renderer
     ) -> int:
         early = [] if answer.was_resumed else await self._early_parts(answer, client)
         refusal = answer.refusal
@@ -183,7 +180,8 @@ class GenerationHandler:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         first = b"" if any(answer.first_indices) else renderer.first()
         await send({"type": "http.response.body", "body": first, "more_body": True})
-        if not await self._pump(early, answer, client, send, renderer):
+        pump = EventPump(self._gateway, answer, client, wire, renderer)
+        if not await pump.run(early):
             if client.going_away and not client.has_left():
                 tail = renderer.failed(GOING_AWAY_REFUSAL)
                 await send({"type": "http.response.body", "body": tail})
@@ -219,40 +217,17 @@ class GenerationHandler:
             if left_s <= 0 or not await client.wait_up_to(left_s):
                 return []
 
-    async def _pump(
-        self,
-        parts: list[Part],
-        answer: Answer,
-        client: HttpClient,
-        send: Send,
-        renderer: Renderer,
-    ) -> bool:
-        """Send parts as they come until the answer's end; False if the client is gone."""
-        monotonic = self._gateway.clock.monotonic
-        id_prefix = f"id: {answer.request_id}/".encode()
-        render = renderer.part
-        has_sent = False
-        while True:
-            if parts:
-                events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
-                if events:
-                    line = event_id_line(id_prefix, answer.next_indices)
-                    events = with_event_id(events, line)
-                    client.sending_since_s = monotonic()
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                    client.sending_since_s = None
-                    has_sent = True
-            elif answer.ended:
-                return True
-            elif has_sent:
-                await client.wait()
-            elif not await client.wait_up_to(_KEEP_ALIVE_S):
-                await send(
-                    {"type": "http.response.body", "body": SSE_KEEP_ALIVE, "more_body": True}
-                )
-            if client.has_left() or client.going_away:
-                return False
-            parts = answer.take(monotonic())
+
+@contextlib.contextmanager
+def _bugs_answered(request_id: str) -> Iterator[None]:
+    """A bug is answered like any other error, and stands in the log."""
+    try:
+        yield
+    except (MillraceError, ClientLeftError):
+        raise
+    except Exception as error:
+        _log.exception("a request could not be started", extra={"request_id": request_id})
+        raise InternalError("The gateway failed to answer this request.") from error
 
 
 def _idempotency_key(scope: Scope) -> str:

@@ -14,7 +14,8 @@ GOING_AWAY = "going_away"
 
 class HttpClient(Client):
     """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
-    gateway shuts down and the client is to be told."""
+    gateway shuts down and the client is to be told. ``on_wake`` is called when there is something
+    to take; without another one, ``wait`` returns."""
 
     def __init__(self, limit_bytes: int, abort: Callable[[], None]) -> None:
         super().__init__(limit_bytes)
@@ -22,8 +23,13 @@ class HttpClient(Client):
         self._wakeup = asyncio.Event()
         self.gone = ""
         self.going_away = False
+        self.on_wake = self._wakeup.set
 
     def wake(self, _stream: OpenStream) -> None:
+        self.on_wake()
+
+    def call(self) -> None:
+        """Have ``wait`` return."""
         self._wakeup.set()
 
     def has_left(self) -> bool:

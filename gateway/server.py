@@ -7,7 +7,7 @@ import contextlib
 import errno
 import gc
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -18,6 +18,7 @@ from gateway.app import build_app
 from gateway.batch_runner import BatchRunner
 from gateway.core import Gateway
 from gateway.http_client import ABORT_EXTENSION
+from gateway.wires import WIRE_EXTENSION, chunk, text_frames
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 
@@ -146,6 +147,7 @@ class _HttpProtocol(HttpToolsProtocol):
     off that does not read."""
 
     _head_bytes: int | None = None  # of the head that is being received; None: none is
+    _wire: _HttpWire | None = None  # of the newest request
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -158,17 +160,74 @@ class _HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        extensions: dict[str, Any] = {ABORT_EXTENSION: self.transport.abort}
+        self._wire = _HttpWire(self)
+        extensions: dict[str, Any] = {
+            ABORT_EXTENSION: self.transport.abort,
+            WIRE_EXTENSION: self._wire,
+        }
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         super().on_headers_complete()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._wire is not None and self._wire.on_writable is not None:
+            self._wire.on_writable()
+
+
+class _HttpWire:
+    """A response whose head was sent by ``send``, without a length, and whose end will be."""
+
+    def __init__(self, protocol: _HttpProtocol) -> None:
+        self._protocol = protocol
+        self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        protocol = self._protocol
+        return not (protocol.flow.write_paused or protocol.transport.is_closing())
+
+    def write(self, payloads: list[bytes]) -> None:
+        self._protocol.transport.write(chunk(payloads))
+
+
+class _SocketWire:
+    """An accepted socket."""
+
+    def __init__(self, protocol: _WebSocketProtocol) -> None:
+        self._protocol = protocol
+        self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        protocol = self._protocol
+        return protocol.writable.is_set() and not (
+            protocol.close_sent or protocol.transport.is_closing()
+        )
+
+    def write(self, payloads: list[bytes]) -> None:
+        self._protocol.transport.write(text_frames(payloads))
+
 
 class _WebSocketProtocol(WebSocketsSansIOProtocol):
     """Queues a close frame behind whatever a client has not read, instead of waiting for it; tells
     a connection that was lost (1006) from one that was closed without a code (1005)."""
+
+    _wire: _SocketWire | None = None
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if not self.handshake_complete:
+            self._wire = _SocketWire(self)
+            extensions: dict[str, Any] = {**self.scope["extensions"], WIRE_EXTENSION: self._wire}
+            self.scope["extensions"] = extensions
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._wire is not None and self._wire.on_writable is not None:
+            self._wire.on_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.handshake_complete and self.conn.close_rcvd is None:

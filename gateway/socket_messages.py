@@ -25,8 +25,8 @@ from schemas.websocket import (
 _encode = msgspec.json.encode
 
 
-def encode_message(message: ServerMessage) -> str:
-    return _encode(message).decode()
+def encode_message(message: ServerMessage) -> bytes:
+    return _encode(message)
 
 
 class Generation:
@@ -41,21 +41,21 @@ class Generation:
         self.is_concluding = False
         self._queued: object = None
         self._started: object = None
-        self._delta_head = ""
+        self._delta_head = b""
 
     def accept(self, answer: Answer) -> None:
         """It is stored; its request id is the answer's."""
         self.answer = answer
         self.request_id = answer.request_id
-        names = _encode({"id": self.id, "request_id": self.request_id}).decode()
-        self._delta_head = f'{{"type":"delta",{names[1:-1]},"index":'
+        names = _encode({"id": self.id, "request_id": self.request_id})
+        self._delta_head = b'{"type":"delta",%b,"index":' % names[1:-1]
 
-    def notes_of(self, stream: OpenStream, texts: list[str]) -> None:
+    def notes_of(self, stream: OpenStream, payloads: list[bytes]) -> None:
         """Append what there is to say about the first choice's way to a worker."""
         reader = stream.reader
         if reader.queued is not self._queued and reader.queued is not None:
             self._queued = reader.queued
-            texts.append(
+            payloads.append(
                 encode_message(
                     Queued(
                         id=self.id,
@@ -67,7 +67,7 @@ class Generation:
             )
         if reader.started is not self._started and reader.started is not None:
             self._started = reader.started
-            texts.append(
+            payloads.append(
                 encode_message(
                     Started(
                         id=self.id,
@@ -78,7 +78,7 @@ class Generation:
                 )
             )
 
-    def say(self, part: Part) -> str:
+    def say(self, part: Part) -> bytes:
         """The message for a part; empty for one that needs none."""
         if type(part) is TextPart:
             return self._delta(part)
@@ -113,11 +113,11 @@ class Generation:
             case ChoiceEnd():
                 assert self.answer is not None
                 if len(self.answer.choices) == 1:
-                    return ""
+                    return b""
                 return encode_message(
                     ChoiceDone(**names, choice=part.choice, finish_reason=part.reason)
                 )
-        return ""
+        return b""
 
     def end(self, answer: Answer) -> ServerMessage:
         """The last message of an answer that has ended."""
@@ -142,15 +142,17 @@ class Generation:
             retry_after_s=refusal.retry_after_s,
         )
 
-    def _delta(self, part: TextPart) -> str:
-        text = (
-            f'{self._delta_head}{part.first_index},"num_tokens":{part.num_tokens},"text":'
-            f"{_encode(part.text).decode()}"
+    def _delta(self, part: TextPart) -> bytes:
+        payload = b'%b%d,"num_tokens":%d,"text":%b' % (
+            self._delta_head,
+            part.first_index,
+            part.num_tokens,
+            _encode(part.text),
         )
         if part.choice:
-            text += f',"choice":{part.choice}'
+            payload += b',"choice":%d' % part.choice
         if part.logprobs:
             assert self.answer is not None
             infos = logprob_infos(self.answer.model.tokenizer, part.logprobs)
-            text += f',"logprobs":{_encode(infos).decode()}'
-        return text + "}"
+            payload += b',"logprobs":' + _encode(infos)
+        return payload + b"}"

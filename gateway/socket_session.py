@@ -13,11 +13,12 @@ import msgspec
 from gateway.answer import Answer
 from gateway.caller import Caller
 from gateway.errors import Refusal, refusal_of
-from gateway.http import Send, new_request_id
+from gateway.http import new_request_id
 from gateway.parsing import socket_ask
 from gateway.request_index import digest_of
 from gateway.socket_messages import Generation, encode_message
 from gateway.stream import Client, OpenStream
+from gateway.wires import Wire
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
 from schemas.jobs import Source
@@ -36,20 +37,21 @@ _Start = Callable[[Generation], Awaitable[Answer]]
 class SocketSession(Client):
     """Owns the generations of one socket.
 
-    Whatever is ready in one turn of the event loop goes out together. ``dropped`` says why the
+    Whatever is ready in one turn of the event loop goes out in one write. ``dropped`` says why the
     client must be parted with; ``close`` cancels everything that still runs, or holds it for a
     client that may come back. ``caller`` is None until it is known.
     """
 
-    def __init__(self, gateway: Gateway, send: Send, caller: Caller | None) -> None:
+    def __init__(self, gateway: Gateway, wire: Wire, caller: Caller | None) -> None:
         super().__init__(gateway.config.client_buffer_bytes)
         self.caller = caller
         self._gateway = gateway
-        self._send = send
+        self._wire = wire
+        wire.on_writable = self._ask_for_pulse
         self._generations: dict[str, Generation] = {}
         self._ready: list[OpenStream] = []
-        self._texts: list[str] = []
-        self._wakeup = asyncio.Event()
+        self._payloads: list[bytes] = []
+        self._is_asked = False
         self._dropped_event = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -62,7 +64,9 @@ class SocketSession(Client):
 
     def wake(self, stream: OpenStream) -> None:
         self._ready.append(stream)
-        self._wakeup.set()
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.pulse.ask(self)
 
     def drop(self, reason: str) -> None:
         self.dropped = self.dropped or reason
@@ -71,7 +75,7 @@ class SocketSession(Client):
     def drop_when_said(self, reason: str) -> None:
         """Part with the client once it was sent what there is to say."""
         self._parting = reason
-        self._wakeup.set()
+        self._ask_for_pulse()
 
     async def wait_dropped(self) -> None:
         await self._dropped_event.wait()
@@ -108,13 +112,13 @@ class SocketSession(Client):
     def say(self, message: ServerMessage) -> None:
         if isinstance(message, Error):
             self._gateway.metrics.refusals.labels(message.code).inc()
-        self.say_text(encode_message(message))
+        self.say_payload(encode_message(message))
 
-    def say_text(self, text: str) -> None:
+    def say_payload(self, payload: bytes) -> None:
         """Queue a message. What the client asks for and does not read counts against its bound."""
-        self._texts.append(text)
-        self._wakeup.set()
-        self.pending_bytes += len(text)
+        self._payloads.append(payload)
+        self._ask_for_pulse()
+        self.pending_bytes += len(payload)
         if self.pending_bytes > self.limit_bytes:
             self.drop("slow_client")
 
@@ -227,29 +231,32 @@ class SocketSession(Client):
 
     # From answers to the socket.
 
-    async def send_all(self) -> None:
-        """Send what is ready, for as long as the socket lives."""
-        monotonic = self._gateway.clock.monotonic
-        while True:
-            await self._wakeup.wait()
-            self._wakeup.clear()
-            while self._texts or self._ready:
-                texts, self._texts = self._texts, []
-                self.pending_bytes -= sum(map(len, texts))
-                ready, self._ready = self._ready, []
-                now_s = monotonic()
-                for stream in ready:
-                    self._collect(stream, now_s, texts)
-                self.sending_since_s = now_s
-                for text in texts:
-                    await self._send({"type": "websocket.send", "text": text})
-                self.sending_since_s = None
-            if self._is_going_away and not self._generations:
-                self.drop("going_away")
-            if self._parting:
-                self.drop(self._parting)
+    def pulse(self) -> None:
+        """Write what is ready, if the client reads."""
+        self._is_asked = False
+        now_s = self._gateway.clock.monotonic()
+        if not self._wire.is_writable:
+            self.sending_since_s = self.sending_since_s or now_s
+            return
+        self.sending_since_s = None
+        payloads, self._payloads = self._payloads, []
+        self.pending_bytes -= sum(map(len, payloads))
+        ready, self._ready = self._ready, []
+        for stream in ready:
+            self._collect(stream, now_s, payloads)
+        if payloads:
+            self._wire.write(payloads)
+        if self._is_going_away and not self._generations:
+            self.drop("going_away")
+        if self._parting:
+            self.drop(self._parting)
 
-    def _collect(self, stream: OpenStream, now_s: float, texts: list[str]) -> None:
+    def _ask_for_pulse(self) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.pulse.ask(self)
+
+    def _collect(self, stream: OpenStream, now_s: float, payloads: list[bytes]) -> None:
         """Append what an answer has for its client, its end last."""
         answer = stream.owner
         assert isinstance(answer, Answer)
@@ -260,18 +267,18 @@ class SocketSession(Client):
         if self._generations.get(generation.id) is not generation:
             return
         if stream is answer.choices[0].stream:
-            generation.notes_of(stream, texts)
+            generation.notes_of(stream, payloads)
         for part in answer.take(now_s):
-            text = generation.say(part)
-            if text:
-                texts.append(text)
+            payload = generation.say(part)
+            if payload:
+                payloads.append(payload)
         if not answer.ended:
             return
         if answer.must_conclude:
             generation.is_concluding = True
             self._spawn(self._conclude(generation, answer), generation)
         else:
-            texts.append(encode_message(self._end(generation, answer)))
+            payloads.append(encode_message(self._end(generation, answer)))
 
     async def _conclude(self, generation: Generation, answer: Answer) -> None:
         await answer.conclude()

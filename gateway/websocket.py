@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from gateway.http import JSON, Receive, Scope, Send
 from gateway.identity import token_of
 from gateway.parsing import decode
 from gateway.socket_session import SocketSession
+from gateway.wires import WIRE_EXTENSION, Wire
 from schemas.errors import MillraceError, ParameterError
 from schemas.websocket import (
     SUBPROTOCOL,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/ws"
 _LOOSE = msgspec.json.Decoder()
-_PONG = msgspec.json.encode(Pong()).decode()
+_PONG = msgspec.json.encode(Pong())
 _MESSAGE_TYPES = ("authenticate", "generate", "resume", "cancel", "ping")
 _KEY_WITHIN_S = 10.0
 _NORMAL_CODES = (1000, 1001, 1005)
@@ -63,7 +63,7 @@ class WebSocketHandler:
         self._gateway.metrics.requests.labels(ROUTE, "101").inc()
         self._per_address[address] += 1
         try:
-            await self._serve(receive, send, caller)
+            await self._serve(scope["extensions"][WIRE_EXTENSION], receive, send, caller)
         finally:
             self._per_address[address] -= 1
             if not self._per_address[address]:
@@ -85,24 +85,20 @@ class WebSocketHandler:
             return None
         return await gateway.identity.caller(scope)
 
-    async def _serve(self, receive: Receive, send: Send, caller: Caller | None) -> None:
+    async def _serve(self, wire: Wire, receive: Receive, send: Send, caller: Caller | None) -> None:
         gateway = self._gateway
-        session = SocketSession(gateway, send, caller)
+        session = SocketSession(gateway, wire, caller)
         gateway.sockets.add(session)
         if gateway.draining:
             session.announce_going_away()
-        sender = asyncio.create_task(session.send_all())
         hold = True
         try:
-            code = await self._read(receive, session, sender)
+            code = await self._read(receive, session)
             hold = code not in _NORMAL_CODES
         finally:
+            wire.on_writable = None
             gateway.sockets.discard(session)
             session.close(hold=hold)
-            sender.cancel()
-            # OSError: the client went away under a write.
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await sender
         if session.dropped:
             await send(
                 {
@@ -112,18 +108,16 @@ class WebSocketHandler:
                 }
             )
 
-    async def _read(
-        self, receive: Receive, session: SocketSession, sender: asyncio.Task[None]
-    ) -> int:
-        """Handle messages until the client leaves, is dropped or cannot be written to; the code
-        that it closed with, 0 if it did not."""
+    async def _read(self, receive: Receive, session: SocketSession) -> int:
+        """Handle messages until the client leaves or is dropped; the code that it closed with, 0 if
+        it did not."""
         dropped = asyncio.create_task(session.wait_dropped())
         late = asyncio.get_running_loop().call_later(_KEY_WITHIN_S, _drop_stranger, session)
         try:
             while True:
                 reading = asyncio.ensure_future(receive())
-                await asyncio.wait((reading, dropped, sender), return_when=asyncio.FIRST_COMPLETED)
-                if dropped.done() or sender.done():
+                await asyncio.wait((reading, dropped), return_when=asyncio.FIRST_COMPLETED)
+                if dropped.done():
                     reading.cancel()
                     return 0
                 event = reading.result()
@@ -157,7 +151,7 @@ class WebSocketHandler:
         elif isinstance(message, CancelGeneration):
             session.cancel(message.id)
         else:
-            session.say_text(_PONG)
+            session.say_payload(_PONG)
         if refused is not None:
             session.say(refused)
 

@@ -1,0 +1,82 @@
+"""Writing to a connection at once, past the server's awaitable ``send``: what a token costs.
+
+An ASGI ``send`` is a task's turn of the event loop and a message built and taken apart. On the
+path of tokens a connection's own protocol lends its transport instead; all else goes by ``send``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+WIRE_EXTENSION = "millrace.wire"
+
+logger = logging.getLogger(__name__)
+
+_TEXT = 0x81  # a whole message of text, RFC 6455, section 5.2
+
+
+class Wire(Protocol):
+    """``on_writable`` is called when the client has read enough for more to be written."""
+
+    on_writable: Callable[[], None] | None
+
+    @property
+    def is_writable(self) -> bool: ...
+
+    def write(self, payloads: list[bytes]) -> None:
+        """Never waits; what is written while it is not writable piles up in memory."""
+
+
+def text_frames(payloads: list[bytes]) -> bytes:
+    """Each payload, in UTF-8, as an unmasked WebSocket message."""
+    pieces: list[bytes] = []
+    for payload in payloads:
+        size = len(payload)
+        if size < 126:
+            pieces.append(bytes((_TEXT, size)))
+        elif size < 65_536:
+            pieces.append(b"%c\x7e%b" % (_TEXT, size.to_bytes(2, "big")))
+        else:
+            pieces.append(b"%c\x7f%b" % (_TEXT, size.to_bytes(8, "big")))
+        pieces.append(payload)
+    return b"".join(pieces)
+
+
+def chunk(payloads: list[bytes]) -> bytes:
+    """The payloads as one chunk of a body in chunked transfer coding, RFC 9112, section 7.1."""
+    body = payloads[0] if len(payloads) == 1 else b"".join(payloads)
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+class Pulsed(Protocol):
+    """Somebody who may have something to write."""
+
+    def pulse(self) -> None: ...
+
+    def drop(self, reason: str) -> None: ...
+
+
+class Pulse:
+    """Calls everybody who asked for it in the next turn of the event loop, together: what one
+    message from the bus has for hundreds of clients costs one turn, and no task is woken."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Pulsed] = []
+
+    def ask(self, client: Pulsed) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(client)
+
+    def _run(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for client in waiting:
+            try:
+                client.pulse()
+            except Exception:
+                # One client's trouble must not keep the others from being written to.
+                logger.exception("a client could not be written to")
+                client.drop("failed")
