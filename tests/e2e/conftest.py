@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -15,11 +19,29 @@ from tests.e2e.weather import weather_tools
 from tests.support.system import System
 
 
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
 @pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def examples() -> Iterator[str]:
+    """The origin at which the documents' examples are served."""
+    handler = partial(_Quiet, directory="docs/examples")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory, examples: str) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("system")
     tools, settings = folder / "tools.yaml", folder / "settings.yaml"
-    settings.write_text(json.dumps({"gateway": {"tools": str(tools)}}))
+    gateway = {"tools": str(tools), "allowed_origins": [examples]}
+    settings.write_text(json.dumps({"gateway": gateway}))
     arguments = ("--port", "18000", "--config", str(settings))
     with weather_tools() as catalogue:
         tools.write_text(catalogue)

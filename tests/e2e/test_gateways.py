@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import signal
 import uuid
 from collections.abc import Iterator
@@ -154,3 +155,17 @@ async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: Pair) -> 
     assert again.text.endswith("data: [DONE]\n\n")
     assert other.status_code == 409
     assert other.json()["error"]["code"] == "idempotency_conflict"
+
+
+def test_the_example_of_the_documents_goes_on_after_a_kill(pair: Pair) -> None:
+    example = runpy.run_path("docs/examples/resume_stream.py")
+    options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    pieces = []
+    for number, piece in enumerate(
+        example["answer"](pair.system.http, "What is TTFT? 0", **options)
+    ):
+        pieces.append(piece)
+        if number == 3:
+            killed = [pair.system.kill(gateway) for gateway in ("gateway-1", "gateway-2")]
+    assert len(killed) == 2
+    assert "".join(pieces) == pair.undisturbed[0].text
