@@ -49,6 +49,9 @@ _ERRORS = {
     503: "Something that is needed is away, or the gateway shuts down; nothing was accepted.",
     504: "The answer was not there in time.",
 }
+_STREAMED = (
+    "Done. With stream: true, events: the data of each is an x-event, [DONE] or an ErrorBody."
+)
 _REQUEST_ID: Schema = {
     "description": "The id under which the request is known here.",
     "schema": {"type": "string"},
@@ -183,16 +186,13 @@ def _operation(one: Operation, schema_of: dict[Any, Schema]) -> Schema:
         operation["requestBody"] = {"required": True, "content": {one.body_type: media}}
     content: Schema = {one.answer_type: {"schema": schema(one.answer)}}
     if one.event is not None:
-        events = "With stream: true; the data of each event is an x-event, [DONE] or an ErrorBody."
-        content[_SSE] = {
-            "schema": {"type": "string", "description": events},
-            "x-event": schema(one.event),
-        }
+        # Before OpenAPI 3.2 a schema can tell of the whole stream only.
+        content[_SSE] = {"x-event": schema(one.event)}
     headers = ["x-request-id"]
     if one.is_generation or one.tag == "embeddings":
         headers += _RATE_LIMITS
     answer = {
-        "description": "Done.",
+        "description": _STREAMED if one.is_generation else "Done.",
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},
         "content": content,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from gateway.openapi_operation import Schema
 from schemas.embeddings import MAX_INPUTS
@@ -24,6 +25,19 @@ from schemas.tools import MAX_TOOLS
 REF = "#/components/schemas/{name}"
 
 _UNHONOURED = "Known, but not honoured: leave it out, or give a value that asks for nothing."
+# Of fields that are known but not honoured: the values that ask for nothing, beside null.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([], {}),
+    "background": (False,),
+    "context_management": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([], {}),
+    "include_obfuscation": (False,),
+    "modalities": ([], ["text"]),
+    "reasoning": ({},),
+    "store": (False,),
+    "suffix": ("",),
+}
 _TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _ONE_PROMPT: list[Schema] = [{"type": "string"}, _TOKEN_IDS]
 _JSON_SCHEMA: Schema = {"type": "object", "description": "A JSON Schema."}
@@ -45,7 +59,7 @@ SAMPLING: dict[str, Schema] = {
 }
 _GENERATION: dict[str, Schema] = SAMPLING | {
     "user": {"maxLength": MAX_LABEL_CHARACTERS},
-    "session_id": {"minLength": 1, "maxLength": MAX_LABEL_CHARACTERS},
+    "session_id": {"maxLength": MAX_LABEL_CHARACTERS},
     "session_keep": {"minimum": 0},
     "service_tier": {"enum": ["auto", "default", "flex", "priority", *Tier, None]},
     "stop": {"maxItems": MAX_STOP_STRINGS},
@@ -175,16 +189,17 @@ def refine(name: str, component: Schema) -> Schema:
     if "properties" in refined:
         known = FIELDS.get(name, {})
         refined["properties"] = {
-            field: _refined(schema, known.get(field))
+            field: _refined(field, schema, known.get(field))
             for field, schema in refined["properties"].items()
         }
     return refined
 
 
-def _refined(schema: Schema, more: Schema | None) -> Schema:
+def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
+    if more is None and schema == {"default": None}:
+        return {"enum": [None, *NEUTRAL.get(field, ())], "description": _UNHONOURED, **schema}
     if more is None:
-        is_open = schema == {"default": None}
-        return {"type": "null", "description": _UNHONOURED, **schema} if is_open else schema
+        return schema
     if not more.keys() & _KEYWORDS.keys():
         return {**more, **{key: schema[key] for key in ("default",) if key in schema}}
     if "anyOf" in schema:
