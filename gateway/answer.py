@@ -95,7 +95,7 @@ class Answer:
         """Whether all that will ever come has been taken."""
         if self._failure is not None:
             return True
-        return all(choice.end is not None and not choice.pending for choice in self.choices)
+        return not any(choice.end is None or choice.pending for choice in self.choices)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -151,7 +151,7 @@ class Answer:
     @property
     def next_indices(self) -> tuple[int, ...]:
         """The index of the first token of each choice that was not taken yet."""
-        return tuple(choice.next_index for choice in self.choices)
+        return tuple([choice.next_index for choice in self.choices])
 
     def prompt_of(self, choice: int) -> str | tuple[int, ...]:
         """The prompt of a choice, if the ask had a prompt."""
@@ -238,21 +238,33 @@ class Answer:
                 self._asker.streams.finish(choice.stream)
             else:
                 self._asker.streams.leave(choice.stream, "failed")
+        for choice in self.choices:
+            if choice.stream.ended:
+                self._part(choice.stream)
+        self.owner = None
         self._asker.forget(self)
 
     # --- what the table of streams tells ---
 
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this answer has left the table: settle what was reserved for it."""
-        if not self._rounds and all(choice.stream.ended for choice in self.choices):
-            self._asker.forget(self)
+        self._part(stream)
         usage = _usage_of(stream)
         if stream.request_id not in self._first_ids():
             self._asker.settle(stream.request_id, self, [usage])
-            return
-        self._settled.append(usage)
-        if len(self._settled) == len(self.choices):
-            self._asker.settle(self.request_id, self, self._settled)
+        else:
+            self._settled.append(usage)
+            if len(self._settled) == len(self.choices):
+                self._asker.settle(self.request_id, self, self._settled)
+        if not self._rounds and all(choice.stream.ended for choice in self.choices):
+            self._asker.forget(self)
+
+    def _part(self, stream: OpenStream) -> None:
+        """Let nothing lead from a stream that has ended back here: what is in a circle is freed by
+        the garbage collector only, which comes rarely."""
+        stream.owner = None
+        if self._held:
+            stream.client = _INERT
 
     def _first_ids(self) -> set[str]:
         return {job_id(self.request_id, choice.index, 0) for choice in self.choices}
@@ -357,6 +369,19 @@ class _Nobody(Client):
 
     def drop(self, reason: str) -> None:
         """There is nobody to part with."""
+
+
+class _Inert(Client):
+    """In the place of a client, for streams that have ended."""
+
+    def wake(self, stream: OpenStream) -> None:
+        """Nothing is taken."""
+
+    def drop(self, reason: str) -> None:
+        """There is nobody to part with."""
+
+
+_INERT = _Inert(limit_bytes=0)
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:

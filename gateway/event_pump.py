@@ -53,8 +53,7 @@ class EventPump:
                     self._wire.write([SSE_KEEP_ALIVE])
                 self._has_written = False
         finally:
-            client.on_wake = client.call
-            self._wire.on_writable = None
+            client.on_wake = self._wire.on_writable = None
         return answer.ended and not client.has_left()
 
     def pulse(self) -> None:

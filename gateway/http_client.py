@@ -23,10 +23,10 @@ class HttpClient(Client):
         self._wakeup = asyncio.Event()
         self.gone = ""
         self.going_away = False
-        self.on_wake = self._wakeup.set
+        self.on_wake: Callable[[], None] | None = None
 
     def wake(self, _stream: OpenStream) -> None:
-        self.on_wake()
+        (self.on_wake or self._wakeup.set)()
 
     def call(self) -> None:
         """Have ``wait`` return."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -160,7 +161,7 @@ class _HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        self._wire = _HttpWire(self)
+        self._wire = _HttpWire(self.transport, self.flow)
         extensions: dict[str, Any] = {
             ABORT_EXTENSION: self.transport.abort,
             WIRE_EXTENSION: self._wire,
@@ -178,37 +179,39 @@ class _HttpProtocol(HttpToolsProtocol):
 
 
 class _HttpWire:
-    """A response whose head was sent by ``send``, without a length, and whose end will be."""
+    """A response whose head was sent by ``send``, without a length, and whose end will be.
 
-    def __init__(self, protocol: _HttpProtocol) -> None:
-        self._protocol = protocol
+    Wires know the transport, which forgets its protocol when it closes: so nothing of a connection
+    that is gone waits for the garbage collector.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
         self.on_writable: Callable[[], None] | None = None
 
     @property
     def is_writable(self) -> bool:
-        protocol = self._protocol
-        return not (protocol.flow.write_paused or protocol.transport.is_closing())
+        return not (self._flow.write_paused or self._transport.is_closing())
 
     def write(self, payloads: list[bytes]) -> None:
-        self._protocol.transport.write(chunk(payloads))
+        self._transport.write(chunk(payloads))
 
 
 class _SocketWire:
     """An accepted socket."""
 
-    def __init__(self, protocol: _WebSocketProtocol) -> None:
-        self._protocol = protocol
+    def __init__(self, transport: asyncio.Transport, writable: asyncio.Event) -> None:
+        self._transport = transport
+        self._writable = writable
         self.on_writable: Callable[[], None] | None = None
 
     @property
     def is_writable(self) -> bool:
-        protocol = self._protocol
-        return protocol.writable.is_set() and not (
-            protocol.close_sent or protocol.transport.is_closing()
-        )
+        return self._writable.is_set() and not self._transport.is_closing()
 
     def write(self, payloads: list[bytes]) -> None:
-        self._protocol.transport.write(text_frames(payloads))
+        self._transport.write(text_frames(payloads))
 
 
 class _WebSocketProtocol(WebSocketsSansIOProtocol):
@@ -220,7 +223,7 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
     def handle_connect(self, event: Any) -> None:
         super().handle_connect(event)
         if not self.handshake_complete:
-            self._wire = _SocketWire(self)
+            self._wire = _SocketWire(self.transport, self.writable)
             extensions: dict[str, Any] = {**self.scope["extensions"], WIRE_EXTENSION: self._wire}
             self.scope["extensions"] = extensions
 

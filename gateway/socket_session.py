@@ -259,12 +259,15 @@ class SocketSession(Client):
     def _collect(self, stream: OpenStream, now_s: float, payloads: list[bytes]) -> None:
         """Append what an answer has for its client, its end last."""
         answer = stream.owner
-        assert isinstance(answer, Answer)
+        if not isinstance(answer, Answer):
+            return  # its end was said
         generation = answer.owner
-        assert isinstance(generation, Generation)
-        if generation.answer is not answer or generation.is_concluding:
-            return
-        if self._generations.get(generation.id) is not generation:
+        if (
+            not isinstance(generation, Generation)
+            or generation.answer is not answer
+            or generation.is_concluding
+            or self._generations.get(generation.id) is not generation
+        ):
             return
         if stream is answer.choices[0].stream:
             generation.notes_of(stream, payloads)

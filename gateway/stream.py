@@ -41,7 +41,8 @@ class OpenStream:
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
     client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``).
-    ``owner`` is whatever the client needs to find its way from the stream to what it is a part of.
+    ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
+    until its end is recorded.
     A stream ``from_index`` is one that another connection began: the client has the tokens before
     that. It is ``foreign`` if its frames go to another gateway that lives, so that each news of it
     has to be asked for. While it is ``unattended`` it waits for somebody, at most until

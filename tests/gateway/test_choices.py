@@ -110,8 +110,7 @@ async def test_completion_log_probabilities_with_the_prompt(client: openai.Async
     assert lists is not None
     assert lists.tokens == ["a", "b", "c", "\x00", "\x01", "\x02"]
     assert lists.token_logprobs is not None
-    assert lists.token_logprobs[0] is None
-    assert lists.token_logprobs[1:] == [-0.5] * 5
+    assert [*lists.token_logprobs] == [None, *[-0.5] * 5]
     assert lists.text_offset == [0, 1, 2, 3, 4, 5]
     stream = await client.completions.create(
         model=MODEL, prompt="abc", echo=True, logprobs=1, stream=True
