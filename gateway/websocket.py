@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from gateway.core import Gateway
 
 ROUTE = "/v1/ws"
-_LOOSE = msgspec.json.Decoder()
 _PONG = msgspec.json.encode(Pong())
 _MESSAGE_TYPES = ("authenticate", "generate", "resume", "cancel", "ping")
 _KEY_WITHIN_S = 10.0
@@ -178,12 +177,11 @@ class WebSocketHandler:
         """The error for a message that is not one, to the id that it names if it can be read; not
         to that of a generation that runs, which would end with it."""
         try:
-            fields = _loose(payload)
+            head = _head(payload)
         except InvalidJsonError as not_json:
             return Error(code=not_json.code, message=not_json.message)
-        named = fields.get("id")
-        known_id = named if isinstance(named, str) and not session.runs(named) else None
-        if fields.get("type") not in _MESSAGE_TYPES:
+        known_id = head.id if isinstance(head.id, str) and not session.runs(head.id) else None
+        if head.type not in _MESSAGE_TYPES:
             text = f"type must be one of {', '.join(_MESSAGE_TYPES)}."
             return Error(code="unknown_message_type", message=text, param="type", id=known_id)
         refusal = refusal_of(error)
@@ -219,7 +217,19 @@ def _drop_stranger(session: SocketSession) -> None:
         session.drop(_UNAUTHENTICATED)
 
 
-def _loose(payload: str | bytes) -> dict[str, Any]:
-    """The message as plain JSON, to find out whom its error is for."""
-    value = decode(_LOOSE, payload)
-    return value if isinstance(value, dict) else {}
+class _Head(msgspec.Struct, frozen=True):
+    """What a message that is none says of itself; what else is in it does not matter."""
+
+    type: Any = None
+    id: Any = None
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+def _head(payload: str | bytes) -> _Head:
+    """To find out whom an error is for. Raises InvalidJsonError."""
+    try:
+        return decode(_HEAD, payload)
+    except ParameterError:
+        return _Head()
