@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from bus import subjects
-from bus.redis_link import RedisAwayError, RedisLink, Script
+from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 from gateway.parsing import Ask
 from gateway.services import ToolOutcome
 from schemas.errors import MillraceError
@@ -75,7 +78,8 @@ _step_decoder = msgspec.msgpack.Decoder(ToolOutcome)
 
 
 class RequestIndex:
-    """Reads and writes over one link. With ``link`` None nothing can be known or claimed."""
+    """Reads and writes over one link. With ``link`` None nothing can be known or claimed. A server
+    that is there but refuses, being full or a replica, counts as away."""
 
     def __init__(self, link: RedisLink | None, idempotency_ttl_s: float) -> None:
         self._link = link
@@ -88,7 +92,7 @@ class RequestIndex:
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
         key = subjects.request_key(state.request_id)
         try:
-            await self._link.call("SET", key, _encoder.encode(state), "EX", ttl_s)
+            await self._call("SET", key, _encoder.encode(state), "EX", ttl_s)
         except RedisAwayError:
             return
 
@@ -96,7 +100,7 @@ class RequestIndex:
         """None for a request that is not known. Raises RedisAwayError."""
         if self._link is None:
             return None
-        stored = await self._link.call("GET", subjects.request_key(request_id))
+        stored = await self._call("GET", subjects.request_key(request_id))
         return None if stored is None else _decoder.decode(stored)
 
     async def put_step(self, request_id: str, call_id: str, result: ToolOutcome) -> None:
@@ -105,8 +109,8 @@ class RequestIndex:
             return
         key = subjects.request_steps_key(request_id)
         try:
-            await self._link.call("HSET", key, call_id, _encoder.encode(result))
-            await self._link.call("EXPIRE", key, _STATE_TTL_S)
+            await self._call("HSET", key, call_id, _encoder.encode(result))
+            await self._call("EXPIRE", key, _STATE_TTL_S)
         except RedisAwayError:
             return
 
@@ -116,7 +120,7 @@ class RequestIndex:
             return None
         try:
             key = subjects.request_steps_key(request_id)
-            stored: bytes | None = await self._link.call("HGET", key, call_id)
+            stored: bytes | None = await self._call("HGET", key, call_id)
         except RedisAwayError:
             return None
         return None if stored is None else _step_decoder.decode(stored)
@@ -126,10 +130,8 @@ class RequestIndex:
 
         Raises IdempotencyConflictError if the earlier one was different, and RedisAwayError.
         """
-        if self._link is None:
-            raise RedisAwayError
         claim_key = subjects.idempotency_key(tenant, key)
-        known: list[bytes] = await self._link.evaluate(
+        known: list[bytes] = await self._evaluate(
             _CLAIM, [claim_key], [digest, request_id, self._idempotency_ttl_s]
         )
         if known[0].decode() != digest:
@@ -141,11 +143,27 @@ class RequestIndex:
         if self._link is None:
             return
         try:
-            await self._link.evaluate(
-                _RELEASE, [subjects.idempotency_key(tenant, key)], [request_id]
-            )
+            await self._evaluate(_RELEASE, [subjects.idempotency_key(tenant, key)], [request_id])
         except RedisAwayError:
             return
+
+    async def _call(self, *command: Argument) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        try:
+            return await self._link.call(*command)
+        except ResponseError as error:
+            raise RedisAwayError from error
+
+    async def _evaluate(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        try:
+            return await self._link.evaluate(script, keys, arguments)
+        except ResponseError as error:
+            raise RedisAwayError from error
 
 
 def digest_of(*parts: bytes) -> str:
