@@ -27,6 +27,7 @@ _LINGER_S = 2.0
 _FORM_BYTES = 64 * 1024  # what a form has around its file
 _MAX_FILENAME_CHARACTERS = 256
 _MAX_PAGE = 10_000
+_NO_CHARSET = "The form is not in the charset that its content-type names; leave charset out."
 _LIST_FIELDS = ("order", "purpose")
 _NS_PER_S = 1_000_000_000
 
@@ -125,6 +126,8 @@ class FilesApi:
             form = await parser.parse()
         except MultiPartException as error:
             raise ParameterError("file", f"The form cannot be read: {error.message}") from error
+        except UnicodeError as error:
+            raise ParameterError("content-type", _NO_CHARSET) from error
         try:
             upload = _checked(dict(form.multi_items()))
             if (upload.size or 0) > limit_bytes:
@@ -257,6 +260,9 @@ def _checked(fields: dict[str, UploadFile | str]) -> UploadFile:
         raise ParameterError(
             "file", f"The file's name must have at most {_MAX_FILENAME_CHARACTERS} characters."
         )
+    if any("\ud800" <= character <= "\udfff" for character in upload.filename or ""):
+        # Some charsets can write halves of characters, which nothing can be made of.
+        raise ParameterError("content-type", _NO_CHARSET)
     if purpose is None:
         raise ParameterError("purpose", "purpose is required; it must be batch.")
     if purpose != FilePurpose.BATCH.value:

@@ -112,6 +112,24 @@ async def test_a_form_that_is_refused(
     assert (await http.get("/v1/files")).json()["data"] == []
 
 
+@pytest.mark.parametrize(
+    ("charset", "filename"),
+    [("undefined", "a"), ("idna", "xn--a-"), ("utf-7", "+2AA-"), ("unicode_escape", "\\ud800")],
+)
+async def test_names_in_a_charset_that_makes_no_text_of_them(
+    http: httpx.AsyncClient, charset: str, filename: str
+) -> None:
+    file = (
+        f'--x\r\ncontent-disposition: form-data; name="file"; filename="{filename}"\r\n\r\n{{}}\r\n'
+    )
+    purpose = '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+    kind = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    answer = await http.post("/v1/files", content=(file + purpose).encode(), headers=kind)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("content-type", "purpose", "file")
+    assert (await http.get("/v1/files")).json()["data"] == []
+
+
 async def test_a_file_that_is_too_large(http: httpx.AsyncClient, front: RunningGateway) -> None:
     too_large = form(files={"file": ("a.jsonl", bytes(LIMIT_BYTES * 2))})
     whole = http.build_request("POST", "/v1/files", **too_large)  # type: ignore[arg-type]
