@@ -115,7 +115,10 @@ def _answer(answer: Grammar) -> str:
             f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
         )
     if isinstance(schema, dict):
-        schema = schema | {_SETTINGS: _STYLE | schema.get(_SETTINGS, {})}
+        settings = schema.get(_SETTINGS, {})
+        if not isinstance(settings, dict):
+            raise ParameterError("response_format", f"{_SETTINGS} of the schema must be an object.")
+        schema = schema | {_SETTINGS: _STYLE | settings}
     return f"answer: %json {json.dumps(schema)}"
 
 

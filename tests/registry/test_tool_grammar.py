@@ -274,6 +274,11 @@ def test_an_answer_s_own_form_where_no_tool_is_called() -> None:
         (Grammar(kind=GrammarKind.REGEX, text="a+"), "tools", "regex grammar does not go with"),
         (Grammar(kind=GrammarKind.EBNF, text='start: "a"'), "tools", "ebnf grammar does not"),
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "response_format", "is no JSON"),
+        (
+            Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"x-guidance": 5}'),
+            "response_format",
+            "x-guidance of the schema must be an object",
+        ),
     ],
 )
 def test_answers_that_do_not_go_with_calls(answer: Grammar, param: str, words: str) -> None:
