@@ -52,9 +52,13 @@ class Persistent(ABC):
 
 
 class SocketClient(Persistent):
-    """Resumes by the index of the first token that it has not got."""
+    """Resumes by the index of the first token that it has not got. ``steps`` tells by call whether
+    the gateway's own tools did well; one just before the break may be told again."""
 
-    text = ""
+    def __init__(self, system: System, question: str, **options: Any) -> None:
+        super().__init__(system, question, **options)
+        self.text = ""
+        self.steps: dict[str, bool] = {}
 
     async def _connect(self) -> Answer | None:
         subprotocols = [websockets.Subprotocol("millrace.v1")]
@@ -90,6 +94,8 @@ class SocketClient(Persistent):
                 assert message["index"] == self.num_tokens, "a token is missing or repeated"
                 self.num_tokens += message["num_tokens"]
                 self.text += message["text"]
+            case "tool_step":
+                self.steps[message["call_id"]] = message["ok"]
             case "done":
                 usage = message["usage"]
                 assert usage["completion_tokens"] == self.num_tokens

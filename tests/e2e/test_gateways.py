@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from tests.e2e.clients import Answer, chat_body
 from tests.e2e.resuming import EventClient, Persistent, SocketClient, WholeClient
+from tests.e2e.weather import weather_tools
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -36,17 +38,20 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("gateways")
+    tools, settings = folder / "tools.yaml", folder / "settings.yaml"
     # Little time to drain, so that answers are cut and have to go on elsewhere.
-    settings = folder / "settings.yaml"
-    settings.write_text("gateway:\n  drain_timeout_s: 0.2\n")
+    gateway = {"drain_timeout_s": 0.2, "tools": str(tools)}
+    settings.write_text(json.dumps({"gateway": gateway}))
     arguments = ("--port", "18200", "--gateways", "2", "--config", str(settings))
-    running = System(folder / "data", arguments=arguments).start()
 
     async def ask_all() -> list[Answer]:
         return await asyncio.gather(*(client.ask() for client in _clients(running)))
 
-    yield Pair(running, asyncio.run(ask_all()))
-    assert running.stop() == 0
+    with weather_tools() as catalogue:
+        tools.write_text(catalogue)
+        running = System(folder / "data", arguments=arguments).start()
+        yield Pair(running, asyncio.run(ask_all()))
+        assert running.stop() == 0
 
 
 def _clients(system: System) -> list[Persistent]:
@@ -138,6 +143,40 @@ async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Pair)
         ("user", "What is TTFT?"),
         ("assistant", answer.text),
     ]
+
+
+async def test_rounds_of_tools_go_on_after_a_kill(pair: Pair) -> None:
+    """The gateways die when the tool's result is in the next prompt, or about to be."""
+    system = pair.system
+
+    def client() -> SocketClient:
+        return SocketClient(
+            system,
+            "What is TTFT?",
+            server_tools=["weather"],
+            tool_choice="required",
+            max_tokens=NUM_TOKENS,
+        )
+
+    undisturbed = await client().ask()
+    killed = client()
+    task = asyncio.create_task(killed.ask())
+    await eventually(lambda: bool(killed.steps))
+    for gateway in ("gateway-1", "gateway-2"):
+        system.kill(gateway)
+    answer = await asyncio.wait_for(task, timeout=60.0)
+    assert killed.num_connections > 1
+    assert (answer.text, answer.completion_tokens) == (
+        undisturbed.text,
+        undisturbed.completion_tokens,
+    )
+    assert list(killed.steps.values()) == [True]
+    query = (
+        "SELECT request_id, status FROM requests FINAL "
+        f"WHERE startsWith(request_id, '{answer.request_id}') ORDER BY request_id"
+    )
+    rounds = [answer.request_id, f"{answer.request_id}-r1"]
+    await eventually(lambda: [row["request_id"] for row in system.sql(query)] == rounds)
 
 
 async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: Pair) -> None:
