@@ -12,9 +12,24 @@ from bus.journal import JournalConflictError
 from gateway.caller import Caller
 from gateway.errors import NotFoundError
 from schemas.batches import Batch, BatchStatus
+from schemas.errors import MillraceError
 
 _ATTEMPTS = 20
 _AT_ONCE = 500
+
+
+class TooManyBatchesError(MillraceError):
+    """The tenant has as many batches that are not finished as it may have."""
+
+    code = "too_many_batches"
+    http_status = 429
+    retryable = True
+    retry_after_s = 60.0
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} batches are not finished, which is the limit. Wait for one, or cancel one."
+        )
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +76,15 @@ class BatchStore:
 
     # --- states ---
 
-    async def create(self, record: BatchRecord) -> None:
-        """From now on every gateway can see it, and one will run it."""
+    async def create(self, record: BatchRecord, max_open: int) -> None:
+        """From now on every gateway can see it, and one will run it. Raises TooManyBatchesError if
+        the tenant then had more than ``max_open`` that are not finished."""
         tenant, batch_id = record.caller.tenant, record.batch.id
-        # In this order there is never a batch that nobody runs.
+        # In this order there is never a batch that nobody runs, and none that was not counted.
         await self._journal.append(subjects.open_batch(tenant, batch_id), b"", after=0)
+        if len(await self.open_batches(tenant)) > max_open:
+            await self._journal.drop(subjects.open_batch(tenant, batch_id))
+            raise TooManyBatchesError(max_open)
         await self._journal.append(
             subjects.batch_state(tenant, batch_id), self._encoder.encode(record), after=0
         )

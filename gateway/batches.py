@@ -79,7 +79,8 @@ class BatchesApi:
             expires_at=now_ns // _NS_PER_S + _WINDOW_S,
             metadata=asked.metadata,
         )
-        await self._store.create(BatchRecord(batch=batch, caller=caller))
+        record = BatchRecord(batch=batch, caller=caller)
+        await self._store.create(record, gateway.config.max_open_batches)
         return json_response(batch)
 
     async def retrieve(self, request: Request) -> Response:

@@ -40,7 +40,7 @@ class FileInUseError(MillraceError):
 
 
 class StorageFullError(MillraceError):
-    """The tenant has as many bytes of files as it may have."""
+    """The tenant has as many files, or bytes of files, as it may have."""
 
     code = "storage_limit_exceeded"
     http_status = 413
@@ -142,14 +142,29 @@ class FilesApi:
                 upload.filename or "",
                 FilePurpose.BATCH,
             )
+            await self._check_still_room(caller.tenant, stored)
         finally:
             await form.close()
         return json_response(stored)
 
-    async def _check_room(self, tenant: str, size_bytes: int) -> None:
-        files = await self._files.files(tenant, await self._files.ids(tenant))
-        stored_bytes = sum(file.bytes for file in files)
-        limit_bytes = self._gateway.config.max_stored_file_bytes
+    async def _check_still_room(self, tenant: str, stored: FileObject) -> None:
+        """Others may have been uploaded meanwhile: those that no more fit together go again."""
+        try:
+            await self._check_room(tenant, stored.bytes, besides=stored.id)
+        except StorageFullError:
+            await self._files.delete(tenant, stored.id)
+            raise
+
+    async def _check_room(self, tenant: str, size_bytes: int, besides: str = "") -> None:
+        """Raises StorageFullError if a file of this size is too much beside the tenant's others."""
+        config = self._gateway.config
+        ids = [one for one in await self._files.ids(tenant) if one != besides]
+        if len(ids) >= config.max_stored_files:
+            raise StorageFullError(
+                f"{len(ids)} files are kept, which is the limit. Delete some first."
+            )
+        stored_bytes = sum(file.bytes for file in await self._files.files(tenant, ids))
+        limit_bytes = config.max_stored_file_bytes
         if stored_bytes + size_bytes > limit_bytes:
             raise StorageFullError(
                 f"{stored_bytes} bytes of files are kept and {size_bytes} would be more than the "

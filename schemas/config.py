@@ -69,10 +69,12 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """``gateway_id`` empty: one is drawn at start. ``auth`` "auto" demands API keys unless ``host``
     is loopback, "required" always does, "none" never does; ``tiers`` are the limits of tenants of
     each tier (see ``schemas.tenants``). Sizes bound what one client may send or make us hold.
-    ``max_file_bytes`` is for an uploaded file, ``max_stored_file_bytes`` for all of a tenant's.
+    ``max_file_bytes`` is for an uploaded file, ``max_stored_file_bytes`` for all of a tenant's,
+    which are ``max_stored_files`` at most.
 
-    A gateway works on ``max_batches_at_once`` batches, on ``batch_lines_at_once`` requests of each.
-    One that dies is noticed after ``batch_lease_s``, a new batch within ``batch_scan_s``.
+    A tenant has at most ``max_open_batches`` batches that are not finished. A gateway works on
+    ``max_batches_at_once`` of all, on ``batch_lines_at_once`` requests of each. One that dies is
+    noticed after ``batch_lease_s``, a new batch within ``batch_scan_s``.
 
     A session is kept for ``session_ttl_s`` after its last request and holds at most
     ``session_max_bytes`` and ``session_max_messages``. Its prompt leaves a completion of no stated
@@ -117,6 +119,8 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     response_max_bytes: int = 8 * 1024 * 1024
     max_file_bytes: int = 100 * 1024 * 1024
     max_stored_file_bytes: int = 10 * 1024 * 1024 * 1024
+    max_stored_files: int = 10_000
+    max_open_batches: int = 100
     max_batches_at_once: int = 8
     batch_lines_at_once: int = 128
     batch_lease_s: float = 10.0

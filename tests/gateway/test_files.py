@@ -168,6 +168,31 @@ async def test_more_than_a_tenant_may_keep() -> None:
         assert again.status_code == 200
 
 
+async def test_more_files_than_a_tenant_may_keep() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_stored_files=2)) as running,
+        httpx.AsyncClient(base_url=running.url) as http,
+    ):
+        answers = [await http.post("/v1/files", **form()) for _ in range(3)]  # type: ignore[arg-type]
+        assert [answer.status_code for answer in answers] == [200, 200, 413]
+        assert answers[2].json()["error"]["code"] == "storage_limit_exceeded"
+
+
+async def test_uploads_at_the_same_time_do_not_pass_the_limit_together() -> None:
+    async with (
+        running_gateway(GatewayConfig(max_stored_file_bytes=1_000_000)) as running,
+        httpx.AsyncClient(base_url=running.url) as http,
+    ):
+        upload = form(files={"file": ("a", bytes(600_000))})
+        answers = await asyncio.gather(
+            *(http.post("/v1/files", **upload) for _ in range(6))  # type: ignore[arg-type]
+        )
+        num_stored = sum(answer.status_code == 200 for answer in answers)
+        assert num_stored <= 1
+        assert {answer.status_code for answer in answers} <= {200, 413}
+        assert len((await http.get("/v1/files")).json()["data"]) == num_stored
+
+
 async def test_a_client_that_leaves_in_the_middle(front: RunningGateway) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", front.server.port)
     writer.write(

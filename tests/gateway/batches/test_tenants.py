@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
+import msgspec
+import openai
 
 from bus.tenants import TenantStore
 from schemas.config import GatewayConfig, RedisConfig
@@ -106,3 +110,36 @@ async def test_nobody_sees_another_tenants_batches_and_files(redis: RedisConfig)
                 assert len(own.json()["data"]) == 1
             refused = await http.post(f"{base}/batches", json=body, headers=as_stranger)
             assert refused.json()["error"]["param"] == "input_file_id"
+
+
+async def test_a_tenant_has_so_many_open_batches(redis: RedisConfig) -> None:
+    config = msgspec.structs.replace(DEMANDING, max_open_batches=2)
+    connect = in_memory()
+    async with batch_gateway(connect, redis, config) as front, batch_worker(connect) as worker:
+        await key(front, "acme")
+        worker.gate.clear()
+        lines = [chat_line("a", "hi")]
+        batches = [await front.begin(lines) for _ in range(2)]
+        file_id = batches[0].input_file_id
+        begun = await asyncio.gather(
+            *(
+                front.client.batches.create(
+                    input_file_id=file_id,
+                    endpoint="/v1/chat/completions",
+                    completion_window="24h",
+                )
+                for _ in range(3)
+            ),
+            return_exceptions=True,
+        )
+        for error in begun:
+            assert isinstance(error, openai.RateLimitError)
+            assert error.code == "too_many_batches"
+            assert error.response.headers["retry-after"] == "60"
+        await key(front, "other")
+        await front.begin(lines)
+        worker.release()
+        await key(front, "acme")
+        for batch in batches:
+            assert (await front.end(batch)).status == "completed"
+        await front.end(await front.begin(lines))
