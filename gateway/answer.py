@@ -95,6 +95,9 @@ class Answer:
         """Whether all that will ever come has been taken."""
         if self._failure is not None:
             return True
+        first = self.choices[0]
+        if first.end is None or first.pending:
+            return False  # the usual answer while tokens come, at no cost
         return not any(choice.end is None or choice.pending for choice in self.choices)
 
     @property

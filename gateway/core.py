@@ -106,6 +106,23 @@ class Gateway:
         self._handovers: Subscription | None = None
         self.metrics.watch(self.streams, self.fleet)
         self.metrics.watch_limits(self.limiter)
+        self.metrics.watch_sizes(
+            {
+                "millrace_open_sockets": ("WebSockets that are open", lambda: len(self.sockets)),
+                "millrace_kept_answers": (
+                    "Answers whose end nobody has taken",
+                    lambda: len(self.asker.answers()),
+                ),
+                "millrace_tasks": (
+                    "Tasks of the event loop",
+                    lambda: len(asyncio.all_tasks()),
+                ),
+                "millrace_unsettled_reservations": (
+                    "Reservations that wait for Redis to be settled",
+                    lambda: self.limiter.num_unsettled,
+                ),
+            }
+        )
 
     @property
     def draining(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -95,6 +95,10 @@ class Metrics:
         """Report what was refused and done without Redis at every scrape."""
         self._registry.register(_Limits(limiter))
 
+    def watch_sizes(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
+        """Report what is held, each a gauge of a name with what it is and how to count it."""
+        self._registry.register(_Sizes(sizes))
+
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
         model = stream.job.model
@@ -145,6 +149,19 @@ class _PresentState(Collector):
         workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
         workers.add_metric([], len(self._fleet.live_workers()))
         yield workers
+
+
+class _Sizes(Collector):
+    """How much of what is held."""
+
+    def __init__(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
+        self._sizes = sizes
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (what, count) in self._sizes.items():
+            gauge = GaugeMetricFamily(name, what)
+            gauge.add_metric([], count())
+            yield gauge
 
 
 class _Limits(Collector):
