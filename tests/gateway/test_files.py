@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from bus.api import StoredObject
 from bus.memory import MemoryBroker, MemoryBus
 from gateway.files import Files
 from gateway.paging import created_ms, new_ordered_id
@@ -178,14 +180,24 @@ async def test_more_files_than_a_tenant_may_keep() -> None:
         assert answers[2].json()["error"]["code"] == "storage_limit_exceeded"
 
 
-async def test_uploads_at_the_same_time_do_not_pass_the_limit_together() -> None:
+async def test_uploads_at_the_same_time_do_not_pass_the_limit_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with (
-        running_gateway(GatewayConfig(max_stored_file_bytes=1_000_000)) as running,
+        running_gateway(GatewayConfig(max_stored_file_bytes=10)) as running,
         httpx.AsyncClient(base_url=running.url) as http,
     ):
-        upload = form(files={"file": ("a", bytes(600_000))})
+        objects, both_found_room = running.gateway.bus.objects, asyncio.Barrier(2)
+        put = objects.put
+
+        async def put_together(*args: Any, **named: Any) -> StoredObject:
+            await both_found_room.wait()
+            return await put(*args, **named)
+
+        monkeypatch.setattr(objects, "put", put_together)
+        upload = form(files={"file": ("a", b"x" * 6)})
         answers = await asyncio.gather(
-            *(http.post("/v1/files", **upload) for _ in range(6))  # type: ignore[arg-type]
+            *(http.post("/v1/files", **upload) for _ in range(2))  # type: ignore[arg-type]
         )
         num_stored = sum(answer.status_code == 200 for answer in answers)
         assert num_stored <= 1
