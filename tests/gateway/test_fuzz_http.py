@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
+from redis import Redis
 from schemathesis import Case, CheckContext, GenerationMode, Response
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
@@ -118,7 +119,10 @@ async def _rows(query: TelemetryQuery) -> TelemetryAnswer:
 
 @pytest.fixture(scope="module")
 def served(redis_server: RedisServer) -> Iterator[Served]:
-    made = Served(RedisConfig(url=f"{redis_server.url}/0"))
+    url = f"{redis_server.url}/0"
+    with Redis.from_url(url) as redis:
+        redis.flushall()  # what is known there of requests belongs to the bus of another test
+    made = Served(RedisConfig(url=url))
     made.start()
     try:
         yield made
