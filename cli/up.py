@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import fcntl
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ async def _run(plan: Plan) -> int:
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            _greet(starting.result(), plan)
+            _say(greeting(starting.result(), plan))
             await stopping
     except (StartError, OSError, TimeoutError) as error:
         print(f"millrace up: {error or 'a test request was not answered'}", file=sys.stderr)
@@ -141,23 +142,32 @@ async def _run(plan: Plan) -> int:
     return 0
 
 
-def _greet(endpoints: Endpoints, plan: Plan) -> None:
+def greeting(endpoints: Endpoints, plan: Plan) -> str:
+    """What to tell whoever started it: where everything is, and a first request to try."""
+    from gateway.identity import demands_keys
+
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
     body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'
-    _say(
-        f"""
+    keys, header = "", ""
+    if demands_keys(plan.config.gateway):
+        data = shlex.quote(_shown(plan.data))
+        keys = (
+            "\n  API keys     are demanded. Make one, with --admin for the operations page:\n"
+            f"               millrace keys create --tenant NAME --data {data}\n"
+        )
+        header = " -H 'Authorization: Bearer mr-…'"
+    return f"""
 Millrace is ready.
 
   chat page    {endpoints.http}/
   operations   {endpoints.http}/ops
   OpenAI API   {endpoints.http}/v1
-
-  curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json' \\
+{keys}
+  curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'
 
 Ctrl-C stops everything.
 """
-    )
 
 
 def _take_lock(lock: TextIO, data: Path) -> None:

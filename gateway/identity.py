@@ -72,10 +72,10 @@ class Identity:
         self._store = None if link is None else TenantStore(link)
         self._tiers = config.tiers
         self._clock = clock
-        is_loopback = _is_loopback(config.host)
-        self.demands_keys = config.auth == "required" or (config.auth == "auto" and not is_loopback)
+        self.demands_keys = demands_keys(config)
         # Whoever can reach a gateway from afar is not its operator.
-        self._keyless = LOCAL if is_loopback else msgspec.structs.replace(LOCAL, is_admin=False)
+        is_local = _is_loopback(config.host)
+        self._keyless = LOCAL if is_local else msgspec.structs.replace(LOCAL, is_admin=False)
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     async def caller(self, scope: Scope) -> Caller:
@@ -165,6 +165,11 @@ def unknown_key() -> AuthenticationError:
 def revoked_key(key_id: str) -> AuthenticationError:
     """What to tell whoever comes with a revoked key."""
     return AuthenticationError(f"The API key {key_id} was revoked. Use another one.")
+
+
+def demands_keys(config: GatewayConfig) -> bool:
+    """Whether a gateway that is set up so serves only callers with an API key."""
+    return config.auth == "required" or (config.auth == "auto" and not _is_loopback(config.host))
 
 
 def _is_loopback(host: str) -> bool:

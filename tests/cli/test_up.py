@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from cli.main import main
+from cli.endpoints import Endpoints
+from cli.main import build_parser, main
 from cli.models import catalogue_for
+from cli.stack import Plan
+from cli.up import greeting
 from registry.catalogue import load_catalogue
+from schemas.config import Config, GatewayConfig
 from tests.support.checkpoints_made import write_checkpoint
 
 
@@ -71,3 +77,23 @@ def test_a_data_folder_that_cannot_be_made_is_refused(
     (tmp_path / "file").write_text("")
     assert main(["up", "--data", str(tmp_path / "file")]) == 2
     assert "cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "demanded"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_who_needs_a_key_is_told_how_to_make_one(host: str, demanded: bool, tmp_path: Path) -> None:
+    endpoints = Endpoints(
+        http="http://127.0.0.1:8000",
+        nats="nats://127.0.0.1:4222",
+        redis="redis://127.0.0.1:6379/0",
+        kafka="127.0.0.1:9092",
+        clickhouse="http://127.0.0.1:8123",
+    )
+    config = Config(gateway=GatewayConfig(host=host))
+    said = greeting(endpoints, Plan(data=tmp_path / "a folder", config=config, models=("demo",)))
+    assert "http://127.0.0.1:8000/ops" in said
+    assert ("Authorization" in said) is demanded
+    commands = re.findall(r"^ *millrace (keys .+)$", said, re.MULTILINE)
+    assert len(commands) == demanded
+    for command in commands:
+        parsed = build_parser().parse_args(shlex.split(command))
+        assert parsed.data == tmp_path / "a folder"
