@@ -64,7 +64,7 @@ class Resuming:
         """The answer from ``next_indices`` on, one for each choice. Whoever had it before gets
         nothing more of it.
 
-        Raises UnknownRequestError, ParameterError for another number of choices, RedisAwayError.
+        Raises UnknownRequestError, ParameterError for indices that cannot be, RedisAwayError.
         """
         state = await self._state_of(request_id)
         if state is None or state.tenant != caller.tenant:
@@ -75,6 +75,8 @@ class Resuming:
             raise ParameterError(
                 "next_index", f"This request has {num_choices} choices: give an index for each."
             )
+        if min(next_indices) < 0:
+            raise ParameterError("next_index", "next_index must not be negative.")
         model = await self._models.get(ask.model)
         is_dead = False
         if state.holder != self._gateway_id:

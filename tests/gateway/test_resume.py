@@ -262,13 +262,14 @@ async def test_only_the_owner_may_resume_and_what_is_unknown_is_said(
     assert (error["code"], error["param"], error["id"]) == ("request_not_found", "request_id", "b")
 
 
-async def test_the_number_of_choices_must_fit(pair: Pair) -> None:
+@pytest.mark.parametrize("next_index", [[1], [], [0, 0, 0], 0, [0, -1]])
+async def test_an_index_of_each_choice_must_be_given(pair: Pair, next_index: Any) -> None:
     reading = Reading()
     pair.worker.gate.clear()
     async with opened(pair.first) as socket:
         await send(socket, "generate", id="a", model=MODEL, prompt=_TEXT, n=2)
         reading.take(await until(socket, "accepted"))
-        await send(socket, "resume", id="b", request_id=reading.request_id, next_index=[1])
+        await send(socket, "resume", id="b", request_id=reading.request_id, next_index=next_index)
         error = (await until(socket, "error"))[-1]
         assert (error["code"], error["param"]) == ("invalid_parameter", "next_index")
         pair.worker.gate.set()
