@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -31,6 +32,7 @@ from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError, ParameterError
 from schemas.frames import Usage
 from schemas.jobs import ChatMessage, Job, Source, Tier
+from schemas.sessions import SessionInfo
 from schemas.tools import ToolCall, ToolChoice, ToolMode
 
 _log = logging.getLogger(__name__)
@@ -118,52 +120,64 @@ class Asker:
             raise DrainingError("This gateway is shutting down. Send the request again.")
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
         model = await self._models.get(ask.model)
-        session = None
-        if ask.session_id:
-            fitted = await self._sessions.begin(caller, ask, model, request_id)
-            session, ask = fitted.info, replace(ask, messages=fitted.messages)
-        state = RequestState(
-            request_id=request_id,
-            tenant=caller.tenant,
-            origin=self._gateway_id,
-            holder=self._gateway_id,
-            source=source,
-            tier=tier_of(ask, caller),
-            created_ns=received_ns,
-            deadline_ns=received_ns + round(self._config.request_timeout_s * _NS_PER_S),
-            keep_result=bool(idempotency_key or ask.server_tools),
-            ask=ask if ask.server_tools or ask.echo else _without_prompt(ask),
-            session=session,
-            idempotency_key=idempotency_key,
-        )
-        jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
-        self._check_door(ask.model)
-        headers = await self._reserve(caller, request_id, model, jobs)
-        answer = Answer(
-            self,
-            ask,
-            caller,
-            model,
-            request_id,
-            received_ns // _NS_PER_S,
-            session=session,
-            headers=headers,
-            idempotency_key=idempotency_key,
-            owner=owner,
-        )
-        for index, job in enumerate(jobs):
-            # Once published, text is of no use here any more: ids say it all.
-            stream = self.streams.open(
-                replace(job, prompt_token_ids=()), client, received_s, answer
+        async with self._in_session(ask, caller, model, request_id) as (session, ask):
+            state = RequestState(
+                request_id=request_id,
+                tenant=caller.tenant,
+                origin=self._gateway_id,
+                holder=self._gateway_id,
+                source=source,
+                tier=tier_of(ask, caller),
+                created_ns=received_ns,
+                deadline_ns=received_ns + round(self._config.request_timeout_s * _NS_PER_S),
+                keep_result=bool(idempotency_key or ask.server_tools),
+                ask=ask if ask.server_tools or ask.echo else _without_prompt(ask),
+                session=session,
+                idempotency_key=idempotency_key,
             )
-            answer.choices.append(self.choice(answer, index, stream))
-        self.keep(answer, state)
+            jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
+            self._check_door(ask.model)
+            headers = await self._reserve(caller, request_id, model, jobs)
+            answer = Answer(
+                self,
+                ask,
+                caller,
+                model,
+                request_id,
+                received_ns // _NS_PER_S,
+                session=session,
+                headers=headers,
+                idempotency_key=idempotency_key,
+                owner=owner,
+            )
+            for index, job in enumerate(jobs):
+                # Once published, text is of no use here any more: ids say it all.
+                stream = self.streams.open(
+                    replace(job, prompt_token_ids=()), client, received_s, answer
+                )
+                answer.choices.append(self.choice(answer, index, stream))
+            self.keep(answer, state)
+            try:
+                await self._publish(answer, jobs, state)
+            except BaseException:
+                self.forget(answer)
+                raise
+            return answer
+
+    @asynccontextmanager
+    async def _in_session(
+        self, ask: Ask, caller: Caller, model: ServedModelLike, request_id: str
+    ) -> AsyncGenerator[tuple[SessionInfo | None, Ask]]:
+        """The ask behind what its session holds, which keeps nothing of an ask that is refused."""
+        if not ask.session_id:
+            yield None, ask
+            return
+        fitted = await self._sessions.begin(caller, ask, model, request_id)
         try:
-            await self._publish(answer, jobs, state)
+            yield fitted.info, replace(ask, messages=fitted.messages)
         except BaseException:
-            self.forget(answer)
+            self.spawn(self._sessions.abandon(caller.tenant, ask.session_id, request_id))
             raise
-        return answer
 
     def choice(self, answer: Answer, index: int, stream: OpenStream, from_index: int = 0) -> Choice:
         """A choice that reads tool calls if the answer may have any."""
@@ -190,10 +204,10 @@ class Asker:
         request_id = job_id(answer.request_id, choice.index, number)
         messages = (*(ask.messages or ()), *turns)
         ask = replace(ask, messages=messages, tool_choice=tool_choice)
-        first = replace(choice.stream.job, request_id=request_id)
+        former = choice.stream.job
+        first = replace(former, request_id=request_id, reply=self._gateway_id)
         job = await self.maker.prepare(with_prompt(first, ask), ask, answer.model, caller)
-        seed = choice.stream.job.sampling.seed
-        job = replace(job, sampling=replace(job.sampling, seed=seed))
+        job = replace(job, sampling=replace(job.sampling, seed=former.sampling.seed))
         self._check_door(job.model)
         await self._reserve(caller, request_id, answer.model, [job])
         from_index = max(0, choice.next_index - choice.num_tokens)
@@ -211,6 +225,8 @@ class Asker:
             self._limiter.settle_soon(request_id, None, None)
             raise
         if published.duplicate:
+            # Whoever had the answer before was first, and may be who its frames are sent to.
+            stream.job = replace(stream.job, reply=former.reply)
             self.streams.follow(stream)
         self.streams.accept(stream)
         return stream

@@ -223,11 +223,23 @@ class SessionStore:
         if num_bytes > self._config.session_max_bytes:
             raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
 
+    def _check_not_full(self, session: Session) -> None:
+        """Requests at the same time all found room: what they add may pass the bounds once."""
+        num_messages = len(session.messages)
+        if num_messages > self._config.session_max_messages:
+            raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
+        if session.num_bytes > self._config.session_max_bytes:
+            raise SessionTooLargeError(session.num_bytes, self._config.session_max_bytes, "bytes")
+
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
         key = subjects.session_turn_key(tenant, session_id, request_id)
         data = await _encoded(turn)
         await self._call("SET", key, data, "PX", self._turn_ttl_ms)
+
+    async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
+        """The request was refused: it adds nothing."""
+        await self._call("DEL", subjects.session_turn_key(tenant, session_id, request_id))
 
     async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
         """What a request adds; None if that was done, or its time is over. Raises
@@ -241,7 +253,8 @@ class SessionStore:
         """The conversation with the turn in it; None if it was deleted since the turn's base, or
         if ``request_id`` is given and what that request adds was added before, by anybody.
 
-        Raises SessionBusyError, SessionUnreadableError.
+        Raises SessionBusyError, SessionUnreadableError, and SessionTooLargeError if others that
+        came with this one have filled it.
         """
         keys = [subjects.session_key(tenant, session_id)]
         if request_id:
@@ -253,6 +266,8 @@ class SessionStore:
                 turn_version=session.version + 1,
                 updated_ns=self._clock.now_ns(),
             )
+            if len(changed.messages) > len(session.messages):
+                self._check_not_full(session)
             data = await _encoded(_stored(changed))
             version = await self._store(keys, session.version, turn.base_version, data)
             if version in (_COMMITTED, _DELETED):

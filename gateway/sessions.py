@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.redis_link import RedisLink
+from bus.redis_link import RedisAwayError, RedisLink
 from gateway.caller import Caller
 from gateway.context_window import Counted, Fitted, Window, continue_with, count, fit
 from gateway.models import Models, ServedModelLike
@@ -119,6 +119,13 @@ class Sessions:
             num_summarised=num_summarised,
         )
         return FittedSession(messages=fitted.messages, info=info)
+
+    async def abandon(self, tenant: str, session_id: str, request_id: str) -> None:
+        """The request was refused after ``begin``: keep nothing of it."""
+        try:
+            await self._store.drop_turn(tenant, session_id, request_id)
+        except RedisAwayError:
+            return  # Nobody will add it, and its time runs out by itself.
 
     async def commit(
         self, tenant: str, session_id: str, request_id: str, turns: Sequence[ChatMessage]

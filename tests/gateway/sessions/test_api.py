@@ -112,6 +112,22 @@ async def test_what_is_refused(http: httpx.AsyncClient, redis: Redis) -> None:
     assert (unreadable.status_code, unreadable.json()["error"]["param"]) == (409, "session_id")
 
 
+async def test_a_request_that_is_refused_later_leaves_nothing(
+    http: httpx.AsyncClient, redis: Redis
+) -> None:
+    """What no limit has counted must not pile up in Redis."""
+
+    async def is_empty() -> bool:
+        return not await redis.keys("ctx*")
+
+    too_long = await ask(http, LONG * 200)
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
+    await eventually(is_empty)
+
+
 async def test_a_failed_answer_adds_nothing(front: RunningGateway, http: httpx.AsyncClient) -> None:
     front.worker.stop_before, front.worker.end_with = 1, Failed(code="engine_failed", message="no")
     assert (await ask(http, "q")).status_code == 500

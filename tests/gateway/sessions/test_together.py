@@ -52,6 +52,28 @@ async def test_tabs_at_the_same_time_lose_nothing(make: Make) -> None:
     assert (await fronts[0].sessions.history("local", SESSION)).version == 25
 
 
+async def test_requests_at_the_same_time_do_not_fill_it_without_end(make: Make) -> None:
+    front = make(GatewayConfig(session_max_bytes=2_000))
+    names = [f"r{number}" for number in range(10)]
+    for name in names:
+        await front.begin(user("q" * 500), request_id=name)
+    for name in names:
+        await front.commit(assistant("a" * 500), request_id=name)
+    assert len(await front.texts()) == 4
+    # Whoever starts anew is still heard.
+    await front.exchange("new", "yes", keep=0)
+    assert await front.texts() == ["new", "yes"]
+
+
+async def test_a_request_that_was_refused_leaves_nothing(front: Front, redis: Redis) -> None:
+    await front.begin(user("q"), request_id="r1")
+    await front.sessions.abandon("local", SESSION, "r1")
+    assert await redis.keys("ctx*") == []
+    await front.commit(assistant("a"), request_id="r1")
+    with pytest.raises(SessionNotFoundError):
+        await front.kept()
+
+
 async def test_a_request_is_committed_once(make: Make) -> None:
     one, other = make(), make()
     await one.begin(user("q"), request_id="r1")
