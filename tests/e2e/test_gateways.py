@@ -8,7 +8,7 @@ import os
 import runpy
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import httpx
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CLIENTS = 12
 NUM_TOKENS = 250
+GATEWAYS = ("gateway-1", "gateway-2")
 KINDS: tuple[type[Persistent], ...] = (SocketClient, EventClient, WholeClient)
 
 
@@ -54,6 +55,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         assert running.stop() == 0
 
 
+@pytest.fixture(autouse=True)
+async def both_come_back(pair: Pair) -> AsyncIterator[None]:
+    """After each test both gateways serve again, whatever was done to them."""
+    yield
+    for gateway in GATEWAYS:
+        await _serves(pair.system, gateway)
+
+
 def _clients(system: System) -> list[Persistent]:
     """All three kinds, each on a connection of its own."""
     return [
@@ -78,10 +87,9 @@ async def _end_while_streaming(pair: Pair, number: signal.Signals, *parts: str) 
     assert [answer.completion_tokens for answer in answers] == [NUM_TOKENS] * NUM_CLIENTS
     assert any(client.num_connections > 1 for client in clients)
     await _recorded_once(system, answers)
-    await eventually(lambda: all(system.pid(part) != pid for part, pid in ended.items()))
-    for part in parts:
-        if part.startswith("gateway"):
-            await _serves(system, part)
+    await eventually(
+        lambda: all(system.pid(part) != pid for part, pid in ended.items()), timeout_s=30.0
+    )
     return clients
 
 
@@ -109,12 +117,12 @@ async def _serves(system: System, gateway: str) -> None:
             return False
         return bool(health["gateway_id"] == gateway)
 
-    await eventually(answers, timeout_s=20.0, what=f"{gateway} in its next life")
+    await eventually(answers, timeout_s=30.0, what=f"{gateway} in its next life")
 
 
 @pytest.mark.parametrize(
     "parts",
-    [("gateway-1",), ("gateway-1", "gateway-2"), ("gateway-2", "worker-1")],
+    [("gateway-1",), GATEWAYS, ("gateway-2", "worker-1")],
     ids=["one", "both", "one-and-the-worker"],
 )
 async def test_clients_go_on_when_gateways_are_killed(pair: Pair, parts: tuple[str, ...]) -> None:
@@ -132,8 +140,8 @@ async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Pair)
         system, "What is TTFT?", session_id=session_id, max_tokens=NUM_TOKENS, ignore_eos=True
     )
     task = asyncio.create_task(client.ask())
-    await eventually(lambda: client.num_tokens > 0)
-    for gateway in ("gateway-1", "gateway-2"):
+    await eventually(lambda: client.num_tokens > 0, timeout_s=30.0)
+    for gateway in GATEWAYS:
         system.kill(gateway)
     answer = await asyncio.wait_for(task, timeout=60.0)
     assert client.num_connections > 1
@@ -161,8 +169,8 @@ async def test_rounds_of_tools_go_on_after_a_kill(pair: Pair) -> None:
     undisturbed = await client().ask()
     killed = client()
     task = asyncio.create_task(killed.ask())
-    await eventually(lambda: bool(killed.steps))
-    for gateway in ("gateway-1", "gateway-2"):
+    await eventually(lambda: bool(killed.steps), timeout_s=30.0)
+    for gateway in GATEWAYS:
         system.kill(gateway)
     answer = await asyncio.wait_for(task, timeout=60.0)
     assert killed.num_connections > 1
@@ -205,6 +213,6 @@ def test_the_example_of_the_documents_goes_on_after_a_kill(pair: Pair) -> None:
     ):
         pieces.append(piece)
         if number == 3:
-            killed = [pair.system.kill(gateway) for gateway in ("gateway-1", "gateway-2")]
+            killed = [pair.system.kill(gateway) for gateway in GATEWAYS]
     assert len(killed) == 2
     assert "".join(pieces) == pair.undisturbed[0].text
