@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gateway.caller import Caller
 from gateway.choice import TOOL_CALLS, Choice
 from gateway.errors import Refusal, refusal_of_end
+from gateway.nobody import INERT, Nobody
 from gateway.parsing import Ask
 from gateway.parts import Part, StepPart
 from gateway.stream import Client, OpenStream
@@ -117,6 +118,15 @@ class Answer:
         return bool(self.idempotency_key)
 
     @property
+    def is_served(self) -> bool:
+        """Whether its client is still there."""
+        return not (self._left or self._held or self.was_let_go)
+
+    @property
+    def clients(self) -> set[Client]:
+        return {choice.stream.client for choice in self.choices}
+
+    @property
     def has_begun(self) -> bool:
         """Whether there is a sign of life from a worker."""
         return any(
@@ -193,7 +203,7 @@ class Answer:
             return
         self._held = True
         self._held_until_s = None if for_s is None else self._asker.now_s() + for_s
-        nobody = _Nobody(self, self._asker.now_s)
+        nobody = Nobody(self, self._asker.now_s)
         for choice in self.choices:
             stream = choice.stream
             stream.outcome = stream.outcome or outcome
@@ -251,7 +261,10 @@ class Answer:
 
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this answer has left the table: settle what was reserved for it."""
-        self._part(stream)
+        if not any(
+            choice.stream is stream and choice.index in self._rounds for choice in self.choices
+        ):
+            self._part(stream)
         usage = _usage_of(stream)
         if stream.request_id not in self._first_ids():
             self._asker.settle(stream.request_id, self, [usage])
@@ -267,7 +280,7 @@ class Answer:
         the garbage collector only, which comes rarely."""
         stream.owner = None
         if self._held:
-            stream.client = _INERT
+            stream.client = INERT
 
     def _first_ids(self) -> set[str]:
         return {job_id(self.request_id, choice.index, 0) for choice in self.choices}
@@ -321,12 +334,21 @@ class Answer:
         ]
         choice.stream.wake()
         stream = await self._asker.publish_round(self, choice, tuple(turns))
+        if self.was_let_go:
+            # Whoever has the answer now has this round, too: it must not be cancelled.
+            self._asker.streams.let_go(stream)
+            stream.leave(TAKEN_OVER)
+            return
         if self._left or not choice.is_between_rounds():
             self._asker.streams.leave(stream, self._left or "cancelled")
             return
         if self._held:
             self._asker.streams.hold(stream, self._held_until_s)
+        former = choice.stream
         choice.begin_round(stream, may_call=self._asker.may_call(choice.round + 1))
+        # Frames may have come before the queue's answer did, and the client may be gone since.
+        stream.change_client(former.client)
+        self._part(former)
 
     def turns_of(self, choice: int) -> list[ChatMessage]:
         """What was said in the answer: rounds of tools, then the last text and calls."""
@@ -352,39 +374,6 @@ class Answer:
         for other in self.choices:
             if other.end is None:
                 self._asker.streams.cancel(other.stream, CancelReason.CLIENT)
-
-
-class _Nobody(Client):
-    """Reads an answer that nobody waits for at the moment, so that its end is noticed."""
-
-    def __init__(self, answer: Answer, now_s: Callable[[], float]) -> None:
-        super().__init__(limit_bytes=2**62)
-        self._answer = answer
-        self._now_s = now_s
-
-    def wake(self, _stream: OpenStream) -> None:
-        answer = self._answer
-        if answer.was_let_go:
-            return
-        answer.take(self._now_s())
-        if answer.ended:
-            answer.finish_unseen()
-
-    def drop(self, reason: str) -> None:
-        """There is nobody to part with."""
-
-
-class _Inert(Client):
-    """In the place of a client, for streams that have ended."""
-
-    def wake(self, stream: OpenStream) -> None:
-        """Nothing is taken."""
-
-    def drop(self, reason: str) -> None:
-        """There is nobody to part with."""
-
-
-_INERT = _Inert(limit_bytes=0)
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:

@@ -124,9 +124,11 @@ class Choice:
         if self.pending:
             parts += self.pending
             self.pending.clear()
-        if self.end is not None or self.round_end is not None:
-            return
         stream = self.stream
+        if self.end is not None or self.round_end is not None:
+            # What tools give, or why they cannot go on, wakes the client again.
+            stream.is_ready = False
+            return
         index, num_tokens, text, logprobs = stream.take(now_s, gaps)
         if num_tokens or text:
             self._before(index)

@@ -143,10 +143,17 @@ class Gateway:
         for socket in list(self.sockets):
             socket.announce_going_away()
         give_up_s = self.clock.monotonic() + timeout_s
-        while self.streams.num_served and self.clock.monotonic() < give_up_s:
+        while self._serves() and self.clock.monotonic() < give_up_s:
             await self.clock.sleep(_DRAIN_POLL_S)
-        for client in {stream.client for stream in self.streams}:
+        clients = {stream.client for stream in self.streams}
+        for client in clients.union(*(answer.clients for answer in self.asker.answers())):
             client.go_away()
+
+    def _serves(self) -> bool:
+        """Whether somebody waits for a stream, or for a tool between two of them."""
+        return bool(self.streams.num_served) or any(
+            answer.is_served for answer in self.asker.answers()
+        )
 
     async def close(self) -> None:
         """Let go of the answers that are left, which others may go on with, and of the bus's
