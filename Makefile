@@ -21,15 +21,15 @@ $(READY): pyproject.toml constraints.txt
 up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"
 	$(BIN)/millrace up --data $(DATA) $(ARGS)
 
-# The engine's tests take the cores and little else, so they share them; the others start servers.
-ENGINE_TESTS := tests/workers tests/benchmarks
+# These bring servers of their own for each process, or need none; the others start whole systems.
+PARALLEL_TESTS := tests/workers tests/benchmarks tests/gateway tests/bus tests/registry tests/scheduler
 
 test: setup  ## all tests, or those that ARGS selects
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ENGINE_TESTS)
-	$(BIN)/pytest $(ENGINE_TESTS:%=--ignore=%)
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(PARALLEL_TESTS)
+	$(BIN)/pytest $(PARALLEL_TESTS:%=--ignore=%)
 endif
 
 lint: setup
