@@ -1,4 +1,5 @@
-"""Which batches this gateway runs: those that nobody runs, as far as it has room."""
+"""Which batches this gateway runs: those that nobody runs, as far as it has room, which tenants
+share."""
 
 from __future__ import annotations
 
@@ -94,12 +95,15 @@ class BatchRunner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        runs, self._runs = self._runs, {}
-        for running in runs.values():
+        await self._leave(list(self._runs))
+
+    async def _leave(self, batch_ids: Sequence[str]) -> None:
+        """Stop running these, write down what was done, and let other gateways go on with them."""
+        left = {batch_id: self._runs.pop(batch_id) for batch_id in batch_ids}
+        for running in left.values():
             running.task.cancel()
-        tasks = (running.task for running in runs.values())
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for batch_id, running in runs.items():
+        await asyncio.gather(*(running.task for running in left.values()), return_exceptions=True)
+        for batch_id, running in left.items():
             try:
                 await running.run.flush()
                 await self._release(batch_id)
@@ -120,17 +124,29 @@ class BatchRunner:
             await self._gateway.clock.sleep(self._gateway.config.batch_scan_s)
 
     async def _scan(self, link: RedisLink) -> None:
-        if len(self._runs) >= self._gateway.config.max_batches_at_once:
-            return
         waiting = [one for one in await self._store.open_batches() if one[1] not in self._runs]
-        for tenant, batch_id in in_turn(
-            waiting, [running.tenant for running in self._runs.values()]
-        ):
-            if len(self._runs) >= self._gateway.config.max_batches_at_once:
+        tenants = [running.tenant for running in self._runs.values()]
+        for tenant, batch_id in in_turn(waiting, tenants):
+            is_full = len(self._runs) >= self._gateway.config.max_batches_at_once
+            other = self._to_leave_for(tenant) if is_full else None
+            if is_full and other is None:
                 return
             key = subjects.batch_lease_key(batch_id)
             if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
                 self._begin(tenant, batch_id)
+                if other is not None:
+                    await self._leave([other])
+
+    def _to_leave_for(self, tenant: str) -> str | None:
+        """The newest batch of the tenant that has most of the places here, if ``tenant`` is to have
+        one of them: batches that wait for their tenant's limits must not keep others out."""
+        places = Counter(running.tenant for running in self._runs.values())
+        greediest = max(places, key=places.__getitem__, default=tenant)
+        if places[greediest] <= places[tenant] + 1:
+            return None
+        return max(
+            batch_id for batch_id, running in self._runs.items() if running.tenant == greediest
+        )
 
     def _begin(self, tenant: str, batch_id: str) -> None:
         run = BatchRun(self._gateway, self._store, self._kinds, tenant, batch_id)
@@ -188,7 +204,7 @@ class BatchRunner:
         assert link is not None
         try:
             await link.evaluate(_RELEASE, [subjects.batch_lease_key(batch_id)], [self._holder])
-        except RedisAwayError:
+        except (RedisAwayError, ResponseError):
             return  # It lapses by itself.
 
 

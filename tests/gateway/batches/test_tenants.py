@@ -112,6 +112,27 @@ async def test_nobody_sees_another_tenants_batches_and_files(redis: RedisConfig)
             assert refused.json()["error"]["param"] == "input_file_id"
 
 
+async def test_batches_that_wait_do_not_keep_other_tenants_out(redis: RedisConfig) -> None:
+    config = msgspec.structs.replace(DEMANDING, max_batches_at_once=2, batch_scan_s=0.05)
+    connect = in_memory()
+    async with batch_gateway(connect, redis, config) as front, batch_worker(connect) as worker:
+        await key(front, "acme")
+        worker.gate.clear()
+        greedy = [await front.begin([chat_line(f"a{number}", "hi")]) for number in range(3)]
+        await eventually(lambda: worker.num_running == 2)
+        await key(front, "other")
+        modest = await front.begin([chat_line("o", "hi")])
+        await eventually(lambda: [job.tenant for job in worker.jobs].count("other") == 1)
+        worker.release()
+        assert (await front.end(modest)).status == "completed"
+        await key(front, "acme")
+        for batch in greedy:
+            ended = await front.end(batch)
+            assert ended.request_counts is not None
+            assert (ended.status, ended.request_counts.completed) == ("completed", 1)
+        assert len({job.request_id for job in worker.jobs}) == len(worker.jobs) == 4
+
+
 async def test_a_tenant_has_so_many_open_batches(redis: RedisConfig) -> None:
     config = msgspec.structs.replace(DEMANDING, max_open_batches=2)
     connect = in_memory()
