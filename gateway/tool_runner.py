@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ _ALWAYS: Headers = (
 )
 
 _log = logging.getLogger(__name__)
+
+# It reads all the certificates that are trusted, which takes longer than starting a gateway.
+_tls_context = functools.cache(httpcore.default_ssl_context)
 
 
 class ToolResult(NamedTuple):
@@ -77,7 +81,7 @@ class ToolRunner:
         self._clock = clock
         self._slots = asyncio.Semaphore(config.max_tool_runs)
         self._pools: dict[str, httpcore.AsyncConnectionPool] = {}
-        context = httpcore.default_ssl_context() if any(catalogue) else None
+        context = _tls_context() if any(catalogue) else None
         for tool in catalogue:
             origin = tool.origin
             if not self._is_allowed_host(origin.host):
