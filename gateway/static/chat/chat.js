@@ -207,7 +207,7 @@ function announce(text) {
 }
 
 function followText() {
-  if (follow) main.scrollTop = main.scrollHeight;
+  if (follow && views.size > 0) main.scrollTop = main.scrollHeight;
   showLatest();
 }
 
