@@ -25,6 +25,7 @@ _MAX_BATCH = 512
 
 Argument = str | bytes | int | float
 _Command = tuple[Argument, ...]
+_Batch = list[tuple[_Command, asyncio.Future[Any]]]
 
 
 class RedisAwayError(MillraceError):
@@ -53,7 +54,7 @@ class RedisLink:
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
-        self._waiting: list[tuple[_Command, asyncio.Future[Any]]] = []
+        self._waiting: _Batch = []
         self._sending: asyncio.Task[None] | None = None
         self._is_away = False
         self._next_try_s = 0.0
@@ -114,6 +115,11 @@ class RedisLink:
             except asyncio.CancelledError:
                 self._give_up(batch)
                 raise
+            except Exception as error:
+                # Of a command that cannot be sent, say one with half a character in it.
+                logger.exception("commands could not be sent to Redis")
+                _fail(batch, error)
+                continue
             self._came_back()
             for (_, future), answer in zip(batch, answers, strict=True):
                 if future.done():
@@ -123,10 +129,8 @@ class RedisLink:
                 else:
                     future.set_result(answer)
 
-    def _give_up(self, batch: list[tuple[_Command, asyncio.Future[Any]]]) -> None:
-        for _, future in batch:
-            if not future.done():
-                future.set_exception(RedisAwayError())
+    def _give_up(self, batch: _Batch) -> None:
+        _fail(batch, RedisAwayError())
 
     def _went_away(self, error: Exception) -> None:
         self._next_try_s = self._clock.monotonic() + _PAUSE_S
@@ -138,6 +142,12 @@ class RedisLink:
         if self._is_away:
             self._is_away = False
             logger.info("Redis is back")
+
+
+def _fail(batch: _Batch, error: Exception) -> None:
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)
 
 
 class Script:
