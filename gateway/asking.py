@@ -150,6 +150,8 @@ class Asker:
                 idempotency_key=idempotency_key,
                 owner=owner,
             )
+            if (former := self.get(request_id)) is not None:
+                former.let_go()  # the same Idempotency-Key at the same moment
             for index, job in enumerate(jobs):
                 # Once published, text is of no use here any more: ids say it all.
                 stream = self.streams.open(

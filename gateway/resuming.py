@@ -101,17 +101,28 @@ class Resuming:
             stream = self._streams.take_over(job, client, answer, next_index)
             answer.choices.append(self._asker.choice(answer, index, stream, next_index))
         self._asker.keep(answer, replace(state, holder=self._gateway_id))
+        try:
+            await self._follow(answer, state, is_dead=is_dead)
+        except BaseException:
+            # It goes on, for whoever asks again.
+            answer.hold(None, "failed")
+            raise
+        return answer
+
+    async def _follow(self, answer: Answer, state: RequestState, *, is_dead: bool) -> None:
+        """Have the frames come here; ``is_dead``: the holder is not there any more."""
         is_foreign = state.origin != self._gateway_id
-        if is_foreign:
-            # The origin may have died before the holder did.
-            origin_is_dead = is_dead and state.origin == state.holder
-            await self._streams.stand_in_for(state.origin, is_dead=origin_is_dead)
-            is_foreign = not origin_is_dead
-        for choice in answer.choices:
-            self._streams.follow(choice.stream, is_foreign=is_foreign)
+        try:
+            if is_foreign:
+                # The origin may have died before the holder did.
+                origin_is_dead = is_dead and state.origin == state.holder
+                await self._streams.stand_in_for(state.origin, is_dead=origin_is_dead)
+                is_foreign = not origin_is_dead
+        finally:
+            for choice in answer.choices:
+                self._streams.follow(choice.stream, is_foreign=is_foreign)
         if state.holder != self._gateway_id:
             await self._index.put(replace(state, holder=self._gateway_id))
-        return answer
 
     def hand_over(self, request_id: str) -> HandedOver | None:
         """Let go of an answer that another gateway takes over."""

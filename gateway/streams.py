@@ -162,7 +162,8 @@ class StreamTable:
 
     async def stand_in_for(self, gateway_id: str, *, is_dead: bool) -> None:
         """Say in the place of another gateway, whose streams were taken over, which tokens their
-        clients have, and if it is dead get its frames, until these streams have ended."""
+        clients have, and if it is dead get its frames, until these streams have ended. Raises what
+        a subscription does, and can be called again then."""
         if gateway_id == self._gateway_id:
             return
         wanted = ("points", "frames") if is_dead else ("points",)
@@ -172,11 +173,15 @@ class StreamTable:
                 continue
             control, frames = self._bus.control, self._bus.frames
             standing[kind] = _NOT_YET
-            standing[kind] = (
-                await control.serve_resume_points(gateway_id, self.resume_point)
-                if kind == "points"
-                else await frames.subscribe(gateway_id, self.on_frame)
-            )
+            try:
+                standing[kind] = (
+                    await control.serve_resume_points(gateway_id, self.resume_point)
+                    if kind == "points"
+                    else await frames.subscribe(gateway_id, self.on_frame)
+                )
+            except BaseException:
+                del standing[kind]
+                raise
             if self._stand_ins.get(gateway_id) is not standing:
                 await standing[kind].close()  # all of its streams ended in the meantime
 
@@ -245,29 +250,35 @@ class StreamTable:
     def sweep(self) -> None:
         """Look after the streams that frames alone do not move on."""
         now_s = self._clock.monotonic()
-        config = self._config
         for stream in list(self._streams.values()):
-            sending_since_s = stream.client.sending_since_s
-            if (
-                not stream.client_gone
-                and sending_since_s is not None
-                and now_s - sending_since_s > config.client_stall_timeout_s
-            ):
-                stream.client.drop("slow_client")
-            elif stream.ended:
-                continue
-            elif stream.held_until_s is not None and now_s >= stream.held_until_s:
-                self.leave(stream, "disconnect")
-            elif stream.cancel_reason is not None:
-                self._sweep_cancelled(stream, now_s)
-            elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
-                self._time_out(stream)
-            elif (
-                stream.must_probe
-                or stream.reader.started is not None
-                or stream.reader.waits_for_missing
-            ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
-                self._ask_replay(stream)
+            try:
+                self._look_after(stream, now_s)
+            except Exception:  # noqa: BLE001 (it is told, and the others go on)
+                _log.exception("a stream failed", extra={"request_id": stream.request_id})
+
+    def _look_after(self, stream: OpenStream, now_s: float) -> None:
+        config = self._config
+        sending_since_s = stream.client.sending_since_s
+        if (
+            not stream.client_gone
+            and sending_since_s is not None
+            and now_s - sending_since_s > config.client_stall_timeout_s
+        ):
+            stream.client.drop("slow_client")
+        elif stream.ended:
+            return
+        elif stream.held_until_s is not None and now_s >= stream.held_until_s:
+            self.leave(stream, "disconnect")
+        elif stream.cancel_reason is not None:
+            self._sweep_cancelled(stream, now_s)
+        elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
+            self._time_out(stream)
+        elif (
+            stream.must_probe
+            or stream.reader.started is not None
+            or stream.reader.waits_for_missing
+        ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
+            self._ask_replay(stream)
 
     def end_all(self, frame: TerminalFrame) -> None:
         """Give every stream that is left an end (the gateway goes down)."""
@@ -335,10 +346,18 @@ class StreamTable:
 
     async def _stand_down(self) -> None:
         """Stop standing in for gateways none of whose streams is left."""
-        needed = {stream.job.reply for stream in self._streams.values()}
-        for gateway_id in [known for known in self._stand_ins if known not in needed]:
+        for gateway_id in list(self._stand_ins):
+            # Asked for each anew: while one is closed, a stream of another may be taken over.
+            if any(stream.job.reply == gateway_id for stream in self._streams.values()):
+                continue
             for subscription in self._stand_ins.pop(gateway_id).values():
-                await subscription.close()
+                await self._close_stand_in(subscription)
+
+    async def _close_stand_in(self, subscription: Subscription) -> None:
+        try:
+            await subscription.close()
+        except MillraceError as error:
+            _log.warning("a stand-in could not be closed", extra={"why": error.message})
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

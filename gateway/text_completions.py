@@ -58,8 +58,12 @@ class CompletionRenderer:
         num_choices = len(answer.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
         self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
-        self._to_echo = set(range(num_choices)) if answer.ask.echo else set()
-        self._lengths = [0] * num_choices
+        had = answer.first_indices
+        self._to_echo = {i for i in range(num_choices) if answer.ask.echo and not (had and had[i])}
+        # How much text was given out; None: by another connection, and that is still to be counted.
+        self._lengths: list[int | None] = [
+            None if had and had[i] else 0 for i in range(num_choices)
+        ]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
 
     def first(self) -> bytes:
@@ -155,8 +159,16 @@ class CompletionRenderer:
         token_ids = [one.token_id for one in part.logprobs]
         tokenizer = self._answer.model.tokenizer
         offset = self._lengths[part.choice]
-        self._lengths[part.choice] += len(part.text)
+        if offset is None:
+            offset = self._length_had(part.choice)
+        self._lengths[part.choice] = offset + len(part.text)
         return completion_logprobs(tokenizer, token_ids, part.logprobs, offset)
+
+    def _length_had(self, index: int) -> int:
+        """Of the text that another connection gave out, prompt included."""
+        answer = self._answer
+        num_echoed = len(self._echo(index)[0]) if answer.ask.echo else 0
+        return num_echoed + len(answer.choices[index].stream.reader.text_before)
 
 
 def _joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:

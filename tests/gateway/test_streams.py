@@ -15,6 +15,7 @@ from gateway.stream import Client, OpenStream, status_of
 from gateway.streams import StreamTable
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from schemas.errors import BusUnavailableError
 from schemas.frames import Cancelled, Delta, Done, Failed, FinishReason, Frame, Started, Usage
 from schemas.jobs import Job
 from tests.support.echo_worker import delta_of
@@ -270,3 +271,44 @@ async def test_a_write_that_stalls_drops_the_client(table: Table) -> None:
 async def test_frames_of_nobody_are_nothing(table: Table) -> None:
     table.streams.on_frame("unknown", Delta(index=0, token_ids=(1,)))
     assert len(table.streams) == 0
+
+
+class Trouble(Listener):
+    """A client that cannot even be parted with."""
+
+    def drop(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+
+async def test_one_streams_trouble_is_not_that_of_the_others(table: Table) -> None:
+    trouble = Trouble()
+    trouble.sending_since_s = 0.0
+    other = Job(request_id="r0", model="demo", prompt_token_ids=(1,))
+    table.streams.accept(table.streams.open(other, trouble, table.clock.monotonic()))
+    stream = table.open()
+    await table.clock.advance(GatewayConfig().request_timeout_s + 1.0)
+    assert stream.ended
+
+
+async def test_standing_in_can_be_tried_again(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = table.streams.take_over(
+        Job(request_id="r1", model="demo", prompt_token_ids=(1,), reply="gw-dead"),
+        table.client,
+        None,
+        0,
+    )
+    real = table.bus.frames.subscribe
+
+    async def away(*_: object) -> None:
+        raise BusUnavailableError("The message bus is away.")
+
+    monkeypatch.setattr(table.bus.frames, "subscribe", away)
+    with pytest.raises(BusUnavailableError):
+        await table.streams.stand_in_for("gw-dead", is_dead=True)
+    monkeypatch.setattr(table.bus.frames, "subscribe", real)
+    await table.streams.stand_in_for("gw-dead", is_dead=True)
+    await table.bus.frames.publish("gw-dead", [("r1", delta_of(0, ["a"]))])
+    await table.clock.advance(0)
+    assert table.text(stream) == "a"

@@ -1,0 +1,150 @@
+"""What a client that goes on with an answer gets besides plain text, and what is left of attempts
+that fail on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gateway.request_index import RequestIndex, digest_of
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.errors import BusUnavailableError
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
+
+_CONFIG = GatewayConfig(replay_probe_s=0.2)
+_COMPLETION: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": "mill race",
+    "echo": True,
+    "logprobs": 1,
+    "stream": True,
+    "n": 2,
+}
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> RedisConfig:
+    client = Redis.from_url(redis_server.url)
+    await client.flushall()
+    await client.aclose()
+    return RedisConfig(url=f"{redis_server.url}/0")
+
+
+@pytest.fixture
+async def fronts(redis: RedisConfig) -> AsyncIterator[tuple[RunningGateway, RunningGateway]]:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            running_gateway(_CONFIG, gateway_id="gw-1", redis=redis)
+        )
+        second = await stack.enter_async_context(
+            running_gateway(_CONFIG, gateway_id="gw-2", redis=redis, broker=first.broker)
+        )
+        await eventually(lambda: bool(second.gateway.fleet.live_workers()))
+        yield first, second
+
+
+def events_of(body: str) -> list[tuple[str, Any]]:
+    """Each event with the id that a client knows after it."""
+    found: list[tuple[str, Any]] = []
+    last_id = ""
+    for event in body.strip().split("\n\n"):
+        data = ""
+        for line in event.split("\n"):
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                data = line.removeprefix("data: ")
+        if data and data != "[DONE]":
+            found.append((last_id, json.loads(data)))
+    return found
+
+
+def pieces_of(events: list[tuple[str, Any]]) -> list[list[tuple[str, list[int]]]]:
+    """For each choice: texts, and where their tokens begin in it."""
+    pieces: list[list[tuple[str, list[int]]]] = [[], []]
+    for _, event in events:
+        for choice in event["choices"]:
+            offsets = (choice["logprobs"] or {}).get("text_offset", [])
+            if choice["text"]:
+                pieces[choice["index"]].append((choice["text"], offsets))
+    return pieces
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7])
+async def test_an_echo_comes_once_and_offsets_go_on(
+    fronts: tuple[RunningGateway, RunningGateway], cut: int
+) -> None:
+    first, second = fronts
+    async with (
+        httpx.AsyncClient(base_url=first.url, timeout=10) as one,
+        httpx.AsyncClient(base_url=second.url, timeout=10) as other,
+    ):
+        whole = events_of((await one.post("/v1/completions", json=_COMPLETION)).text)
+        request_id = whole[-1][0].partition("/")[0]
+        headers = {"Last-Event-ID": f"{request_id}/{cut},{cut}"}
+        rest = events_of(
+            (await other.post("/v1/completions", json=_COMPLETION, headers=headers)).text
+        )
+    for all_pieces, pieces in zip(pieces_of(whole), pieces_of(rest), strict=True):
+        text = "".join(text for text, _ in all_pieces)
+        num_had = len("mill race") + cut if cut else 0
+        assert "".join(text for text, _ in pieces) == text[num_had:]
+        offsets = [offset for _, some in all_pieces for offset in some]
+        assert [offset for _, some in pieces for offset in some] == offsets[num_had:]
+
+
+async def test_a_resumption_that_fails_leaves_an_answer_that_ends(
+    fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = fronts
+    first.worker.gate.clear()
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+    async def away(*_: object) -> None:
+        raise BusUnavailableError("The message bus is away.")
+
+    async with (
+        httpx.AsyncClient(base_url=first.url, timeout=10) as one,
+        httpx.AsyncClient(base_url=second.url, timeout=10) as other,
+        one.stream("POST", "/v1/chat/completions", json=chat) as response,
+    ):
+        headers = {"Last-Event-ID": f"{response.headers['x-request-id']}/0"}
+        control = second.gateway.bus.control
+        monkeypatch.setattr(control, "serve_resume_points", away)
+        refused = await other.post("/v1/chat/completions", json=chat, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bus_unavailable")
+        first.worker.gate.set()
+        await eventually(
+            lambda: len(second.gateway.streams) == 0 and not second.gateway.asker.answers()
+        )
+    assert not first.worker.cancelled
+
+
+async def test_two_take_up_the_key_of_a_gateway_that_died(
+    fronts: tuple[RunningGateway, RunningGateway],
+) -> None:
+    """It had claimed the key, and published nothing."""
+    first, _ = fronts
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    link = first.gateway.redis
+    index = RequestIndex(link, 60.0)
+    digest = digest_of(b"/v1/chat/completions", body)
+    await index.claim("local", "k-1", digest, "chatcmpl-gone")
+    headers = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=first.url, timeout=8) as http:
+        answers = await asyncio.gather(
+            *(http.post("/v1/chat/completions", content=body, headers=headers) for _ in range(2))
+        )
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert any(answer.status_code == 200 for answer in answers)
+    assert len(first.worker.jobs) == 1
+    assert len(first.gateway.streams) == 0
