@@ -26,6 +26,7 @@ from gateway.http import (
     Scope,
     Send,
     new_request_id,
+    refuse_and_close,
     request_id_header,
 )
 from gateway.limits_api import LimitsApi
@@ -113,17 +114,26 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
     return counted
 
 
-def _response(refusal: Refusal, *, close: bool = False) -> Response:
+def _response(refusal: Refusal) -> Response:
     headers = {name.decode(): value.decode() for name, value in refusal.headers}
-    if close:
-        headers["connection"] = "close"
     return Response(refusal.body, refusal.status, headers, "application/json")
+
+
+class _LastResponse(Response):
+    """Refuses a body that was not read to its end, which must not be read as the next request."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(status_code=refusal.status)
+        self._refusal = refusal
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        await refuse_and_close(receive, send, self._refusal)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
-    # A body that was refused before its end must not be read as the next request.
-    return _response(refusal_of(error), close=error.http_status in {408, 413})
+    refusal = refusal_of(error)
+    return _LastResponse(refusal) if refusal.status in {408, 413} else _response(refusal)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -108,6 +108,17 @@ async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
 async def send_refusal_and_close(
     receive: Receive, send: Send, refusal: Refusal, request_id: str
 ) -> None:
+    """``refuse_and_close`` with a request id."""
+
+    async def send_with_id(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            event["headers"] = [*event["headers"], request_id_header(request_id)]
+        await send(event)
+
+    await refuse_and_close(receive, send_with_id, refusal)
+
+
+async def refuse_and_close(receive: Receive, send: Send, refusal: Refusal) -> None:
     """Refuse a body that was not read to its end, and close the connection.
 
     Closing at once would reset the connection under the answer, so what the client still sends is
@@ -116,7 +127,6 @@ async def send_refusal_and_close(
     body = refusal.body
     headers = [
         JSON,
-        request_id_header(request_id),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
         *refusal.headers,

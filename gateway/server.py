@@ -7,17 +7,20 @@ import contextlib
 import errno
 import gc
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from gateway.app import build_app
 from gateway.batch_runner import BatchRunner
 from gateway.core import Gateway
+from gateway.errors import Refusal, SlowRequestError, refusal_of
+from gateway.http import JSON, new_request_id, request_id_header
 from gateway.http_client import ABORT_EXTENSION
 from gateway.wires import WIRE_EXTENSION, chunk, text_frames
 from schemas.config import GatewayConfig
@@ -27,6 +30,7 @@ _BACKLOG = 4_096
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1
 _MAX_HEAD_BYTES = 65_536
+_HEAD_TIMEOUT_S = 20.0
 _NOTSENT_LOWAT_BYTES = 16_384
 _GC_THRESHOLDS = (50_000, 50, 50)
 
@@ -144,38 +148,93 @@ class _QuietServer(uvicorn.Server):
 
 
 class _HttpProtocol(HttpToolsProtocol):
-    """Bounds a request's head, which the parser does not, and hands handlers a way to cut a client
-    off that does not read."""
+    """Bounds a request's head in size and time, which the server does not, and lends handlers the
+    transport. What is no HTTP is refused as everything else is."""
 
     _head_bytes: int | None = None  # of the head that is being received; None: none is
-    _wire: _HttpWire | None = None  # of the newest request
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wires: deque[_HttpWire] = deque()  # of requests without their whole answer
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_awaiting_head()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
         if self._head_bytes is None:
             return
         self._head_bytes += len(data)
-        if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > _MAX_HEAD_BYTES:
             self.send_400_response(f"The head of a request is limited to {_MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        self._wire = _HttpWire(self.transport, self.flow)
-        extensions: dict[str, Any] = {
-            ABORT_EXTENSION: self.transport.abort,
-            WIRE_EXTENSION: self._wire,
-        }
+        wire = _HttpWire(self.transport, self.flow)
+        self._wires.append(wire)
+        extensions: dict[str, Any] = {ABORT_EXTENSION: self.transport.abort, WIRE_EXTENSION: wire}
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        self._stop_awaiting_head()
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        self._wires.popleft()
+        super().on_response_complete()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._wire is not None and self._wire.on_writable is not None:
-            self._wire.on_writable()
+        # Answers go out in the order of their requests.
+        if self._wires and self._wires[0].on_writable is not None:
+            self._wires[0].on_writable()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Refusal(status=400, code="invalid_http", message=msg))
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes is None:
+            self.transport.close()
+        else:
+            self._refuse(
+                refusal_of(
+                    SlowRequestError(f"No whole head of a request came in {_HEAD_TIMEOUT_S:g} s.")
+                )
+            )
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer what cannot be read as a request, unless it came in the midst of an answer, and
+        close."""
+        cycle = self.cycle
+        is_answering = cycle is not None and cycle.response_started and not cycle.response_complete
+        if not (is_answering or self.pipeline):
+            headers = [
+                JSON,
+                request_id_header(new_request_id("req")),
+                (b"content-length", str(len(refusal.body)).encode()),
+                (b"connection", b"close"),
+            ]
+            head = STATUS_LINE[refusal.status] + b"".join(b"%b: %b\r\n" % one for one in headers)
+            self.transport.write(head + b"\r\n" + refusal.body)
+        self.transport.close()
 
 
 class _HttpWire:
@@ -237,7 +296,17 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # The refusal of a head that is too long for it is left unsent, and ``shutdown`` fails.
+            self.handshake_complete = self.close_sent = True
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+
     async def send(self, message: Any) -> None:
         if message["type"] == "websocket.close":
             self.writable.set()
         await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # a handshake that was refused is no bug to be logged
