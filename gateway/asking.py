@@ -116,8 +116,7 @@ class Asker:
     ) -> Answer:
         """Fit the session, tokenise, reserve, knock at the queue's door and publish; the answer is
         accepted on return. A client that left in the meantime is for the caller to notice."""
-        if self.draining:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
+        self._check_stays()
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
         model = await self._models.get(ask.model)
         async with self._in_session(ask, caller, model, request_id) as (session, ask):
@@ -137,6 +136,7 @@ class Asker:
             )
             jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
             self._check_door(ask.model)
+            self._check_stays()
             headers = await self._reserve(caller, request_id, model, jobs)
             answer = Answer(
                 self,
@@ -312,6 +312,10 @@ class Asker:
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
         )
+
+    def _check_stays(self) -> None:
+        if self.draining:
+            raise DrainingError("This gateway is shutting down. Send the request again.")
 
     def _check_door(self, model: str) -> None:
         self._fleet.check_door(model)

@@ -36,6 +36,7 @@ class EventPump:
         self._render = renderer.part
         self._id_prefix = f"id: {answer.request_id}/".encode()
         self._is_asked = False
+        self._is_over = False
         self._has_written = False
 
     async def run(self, early: list[Part]) -> bool:
@@ -54,12 +55,13 @@ class EventPump:
                 self._has_written = False
         finally:
             client.on_wake = self._wire.on_writable = None
+            self._is_over = True
         return answer.ended and not client.has_left()
 
     def pulse(self) -> None:
         self._is_asked = False
         client, answer = self._client, self._answer
-        if client.has_left():
+        if self._is_over or client.has_left():
             return
         now_s = self._gateway.clock.monotonic()
         if not self._wire.is_writable:

@@ -211,8 +211,10 @@ class GenerationHandler:
         give_up_s = monotonic() + _STATUS_WAIT_S
         while True:
             parts = answer.take(monotonic())
-            if parts or answer.ended or answer.has_begun or client.has_left():
+            if parts or answer.ended or answer.has_begun:
                 return parts
+            if client.has_left() or client.going_away:
+                return []
             left_s = give_up_s - monotonic()
             if left_s <= 0 or not await client.wait_up_to(left_s):
                 return []

@@ -40,11 +40,16 @@ class Idempotency:
     ) -> Answer:
         """The answer, new or known. Raises IdempotencyConflictError for a key of another request,
         RedisAwayError, and what ``Asker.begin`` raises; the key can be used again then."""
-        known_id = await self._index.claim(caller.tenant, key, digest, request_id)
-        if known_id != request_id:
+        silent_id = ""
+        while True:
+            known_id = await self._index.claim(caller.tenant, key, digest, request_id)
+            if known_id in (request_id, silent_id):
+                break
             answer = await self._attach(known_id, ask, caller, client, owner)
             if answer is not None:
                 return answer
+            # Whoever claimed it died, or was refused and gave it up: somebody else may have it now.
+            silent_id = known_id
         try:
             # If who claimed the key died before the queue had the job, it is asked now under the
             # same id, which the queue takes once.

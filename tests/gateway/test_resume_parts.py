@@ -13,6 +13,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gateway import idempotency
 from gateway.request_index import RequestIndex, digest_of
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
@@ -148,3 +149,44 @@ async def test_two_take_up_the_key_of_a_gateway_that_died(
     assert any(answer.status_code == 200 for answer in answers)
     assert len(first.worker.jobs) == 1
     assert len(first.gateway.streams) == 0
+
+
+async def test_a_key_that_was_given_up_belongs_to_the_next(
+    fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for the first gets the answer of the next, not one of its own."""
+    monkeypatch.setattr(idempotency, "_BEGUN_WITHIN_S", 0.4)
+    first, second = fronts
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    index = RequestIndex(first.gateway.redis, 60.0)
+    digest = digest_of(b"/v1/chat/completions", body)
+    await index.claim("local", "k-1", digest, "chatcmpl-refused")
+    headers = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
+    path = "/v1/chat/completions"
+    async with (
+        httpx.AsyncClient(base_url=first.url, timeout=8) as http,
+        httpx.AsyncClient(base_url=second.url, timeout=8) as other,
+    ):
+        waiting = asyncio.create_task(http.post(path, content=body, headers=headers))
+        await asyncio.sleep(0.1)
+        await index.release("local", "k-1", "chatcmpl-refused")
+        answer = await other.post(path, content=body, headers=headers)
+        late = await waiting
+    assert late.json() == answer.json()
+    assert len(first.worker.jobs) == 1
+
+
+async def test_a_gateway_that_goes_refuses_what_has_not_begun(
+    fronts: tuple[RunningGateway, RunningGateway],
+) -> None:
+    """At once: it need not wait for a sign of life that nobody would see."""
+    first, _ = fronts
+    first.worker.stop_before = 0
+    first.worker.lose = lambda _frame: True
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    async with httpx.AsyncClient(base_url=first.url, timeout=8) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat))
+        await eventually(lambda: len(first.gateway.streams) == 1)
+        await first.gateway.drain(0.0)
+        answer = await asyncio.wait_for(asking, 1.5)
+    assert "gateway_restarting" in answer.text
