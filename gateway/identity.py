@@ -74,7 +74,7 @@ class Identity:
         self._clock = clock
         self.demands_keys = demands_keys(config)
         # Whoever can reach a gateway from afar is not its operator.
-        is_local = _is_loopback(config.host)
+        is_local = is_loopback(config.host)
         self._keyless = LOCAL if is_local else msgspec.structs.replace(LOCAL, is_admin=False)
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
@@ -169,10 +169,11 @@ def revoked_key(key_id: str) -> AuthenticationError:
 
 def demands_keys(config: GatewayConfig) -> bool:
     """Whether a gateway that is set up so serves only callers with an API key."""
-    return config.auth == "required" or (config.auth == "auto" and not _is_loopback(config.host))
+    return config.auth == "required" or (config.auth == "auto" and not is_loopback(config.host))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether what listens there can be reached from this machine only."""
     if host == "localhost":
         return True
     try:

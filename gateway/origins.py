@@ -1,7 +1,8 @@
 """Which web pages may use the gateway from a browser: its own, and those that it is told of.
 
 A browser sends a page's requests with its ``Origin``. A page of somebody else must not be able to
-use a gateway that needs no key because only this machine can reach it.
+use a gateway that needs no key because only this machine can reach it. Nor may one that had its
+name lead here after it was loaded: what it reads then comes without ``Origin``, for that name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 from gateway.errors import refusal_of
 from gateway.http import JSON, AsgiApp, Event, Receive, Scope, Send, header_of
+from gateway.identity import is_loopback
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 
@@ -33,6 +35,19 @@ class OriginError(MillraceError):
         )
 
 
+class HostError(MillraceError):
+    """A request for a name that this machine has not."""
+
+    code = "host_not_allowed"
+    http_status = 403
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"This gateway needs no key and is for this machine only, not for {host:.200}. Ask for "
+            "localhost, or have its operator name the pages' origin in gateway.allowed_origins."
+        )
+
+
 class OriginGuard:
     """Refuses requests of pages that are not allowed, and answers browsers that ask beforehand."""
 
@@ -40,11 +55,17 @@ class OriginGuard:
         self._app = app
         self._demands_keys = demands_keys
         self._host = config.host
+        self._is_private = not demands_keys and is_loopback(config.host)
         self._allowed = frozenset(origin.rstrip("/") for origin in config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = header_of(scope, b"origin") if scope["type"] != "lifespan" else None
-        if origin is None or self._is_own(origin, scope):
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        origin, host = header_of(scope, b"origin"), header_of(scope, b"host")
+        if origin is None and host is not None and not self._is_for_us(host):
+            await _refuse(HostError(host), scope, receive, send)
+        elif origin is None or self._is_own(origin, scope):
             await self._app(scope, receive, send)
         elif _ANY not in self._allowed and origin not in self._allowed:
             await _refuse(OriginError(origin), scope, receive, send)
@@ -59,11 +80,29 @@ class OriginGuard:
         Without keys that host has to be an address, or this machine by name: any other name may be
         somebody else's, who has it lead here.
         """
-        parts = urlsplit(origin)
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            return False
         if parts.netloc != (header_of(scope, b"host") or ""):
             return False
-        name = parts.hostname or ""
-        return self._demands_keys or name in ("localhost", self._host) or _is_address(name)
+        return self._demands_keys or self._is_here(parts.hostname or "")
+
+    def _is_for_us(self, host: str) -> bool:
+        """Whether a request without an origin may be for this host. Names without a dot are given
+        on this machine or its network: nobody else can have them lead here."""
+        if not self._is_private or _ANY in self._allowed:
+            return True
+        if not self._allowed.isdisjoint((f"http://{host}", f"https://{host}")):
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return "." not in name or self._is_here(name)
+
+    def _is_here(self, name: str) -> bool:
+        return name in ("localhost", self._host) or _is_address(name)
 
     async def _serve_elsewhere(
         self, origin: str, scope: Scope, receive: Receive, send: Send

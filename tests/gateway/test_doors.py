@@ -156,6 +156,42 @@ async def test_pages_of_others_stay_out(origin: str | None, status: int) -> None
                 assert (await answer_to(socket, type="ping"))["type"] == "pong"
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example:8000", 403),
+        ("evil.example.", 403),
+        ("[", 403),
+        ("app.example", 200),
+        ("localhost:8000", 200),
+        ("gateway:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+    ],
+)
+async def test_a_page_whose_name_leads_here_reads_nothing(host: str, status: int) -> None:
+    """Browsers send no Origin with what a page reads from the host that it came from."""
+    config = GatewayConfig(allowed_origins=("https://app.example",))
+    async with (
+        running_gateway(config) as front,
+        httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+    ):
+        answer = await http.get("/v1/files", headers={"host": host})
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["code"] == "host_not_allowed"
+    async with (
+        running_gateway(GatewayConfig(auth="required")) as front,
+        httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+    ):
+        assert (await http.get("/v1/files", headers={"host": host})).status_code == 401
+
+
+async def test_an_origin_that_is_none(front: RunningGateway, http: httpx.AsyncClient) -> None:
+    answer = await http.post(_PATH, json=_CHAT, headers={"Origin": "http://["})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+
+
 async def test_a_page_of_this_gateway_may_use_it() -> None:
     async with (
         running_gateway() as front,
