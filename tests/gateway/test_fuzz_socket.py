@@ -70,11 +70,11 @@ _good: st.SearchStrategy[Json] = st.one_of(
             "type": st.just("generate"),
             "id": _IDS,
             "model": st.just(MODEL),
-            "prompt": st.sampled_from(["hello", "h" * 400, [104, 105]]),
+            "prompt": st.sampled_from(["hello", "h" * 200, [104, 105]]),
         },
         optional={
             "n": st.integers(1, 3),
-            "max_tokens": st.integers(1, 400),
+            "max_tokens": st.integers(1, 200),
             "logprobs": st.booleans(),
             "idempotency_key": st.sampled_from(["k1", "k2"]),
         },
