@@ -75,6 +75,7 @@ class Answer:
         self._held_until_s: float | None = None
         self._left = ""
         self._is_concluding = False
+        self._is_over = False
 
     # --- what a client reads ---
 
@@ -119,8 +120,8 @@ class Answer:
 
     @property
     def is_served(self) -> bool:
-        """Whether its client is still there."""
-        return not (self._left or self._held or self.was_let_go)
+        """Whether its client still waits for it."""
+        return not (self._left or self._held or self.was_let_go or self._is_over)
 
     @property
     def clients(self) -> set[Client]:
@@ -199,7 +200,7 @@ class Answer:
 
     def hold(self, for_s: float | None, outcome: str) -> None:
         """The client is gone but may come back within ``for_s`` (None: until it has ended)."""
-        if self._left or self._held or self.was_let_go:
+        if not self.is_served:
             return
         self._held = True
         self._held_until_s = None if for_s is None else self._asker.now_s() + for_s
@@ -246,6 +247,7 @@ class Answer:
 
     def finish(self) -> None:
         """The client has taken the end."""
+        self._is_over = True
         for choice in self.choices:
             if choice.stream.ended:
                 self._asker.streams.finish(choice.stream)

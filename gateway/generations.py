@@ -133,10 +133,11 @@ class GenerationHandler:
     async def _deliver(
         self, prepared: Prepared, answer: Answer, client: HttpClient, wire: Wire, send: Send
     ) -> int:
-        renderer = prepared.render(answer)
-        if prepared.stream:
-            return await self._stream(answer, client, wire, send, renderer)
-        return await self._whole(answer, client, send, renderer)
+        with _bugs_answered(answer.request_id):
+            renderer = prepared.render(answer)
+            if not prepared.stream:
+                return await self._whole(answer, client, send, renderer)
+        return await self._stream(answer, client, wire, send, renderer)
 
     async def _whole(
         self, answer: Answer, client: HttpClient, send: Send, renderer: Renderer
@@ -228,7 +229,7 @@ def _bugs_answered(request_id: str) -> Iterator[None]:
     except (MillraceError, ClientLeftError):
         raise
     except Exception as error:
-        _log.exception("a request could not be started", extra={"request_id": request_id})
+        _log.exception("a request failed", extra={"request_id": request_id})
         raise InternalError("The gateway failed to answer this request.") from error
 
 

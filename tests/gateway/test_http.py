@@ -14,6 +14,7 @@ import pytest
 
 from bus import codec
 from gateway.__main__ import models_of
+from gateway.chat import ChatRenderer
 from registry.catalogue import load_catalogue
 from schemas.config import GatewayConfig
 from schemas.control import TelemetryAnswer, TelemetryQuery
@@ -267,3 +268,16 @@ async def test_pages_carry_a_strict_policy(http: httpx.AsyncClient) -> None:
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert "http" not in page.text.replace("http://www.w3.org/2000/svg", "")
     assert (await http.get("/static/../app.py")).status_code == 404
+
+
+async def test_a_bug_in_the_body_of_an_answer_is_an_error_like_any_other(
+    front: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whole(_self: ChatRenderer) -> bytes:
+        raise RuntimeError
+
+    monkeypatch.setattr(ChatRenderer, "whole", whole)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+    answer = await http.post("/v1/chat/completions", json=chat)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
