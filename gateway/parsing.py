@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LABEL_CHARACTERS = 256
 _MAX_PROMPTS = 64
+_MAX_COMPLETIONS = 128  # of all prompts of a request: each is a job
+_MAX_SESSION_KEEP = 2**31 - 1
 _TIERS: dict[str, Tier | None] = {
     "auto": None,
     "default": None,
@@ -124,6 +126,10 @@ def completion_ask(request: CompletionRequest) -> Ask:
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(request.prompt)
     sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
+    if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
+        raise ParameterError(
+            "n", f"At most {_MAX_COMPLETIONS} completions are made of a request, n of each prompt."
+        )
     echo = bool(request.echo)
     if echo and request.logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
@@ -157,8 +163,10 @@ def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
     if request.session_keep is not None:
         if request.session_id is None:
             raise ParameterError("session_keep", "session_keep goes with session_id.")
-        if request.session_keep < 0:
-            raise ParameterError("session_keep", "session_keep must be 0 or more.")
+        if not 0 <= request.session_keep <= _MAX_SESSION_KEEP:
+            raise ParameterError(
+                "session_keep", f"session_keep must be between 0 and {_MAX_SESSION_KEEP}."
+            )
     if request.session_id is not None and (request.n or 1) > 1:
         raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
     tools = tools_of(request.tools)

@@ -187,6 +187,17 @@ def test_messages_are_checked(message: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
+def test_the_completions_of_a_request_are_bounded() -> None:
+    assert text(prompt=["a"] * 64, n=2).sampling.n == 2
+    with pytest.raises(ParameterError) as caught:
+        text(prompt=["a"] * 64, n=3)
+    assert caught.value.param == "n"
+    for keep in (-1, 2**64):
+        with pytest.raises(ParameterError) as caught:
+            chat(session_id="s", session_keep=keep)
+        assert caught.value.param == "session_keep"
+
+
 def test_two_limits_that_differ_are_refused() -> None:
     with pytest.raises(ParameterError, match="differ"):
         chat(max_tokens=3, max_completion_tokens=4)
