@@ -121,11 +121,12 @@ def refusal_of(error: MillraceError) -> Refusal:
     if retry_after_s is None and error.retryable:
         retry_after_s = _NO_RETRY_HINT_S
     param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
+    # It is empty if the body as a whole is at fault.
     return Refusal(
         status=error.http_status,
         code=error.code,
         message=error.message,
-        param=param,
+        param=param or None,
         retry_after_s=retry_after_s,
         more_headers=tuple(getattr(error, "headers", ())),
     )

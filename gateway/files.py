@@ -23,6 +23,7 @@ from schemas.files import FileDeleted, FileList, FileObject, FilePurpose
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024
 _SILENCE_S = 30.0
+_UPLOAD_TIMEOUT_S = 900.0
 _LINGER_S = 2.0
 _FORM_BYTES = 64 * 1024  # what a form has around its file
 _MAX_FILENAME_CHARACTERS = 256
@@ -232,14 +233,19 @@ async def _parser(request: Request, limit_bytes: int) -> MultiPartParser:
 
 async def _body(request: Request, limit_bytes: int) -> AsyncGenerator[bytes]:
     """The body as it comes. Raises PayloadTooLargeError once it is too long, SlowRequestError when
-    nothing comes, and ClientLeftError."""
+    nothing comes or it trickles, and ClientLeftError."""
     num_bytes = 0
+    now_s = asyncio.get_running_loop().time
+    give_up_s = now_s() + _UPLOAD_TIMEOUT_S
     while True:
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout_at(min(now_s() + _SILENCE_S, give_up_s)):
                 event = await request.receive()
         except TimeoutError:
-            raise SlowRequestError(f"No more of the file came for {_SILENCE_S:g} s.") from None
+            raise SlowRequestError(
+                f"No more of the file came for {_SILENCE_S:g} s, or it was not whole after "
+                f"{_UPLOAD_TIMEOUT_S:g} s."
+            ) from None
         if event["type"] == "http.disconnect":
             raise ClientLeftError
         chunk = event.get("body", b"")
