@@ -1,0 +1,103 @@
+"""One answer for one key."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from tests.gateway.moving.clients import (
+    CHAT,
+    PATH,
+    TEXT,
+    Events,
+    Pair,
+    Reading,
+    opened,
+    send,
+    slow,
+    until,
+)
+from tests.support.running_gateway import MODEL
+from tests.support.waiting import eventually
+
+
+async def test_one_answer_for_one_key(pair: Pair) -> None:
+    body = CHAT | {"stream": False}
+    headers = {"Idempotency-Key": "k-1"}
+    async with (
+        httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=pair.second.url, timeout=10) as other,
+    ):
+        first = await http.post(PATH, json=body, headers=headers)
+        again = await http.post(PATH, json=body, headers=headers)
+        elsewhere = await other.post(PATH, json=body, headers=headers)
+        pair.worker.forget(first.json()["id"])
+        stored = await other.post(PATH, json=body, headers=headers)
+        assert first.status_code == 200
+        assert first.json()["choices"][0]["message"]["content"] == TEXT
+        for answer in (again, elsewhere, stored):
+            assert answer.json() == first.json()
+        assert len(pair.worker.jobs) == 1
+        conflict = await http.post(PATH, json=body | {"seed": 1}, headers=headers)
+        assert (conflict.status_code, conflict.json()["error"]["code"]) == (
+            409,
+            "idempotency_conflict",
+        )
+        bad = await http.post(PATH, json=body, headers={"Idempotency-Key": "k" * 256})
+        assert bad.json()["error"]["param"] == "idempotency-key"
+
+
+async def test_equal_requests_at_the_same_time_are_one(pair: Pair) -> None:
+    body = CHAT | {"stream": False}
+    headers = {"Idempotency-Key": "k-2"}
+    pair.worker.gate.clear()
+    async with httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http:
+        asking = [
+            asyncio.create_task(http.post(PATH, json=body, headers=headers)) for _ in range(3)
+        ]
+        await eventually(lambda: len(pair.worker.jobs) == 1)
+        await asyncio.sleep(0.2)
+        pair.worker.gate.set()
+        answers = await asyncio.gather(*asking)
+    # The last to come has it; those before are told so.
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses.count(200) >= 1
+    assert set(statuses) <= {200, 409}
+    assert len(pair.worker.jobs) == 1
+
+
+async def test_a_key_outlives_its_connection(pair: Pair) -> None:
+    dripping = await slow(pair.worker)
+    headers = {"Idempotency-Key": "k-3"}
+    async with httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http:
+        async with http.stream("POST", PATH, json=CHAT, headers=headers) as response:
+            async for _line in response.aiter_lines():
+                break
+        await asyncio.sleep(0.1)
+        assert not pair.worker.cancelled
+        events = Events()
+        async with http.stream("POST", PATH, json=CHAT, headers=headers) as response:
+            async for line in response.aiter_lines():
+                events.take(line)
+    dripping.cancel()
+    assert (events.text, events.done) == (TEXT, True)
+    assert len(pair.worker.jobs) == 1
+
+
+async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
+    """What a client does that never saw ``accepted``."""
+    fields = {"model": MODEL, "prompt": TEXT, "idempotency_key": "k-4"}
+    pair.worker.gate.clear()
+    async with opened(pair.first) as socket:
+        await send(socket, "generate", id="a", **fields)
+        first = (await until(socket, "accepted"))[-1]
+        socket.transport.abort()
+    reading = Reading()
+    async with opened(pair.second) as socket:
+        await send(socket, "generate", id="other", **fields)
+        reading.take(await until(socket, "accepted"))
+        pair.worker.gate.set()
+        reading.take(await until(socket, "done"))
+    assert (reading.request_id, reading.text) == (first["request_id"], TEXT)
+    assert len(pair.worker.jobs) == 1
