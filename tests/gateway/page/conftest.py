@@ -1,0 +1,53 @@
+"""A browser for each file of tests, and the page over a real or a scripted gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from playwright.async_api import Browser, Page, async_playwright
+
+from schemas.config import RedisConfig
+from tests.gateway.page.windows import (
+    ARGUMENTS,
+    CHROMIUM,
+    Watched,
+    ready,
+    watched,
+)
+from tests.support.running_gateway import RunningGateway, running_gateway
+from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
+from tests.support.servers import RedisServer
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launched
+        await launched.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def front(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(redis=RedisConfig(url=redis_server.url)) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def scripted() -> AsyncIterator[ScriptedGateway]:
+    async with scripted_gateway() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def window(front: RunningGateway, browser: Browser) -> AsyncIterator[Watched]:
+    async with watched(browser, front.url) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(window: Watched) -> Page:
+    opened = await window.open()
+    await ready(opened)
+    return opened
