@@ -70,6 +70,11 @@ class ChatRenderer:
         self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
         self._text_after = b"}" + _NO_LOGPROBS + self._head.after
+        self.plain = (
+            (self._text_befores[0], self._text_after)
+            if num_choices == 1 and not self._with_logprobs
+            else None
+        )
         self._logprobs: list[list[LogprobInfo]] = [[] for _ in range(num_choices)]
         self._steps: list[ToolStepInfo] = []
 

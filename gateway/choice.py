@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from bus.reader import Progress
 from gateway.latency import GapCounts
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, TextPart
 from gateway.stream import OpenStream
@@ -141,6 +142,26 @@ class Choice:
                 self._parse(self._parser.push(text), index, num_tokens, logprobs, parts)
         if stream.reader.terminal is not None:
             self._end_round(stream.reader.terminal, parts)
+
+    def take_plain(self, now_s: float, gaps: GapCounts) -> Progress | None:
+        """What has come of a choice of nothing but text, at less cost than by ``collect``; None:
+        there is more to it, and nothing was taken. The token path at load is made of this."""
+        stream = self.stream
+        if (
+            self._parser is not None
+            or stream.reader.terminal is not None
+            or self.end is not None
+            or self.pending
+        ):
+            return None
+        progress = stream.take(now_s, gaps)
+        num_tokens = progress.num_tokens
+        if num_tokens:
+            if not self._is_primed:
+                self._before(progress.first_index)
+            self.next_index = self._base + progress.first_index + num_tokens
+            self._texts.append(progress.text)
+        return progress
 
     def _enter_round(self) -> None:
         self._calls: list[_Call] = []

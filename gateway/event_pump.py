@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.answer import Answer
-from gateway.chunks import SSE_KEEP_ALIVE
+from gateway.chunks import SSE_KEEP_ALIVE, encode
 from gateway.event_ids import event_id_line, with_event_id
 from gateway.http_client import HttpClient
 from gateway.parts import Part
@@ -34,6 +34,7 @@ class EventPump:
         self._client = client
         self._wire = wire
         self._render = renderer.part
+        self._plain = renderer.plain
         self._id_prefix = f"id: {answer.request_id}/".encode()
         self._is_asked = False
         self._is_over = False
@@ -68,6 +69,12 @@ class EventPump:
             client.sending_since_s = client.sending_since_s or now_s
             return
         client.sending_since_s = None
+        if self._plain is not None:
+            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            if progress is not None:
+                if progress.text:
+                    self._write_plain(progress.text, *self._plain)
+                return
         self._write(answer.take(now_s))
         if answer.ended:
             client.call()
@@ -79,6 +86,12 @@ class EventPump:
         if not self._is_asked:
             self._is_asked = True
             self._gateway.pulse.ask(self)
+
+    def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
+        next_index = self._answer.choices[0].next_index
+        event = b"%b%d\n%b%b%b" % (self._id_prefix, next_index, before, encode(text), after)
+        self._wire.write([event])
+        self._has_written = True
 
     def _write(self, parts: list[Part]) -> None:
         if not parts:

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 class Renderer(Protocol):
     """The bytes of one answer. A streamed one is ``first``, ``part`` for each of its parts and then
-    ``last`` or ``failed``; another one gets its parts by ``add`` and is ``whole`` at the end."""
+    ``last`` or ``failed``; another one gets its parts by ``add`` and is ``whole`` at the end.
+
+    ``plain``, if there is one, goes before and after the JSON of a text to make the event of a part
+    of the only choice that has nothing but text.
+    """
+
+    plain: tuple[bytes, bytes] | None
 
     def first(self) -> bytes:
         """Events before any part; may be empty."""

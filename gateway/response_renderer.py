@@ -53,6 +53,8 @@ class ResponseRenderer:
     those before them; ``conversation`` is both, with ids. ``store`` None: the answer is not to be
     kept."""
 
+    plain: tuple[bytes, bytes] | None = None
+
     def __init__(
         self,
         request: ResponsesRequest,

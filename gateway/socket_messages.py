@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from bus.reader import Progress
 from gateway.answer import Answer
 from gateway.chunks import usage_info
 from gateway.errors import Refusal
@@ -31,7 +32,7 @@ def encode_message(message: ServerMessage) -> bytes:
 
 class Generation:
     """What a client calls ``id``. ``answer`` is set once it was accepted; a client that cancels
-    before that has ``cancelled`` set."""
+    before that has ``cancelled`` set. ``is_plain``: one choice, of which only text is told."""
 
     def __init__(self, generation_id: str, request_id: str) -> None:
         self.id = generation_id
@@ -39,6 +40,7 @@ class Generation:
         self.answer: Answer | None = None
         self.cancelled = False
         self.is_concluding = False
+        self.is_plain = False
         self._queued: object = None
         self._started: object = None
         self._delta_head = b""
@@ -47,6 +49,7 @@ class Generation:
         """It is stored; its request id is the answer's."""
         self.answer = answer
         self.request_id = answer.request_id
+        self.is_plain = len(answer.choices) == 1 and answer.ask.sampling.logprobs is None
         names = _encode({"id": self.id, "request_id": self.request_id})
         self._delta_head = b'{"type":"delta",%b,"index":' % names[1:-1]
 
@@ -77,6 +80,16 @@ class Generation:
                     )
                 )
             )
+
+    def say_plain(self, progress: Progress) -> bytes:
+        """The delta of a choice that is alone and has nothing but text."""
+        assert self.answer is not None
+        return b'%b%d,"num_tokens":%d,"text":%b}' % (
+            self._delta_head,
+            self.answer.choices[0].next_index - progress.num_tokens,
+            progress.num_tokens,
+            _encode(progress.text),
+        )
 
     def say(self, part: Part) -> bytes:
         """The message for a part; empty for one that needs none."""

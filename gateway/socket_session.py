@@ -271,6 +271,12 @@ class SocketSession(Client):
             return
         if stream is answer.choices[0].stream:
             generation.notes_of(stream, payloads)
+        if generation.is_plain:
+            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            if progress is not None:
+                if progress.num_tokens:
+                    payloads.append(generation.say_plain(progress))
+                return
         for part in answer.take(now_s):
             payload = generation.say(part)
             if payload:

@@ -60,6 +60,11 @@ class CompletionRenderer:
         self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
         had = answer.first_indices
         self._to_echo = {i for i in range(num_choices) if answer.ask.echo and not (had and had[i])}
+        self.plain = (
+            (self._text_befores[0], self._text_after)
+            if num_choices == 1 and not self._to_echo and answer.ask.sampling.logprobs is None
+            else None
+        )
         # How much text was given out; None: by another connection, and that is still to be counted.
         self._lengths: list[int | None] = [
             None if had and had[i] else 0 for i in range(num_choices)
