@@ -6,8 +6,20 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from redis import Redis
 
 from tests.support.running_gateway import RunningGateway, running_gateway
+from tests.support.servers import RedisServer
+
+
+@pytest.fixture(autouse=True)
+def clean_redis(request: pytest.FixtureRequest) -> None:
+    """Tests share a redis-server; each begins without what the ones before left there."""
+    if "redis_server" not in request.fixturenames:
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    with Redis.from_url(server.url) as client:
+        client.flushall()
 
 
 @pytest.fixture
