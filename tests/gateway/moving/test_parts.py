@@ -167,8 +167,16 @@ async def test_a_key_that_was_given_up_belongs_to_the_next(
         httpx.AsyncClient(base_url=first.url, timeout=8) as http,
         httpx.AsyncClient(base_url=second.url, timeout=8) as other,
     ):
+        looked_up = asyncio.Event()
+        resume = first.gateway.resuming.resume
+
+        async def resume_noticed(*args: Any, **kwargs: Any) -> Any:
+            looked_up.set()
+            return await resume(*args, **kwargs)
+
+        monkeypatch.setattr(first.gateway.resuming, "resume", resume_noticed)
         waiting = asyncio.create_task(http.post(path, content=body, headers=headers))
-        await asyncio.sleep(0.1)
+        await looked_up.wait()
         await index.release("local", "k-1", "chatcmpl-refused")
         answer = await other.post(path, content=body, headers=headers)
         late = await waiting

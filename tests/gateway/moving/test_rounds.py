@@ -267,7 +267,8 @@ async def test_a_gateway_that_goes_waits_for_tools(place: Place) -> None:
         asking = asyncio.create_task(http.post(_PATH, json=_ASKED))
         await eventually(lambda: len(place.server.seen) == 1)
         draining = asyncio.create_task(front.gateway.drain(5.0))
-        await asyncio.sleep(0.15)
+        await eventually(lambda: front.gateway.draining)
+        await asyncio.sleep(0)
         assert not draining.done()
         place.tool_gate.set()
         answer = await asking
