@@ -8,7 +8,7 @@ event loop's read path.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    PrefixReport,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -25,7 +26,7 @@ from schemas.control import (
     WorkerStatus,
 )
 from schemas.frames import Frame
-from schemas.jobs import DeadJob, Job, JobResult
+from schemas.jobs import DeadJob, Job, JobResult, Tier
 from schemas.records import Record
 
 
@@ -35,17 +36,32 @@ class Subscription(Protocol):
     async def close(self) -> None: ...
 
 
+class Line(NamedTuple):
+    """Where the jobs of one tenant for one model in one tier wait, in order of arrival.
+
+    A job that was published without a tenant in its subject waits in the line of ``tenant`` None,
+    whosever it is.
+    """
+
+    model: str
+    tier: Tier
+    tenant: str | None
+
+
 class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that this process now holds, and the lease to keep it by.
 
     The holder extends the lease well within AckWait, or hands the lease string to another process
-    which does. ``num_deliveries`` is 1 for a job that nobody held before.
+    which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
+    then the queue lost count, and it may have been held.
     """
 
     job: Job
     lease: str
     num_deliveries: int
     stream_sequence: int
+    line: Line
+    uncertain: bool = False
 
 
 class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +72,7 @@ class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs that wait in the stream, and jobs that somebody holds."""
+    """Jobs of a line that wait in the stream, and jobs that somebody holds."""
 
     num_queued: int
     num_leased: int
@@ -80,15 +96,27 @@ class JobQueue(Protocol):
         Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was stored.
         """
 
-    async def pull(self, model: str, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
-        """Up to ``max_jobs`` jobs, as soon as there is one; an empty list after ``timeout_s``.
+    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+        """Up to ``max_jobs`` jobs of a line, as soon as there is one; an empty list after
+        ``timeout_s``, which may be 0.
 
         A message that cannot be decoded, and a job that was delivered too often, is moved to the
         dead letters and never returned; its owner, as far as it can be told, gets a Failed frame,
         and a job its record. An empty list is also what a server that is away gives.
         """
 
-    async def depth(self, model: str) -> QueueDepth: ...
+    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+        """Tell the line of each job that is published. The job may be stored a moment later, and
+        some may not be told: ``lines`` is what counts."""
+
+    async def lines(self) -> dict[Line, int]:
+        """The lines with jobs, waiting or held, and how many; the models may be unknown."""
+
+    async def forget_line(self, line: Line) -> bool:
+        """Free what the server keeps for a line that has no job, waiting or held; False if it has
+        one. Jobs that come later are found again."""
+
+    async def depth(self, line: Line) -> QueueDepth: ...
 
     async def is_open(self, stream_sequence: int) -> bool:
         """Whether the job is still in the queue, waiting or held; False once it was acked.
@@ -96,11 +124,8 @@ class JobQueue(Protocol):
         Raises BusUnavailableError when nobody can say.
         """
 
-    async def waiting_models(self) -> list[str]:
-        """The models, known or not, of which there are jobs in the queue."""
-
-    async def shed_newest(self, model: str, count: int) -> list[Job]:
-        """Take up to ``count`` of the newest waiting jobs out of the queue; each job is handed to
+    async def shed_newest(self, line: Line, count: int) -> list[Job]:
+        """Take up to ``count`` of the newest waiting jobs out of a line; each job is handed to
         one caller only, who must answer it."""
 
     async def extend(self, lease: str) -> None:
@@ -210,6 +235,11 @@ class WorkerDirectory(Protocol):
 
     async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
         """The known workers first, then every heartbeat. Silence is for the watcher to notice."""
+
+    async def report_prefixes(self, report: PrefixReport) -> None:
+        """Tell the schedulers what a worker's prefix cache holds; at most once."""
+
+    async def watch_prefixes(self, on_report: Callable[[PrefixReport], None]) -> Subscription: ...
 
 
 class Results(Protocol):

@@ -137,8 +137,55 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_tool_runs: int = 32
 
 
+class TierPolicy(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a scheduler treats a tier. Backlogged tiers share the workers by ``weight``. A job whose
+    first token is predicted later than ``ttft_bound_ms`` (0: no bound) goes to a smaller model if
+    ``degrade`` and its caller left the choice (``model: auto``), else it is refused if ``shed``,
+    else it waits."""
+
+    weight: float
+    ttft_bound_ms: float = 0.0
+    degrade: bool = False
+    shed: bool = False
+
+
+class TierPolicies(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One for each tier. Batch work has no weight: it gets what the others leave."""
+
+    enterprise: TierPolicy = TierPolicy(weight=8.0, ttft_bound_ms=5_000.0)
+    pro: TierPolicy = TierPolicy(weight=4.0, ttft_bound_ms=10_000.0, degrade=True)
+    free: TierPolicy = TierPolicy(weight=1.0, ttft_bound_ms=60_000.0, degrade=True, shed=True)
+    batch: TierPolicy = TierPolicy(weight=1.0)
+
+
+class AutoscaleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers a model should have: enough that jobs are predicted to wait no longer than
+    ``target_wait_s`` and the KV cache is no fuller than ``target_kv_share``, between
+    ``min_workers`` (0: a model that nobody asks for has none) and ``max_workers`` (0: no
+    autoscaling). ``cold_start_s`` is what a worker takes to be there until one was measured. More
+    are wanted as soon as the need is seen; fewer when it was not seen for ``scale_down_after_s``,
+    none when nothing came for ``idle_s``."""
+
+    min_workers: int = 1
+    max_workers: int = 0
+    target_wait_s: float = 2.0
+    target_kv_share: float = 0.85
+    cold_start_s: float = 10.0
+    scale_down_after_s: float = 60.0
+    idle_s: float = 300.0
+    interval_s: float = 1.0
+
+
 class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``max_queued_jobs`` is the bound per model over which the newest jobs are shed."""
+    """``max_queued_jobs`` is the bound per model over which the newest jobs are shed, those of the
+    tenants with the longest queues first.
+
+    While there is no room, a scheduler holds the first ``window_jobs_per_tenant`` jobs of each
+    tenant and ``window_jobs`` in all; the others stay in the queue. ``order`` is what comes first
+    among the jobs of one tenant: the earliest ``deadline`` (then arrival), or the ``shortest``
+    predicted completion, with ``ageing_s`` of waiting as good as half the length.
+    ``placement``: "affine" weighs a worker's cached prefixes against its load, "least_loaded"
+    looks at load alone. Output tokens are charged ``output_weight`` times as much as input."""
 
     scheduler_id: str = ""
     models: tuple[str, ...] = ()
@@ -150,10 +197,32 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     max_attempts: int = 16
     cancel_memory_s: float = 600.0
     status_interval_s: float = 0.25
+    window_jobs: int = 512
+    window_jobs_per_tenant: int = 8
+    order: Literal["deadline", "shortest"] = "deadline"
+    ageing_s: float = 10.0
+    placement: Literal["affine", "least_loaded"] = "affine"
+    max_prefix_keys: int = 1_000_000
+    output_weight: float = 2.0
+    tiers: TierPolicies = TierPolicies()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+
+
+class SimulationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine that computes nothing and takes the time that a real one would: prompts at
+    ``prefill_tokens_per_s``, and ``step_ms + step_ms_per_sequence * batch + step_ms_per_kv_token *
+    KV tokens`` for a step that decodes; ``start_s`` until it is there. Its tokens follow from the
+    seed and their index, whoever makes them."""
+
+    prefill_tokens_per_s: float = 20_000.0
+    step_ms: float = 8.0
+    step_ms_per_sequence: float = 0.05
+    step_ms_per_kv_token: float = 0.000_02
+    start_s: float = 0.0
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's bounds.
+    """The engine's bounds. ``kind`` "simulated" computes nothing: see ``SimulationConfig``.
 
     ``max_batch_tokens`` is the longest step. 0 of it, of ``max_num_sequences`` and of
     ``kv_cache_bytes`` leaves the choice to the device: 384 tokens, 64 sequences and 1 GiB on a CPU,
@@ -174,6 +243,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompts so that a step is predicted to take no longer while others decode (0: no bound).
     """
 
+    kind: Literal["real", "simulated"] = "real"
+    simulation: SimulationConfig = SimulationConfig()
     max_num_sequences: int = 0
     max_batch_tokens: int = 0
     block_size_tokens: int = 16
@@ -199,7 +270,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``max_num_waiting`` is how many jobs beyond the running ones a worker takes, so that a free
     slot never waits for the bus. ``prefixes_per_tenant`` keeps what is cached of one tenant's
-    prompts from speeding up another's, who could learn from that what they begin with."""
+    prompts from speeding up another's, who could learn from that what they begin with.
+    ``prefix_report_s`` is how often the schedulers are told what is cached (0: never), all of it
+    every ``prefix_whole_s``, at most ``max_reported_prefixes`` blocks."""
 
     name: str = "worker-1"
     model: str = "demo"
@@ -211,6 +284,9 @@ class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sample_interval_s: float = 1.0
     drain_timeout_s: float = 8.0
     prefixes_per_tenant: bool = False
+    prefix_report_s: float = 0.1
+    prefix_whole_s: float = 10.0
+    max_reported_prefixes: int = 16_384
     engine: EngineConfig = EngineConfig()
 
 

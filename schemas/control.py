@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -54,7 +54,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
-    """Take no new work; finish what runs."""
+    """Take no new work. The schedulers move what runs to other workers where there is room; the
+    rest is finished here, or given back when the time for it is over."""
 
     reason: str = ""
 
@@ -74,12 +75,31 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     message: str = ""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that a worker holds no more, answered and acknowledged or superseded, from it to
-    the schedulers. It may be lost: a scheduler that misses one finds out from the queue."""
+class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The work that one run of a request took, for whom: what fair sharing charges.
+
+    ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
+    ``completion_tokens`` were made by this run, not by one before it."""
+
+    request_id: str
+    tenant: str
+    tier: Tier
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests that a worker holds no more, answered and acknowledged, superseded or given back,
+    from it to the schedulers. It may be lost: a scheduler that misses one finds out from the queue.
+
+    ``served`` says what those took that ran. ``released`` are the ones of ``request_ids`` whose
+    lease it gave back: the queue delivers them again, at once."""
 
     worker_id: str
     request_ids: tuple[str, ...]
+    served: tuple[Served, ...] = ()
+    released: tuple[str, ...] = ()
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,7 +122,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``worker_id`` is unique to one life of the process; ``name`` stays over restarts, so a status
     with a known name and a new id says that the former life is over. ``max_tokens_per_request``
     is the longest prompt + completion that its KV cache can ever hold; ``max_num_waiting`` is how
-    many requests it takes beyond those that can run.
+    many requests it takes beyond those that can run; those of a lower tier do not count, as they
+    make way. ``num_held_by_tier`` counts what runs and waits here. ``outstanding_tokens`` are
+    still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
+    and ``decode_step_ms`` are measured, of late (0: nothing to measure so far).
     """
 
     worker_id: str
@@ -117,14 +140,36 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_free_blocks: int = 0
     max_tokens_per_request: int = 0
     outstanding_tokens: int = 0
+    outstanding_prompt_tokens: int = 0
+    num_held_by_tier: dict[Tier, int] = {}
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
     draining: bool = False
     retired: bool = False
     started_ns: int = 0
     sent_ns: int = 0
 
 
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker's prefix cache holds, in small steps, on ``prefix.<worker>``.
+
+    Keys are the first 8 bytes of ``schemas.prefix`` keys, one behind the other. ``number`` counts
+    a life's reports; ``whole`` replaces everything said before, else ``added`` and ``removed``
+    change it. A reader that misses a number waits for the next whole one."""
+
+    worker_id: str
+    model: str
+    number: int
+    whole: bool = False
+    added: bytes = b""
+    removed: bytes = b""
+
+
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model's queue stands, from the schedulers to the gateways a few times a second."""
+    """How a model's queue stands, from the schedulers to the gateways a few times a second.
+
+    ``ttft_ms`` is what a job of each tier that comes now is predicted to wait for its first token
+    (absent: nobody can say). ``desired_workers`` is how many the autoscaler wants."""
 
     model: str
     num_queued: int
@@ -132,6 +177,9 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     retry_after_s: float = 0.0
     num_workers: int = 0
     eta_s: float | None = None
+    ttft_ms: dict[Tier, float] = {}
+    oldest_wait_s: float = 0.0
+    desired_workers: int = 0
     sent_ns: int = 0
 
 

@@ -51,7 +51,7 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class Job(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One request for one generation, as it waits in ``jobs.<model>.<tier>``.
+    """One request for one generation, as it waits in ``jobs.<model>.<tier>.<tenant>``.
 
     Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` says what to continue; the
     gateway always sends token ids, other services may leave tokenising to the scheduler.
@@ -62,6 +62,8 @@ class Job(
     came in as JSON gets. ``store_result`` keeps the final result for 24 h.
     ``tools`` are described to the model with ``messages``. ``pooling`` asks for the prompt's
     embedding instead of a completion; nothing of ``sampling`` has a meaning then.
+    ``model`` "auto" lets the scheduler choose one; ``model_requested`` is what the caller asked
+    for then, and ``route_reason`` why it got ``model``.
     ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
     when an answer is of no use any more.
 
@@ -86,6 +88,7 @@ class Job(
     tier: Tier = Tier.FREE
     source: Source = Source.NATS
     model_requested: str = ""
+    route_reason: str = ""
     received_ns: int = 0
     deadline_ns: int | None = None
 
@@ -97,7 +100,7 @@ class Job(
             raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
         for name in ("request_id", "reply", "tenant"):
             check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
-        for name in ("model", "model_requested", "user", "session_id"):
+        for name in ("model", "model_requested", "route_reason", "user", "session_id"):
             check_length(name, getattr(self, name), MAX_LABEL_CHARACTERS)
         for name in ("received_ns", "deadline_ns"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_TIME_NS:

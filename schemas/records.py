@@ -38,6 +38,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     tier: Tier = Tier.FREE
     model_requested: str = ""
     model_served: str = ""
+    route_reason: str = ""
     worker_id: str = ""
     adapter: str = ""
     prompt_tokens: int = 0

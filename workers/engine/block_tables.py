@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from schemas.prefix import extend_keys, root_key
 from workers.engine.block_pool import BlockPool
 from workers.engine.host_cache import HostCache
-from workers.engine.prefix_cache import PrefixCache, extend_keys, root_key
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.sequence import Sequence
 
 

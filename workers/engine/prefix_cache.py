@@ -2,37 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence as Rows
-from hashlib import blake2b
-
-# 128 bits: two different prefixes of a fleet's lifetime meet with a chance below 1e-15.
-_KEY_BYTES = 16
-
-
-def root_key(salt: str) -> bytes:
-    """The key of the empty prefix. Prefixes under different salts never meet."""
-    return blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
-
-
-def extend_keys(
-    keys: list[bytes], root: bytes, token_ids: Rows[int], *, num_blocks: int, block_size_tokens: int
-) -> None:
-    """Append the keys of the blocks up to ``num_blocks``.
-
-    A block's key is the hash of its tokens and of the key before it, so it stands for all tokens
-    from the first on; 0.7 us a block.
-    """
-    first = len(keys)
-    raw = array(
-        "I", token_ids[first * block_size_tokens : num_blocks * block_size_tokens]
-    ).tobytes()
-    size = 4 * block_size_tokens
-    key = keys[-1] if keys else root
-    for start in range(0, (num_blocks - first) * size, size):
-        key = blake2b(key + raw[start : start + size], digest_size=_KEY_BYTES).digest()
-        keys.append(key)
-
 
 class PrefixCache:
     """Which block holds the tokens that a key stands for.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config import EngineConfig
+from schemas.prefix import extend_keys, root_key
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
     drain,
@@ -22,7 +23,7 @@ from tests.workers.engine.support import (
 )
 from workers.engine.block_pool import BlockPool
 from workers.engine.engine import Engine
-from workers.engine.prefix_cache import PrefixCache, extend_keys, root_key
+from workers.engine.prefix_cache import PrefixCache
 
 SYSTEM = prompt(1, 70)  # four full blocks and six tokens
 
