@@ -1,0 +1,166 @@
+"""Blocks of a KV cache that is not there: how many are used, and what would be found in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from schemas.prefix import extend_keys, root_key
+
+_root = lru_cache(maxsize=4_096)(root_key)
+
+
+class Holder(Protocol):
+    """Whoever has blocks: the first ``num_sealed_blocks`` of its ``num_blocks`` are full and can be
+    found by its ``keys``."""
+
+    salt: str
+    keys: list[bytes]
+    num_blocks: int
+    num_sealed_blocks: int
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class Hit(NamedTuple):
+    """Blocks that were found; ``num_idle`` of them are nobody's, and count as free so far."""
+
+    num_blocks: int = 0
+    num_idle: int = 0
+
+
+class SimulatedBlocks:
+    """Counts blocks; those that are full are known by key, shared, and kept when nobody uses them
+    any more until their room is needed, the one that was idle for longest first (``keep`` False:
+    none is known)."""
+
+    def __init__(self, num_blocks: int, block_size_tokens: int, *, keep: bool) -> None:
+        self.num_blocks = num_blocks
+        self.num_evicted = 0
+        self._size = block_size_tokens
+        self._keep = keep
+        self._num_private = 0
+        self._users: dict[bytes, int] = {}
+        self._idle: dict[bytes, None] = {}
+        self._changes: dict[bytes, bool] = {}
+        self._too_many_changes = False
+
+    @property
+    def num_free(self) -> int:
+        """Those that can be had, the idle ones among them."""
+        return self.num_blocks - self._num_private - len(self._users)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def match(self, holder: Holder) -> Hit:
+        """The longest kept prefix that leaves at least one token to compute; changes nothing."""
+        if not self._keep:
+            return Hit()
+        most = (len(holder.token_ids) - 1) // self._size
+        self._extend_keys(holder, most)
+        num_idle = found = 0
+        for key in holder.keys[:most]:
+            if key in self._idle:
+                num_idle += 1
+            elif key not in self._users:
+                break
+            found += 1
+        return Hit(found, num_idle)
+
+    def open(self, holder: Holder, hit: Hit, num_fresh: int) -> None:
+        """Give a holder without blocks those of its hit, and so many fresh ones behind them."""
+        for key in holder.keys[: hit.num_blocks]:
+            self._idle.pop(key, None)
+            self._users[key] = self._users.get(key, 0) + 1
+        holder.num_blocks = holder.num_sealed_blocks = hit.num_blocks
+        self.allocate(holder, num_fresh)
+
+    def allocate(self, holder: Holder, count: int) -> None:
+        """Give more; there must be as many free ones."""
+        assert count <= self.num_free
+        self._num_private += count
+        holder.num_blocks += count
+        while self._num_private + len(self._users) + len(self._idle) > self.num_blocks:
+            key = next(iter(self._idle))
+            del self._idle[key]
+            self.num_evicted += 1
+            self._note(key, held=False)
+
+    def seal(self, holder: Holder, num_full: int) -> None:
+        """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
+        from now on."""
+        if not self._keep:
+            return
+        self._extend_keys(holder, num_full)
+        for key in holder.keys[holder.num_sealed_blocks : num_full]:
+            self._num_private -= 1
+            if key in self._users:
+                self._users[key] += 1
+                continue
+            self._users[key] = 1
+            if key in self._idle:
+                del self._idle[key]
+            else:
+                self._note(key, held=True)
+        holder.num_sealed_blocks = num_full
+
+    def release(self, holder: Holder) -> None:
+        """Take all blocks back; the ends of prefixes go before their beginnings."""
+        self._num_private -= holder.num_blocks - holder.num_sealed_blocks
+        for key in reversed(holder.keys[: holder.num_sealed_blocks]):
+            left = self._users[key] - 1
+            if left:
+                self._users[key] = left
+            else:
+                del self._users[key]
+                self._idle[key] = None
+        holder.num_blocks = holder.num_sealed_blocks = 0
+
+    def keys(self) -> list[bytes]:
+        """Of all that is kept: what is in use, then what was used last."""
+        return [*self._users, *reversed(self._idle)]
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]] | None:
+        """Keys that came and went since the last call; None if they were too many to be noted."""
+        changes, self._changes = self._changes, {}
+        if self._too_many_changes:
+            self._too_many_changes = False
+            return None
+        return (
+            [key for key, held in changes.items() if held],
+            [key for key, held in changes.items() if not held],
+        )
+
+    def _note(self, key: bytes, *, held: bool) -> None:
+        if self._too_many_changes:
+            return
+        self._changes[key] = held
+        if len(self._changes) > 2 * self.num_blocks:
+            self._changes.clear()
+            self._too_many_changes = True
+
+    def _extend_keys(self, holder: Holder, count: int) -> None:
+        if len(holder.keys) < count:
+            extend_keys(
+                holder.keys,
+                _root(holder.salt),
+                holder.token_ids,
+                num_blocks=count,
+                block_size_tokens=self._size,
+            )
+
+    def check_integrity(self, holders: Sequence[Holder]) -> None:
+        """Raise AssertionError unless these holders, and nobody else, have what is in use."""
+        users: dict[bytes, int] = {}
+        for holder in holders:
+            for key in holder.keys[: holder.num_sealed_blocks]:
+                users[key] = users.get(key, 0) + 1
+        assert users == self._users, "sealed blocks and their users do not agree"
+        private = sum(holder.num_blocks - holder.num_sealed_blocks for holder in holders)
+        assert private == self._num_private, "private blocks were miscounted"
+        assert not self._idle.keys() & self._users.keys(), "a block is used and idle"
+        assert self._num_private + len(self._users) + len(self._idle) <= self.num_blocks
