@@ -132,7 +132,8 @@ class SimulatedBatch:
     priority takes slot and blocks of those below it.
 
     A step is ``begin``, which says how long it takes, and ``finish`` when that time is over. What
-    is cancelled in between makes no token. Raises ValueError for bounds below 1.
+    is cancelled in between makes no token. ``decode_step_s`` is what decoding took of the last step
+    that decoded. Raises ValueError for bounds below 1.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class SimulatedBatch:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.busy_s = 0.0
+        self.decode_step_s = 0.0
         self._latency = latency
         self._tokens = tokens
         self._size = block_size_tokens
@@ -251,7 +253,8 @@ class SimulatedBatch:
 
     def finish(self) -> StepOutputs:
         """The time of the step that ``begin`` planned is over."""
-        outputs = StepOutputs(self._started, [], [])
+        started = [sequence for sequence in self._started if sequence.state is not State.OVER]
+        outputs = StepOutputs(started, [], [])
         plan, self._plan, self._started = self._plan, [], []
         for sequence, num_tokens in plan:
             if sequence.state is not State.RUNNING:
@@ -286,6 +289,8 @@ class SimulatedBatch:
                 kv_tokens += num_known
             else:
                 prefill_tokens += num_tokens
+        if num_decodes:
+            self.decode_step_s = self._latency.decode_step_s(num_decodes, kv_tokens)
         step_s = self._latency.step_s(prefill_tokens, num_decodes, kv_tokens)
         self.num_steps += 1
         self.prefill_tokens += prefill_tokens

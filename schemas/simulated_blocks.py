@@ -31,6 +31,15 @@ class Hit(NamedTuple):
     num_idle: int = 0
 
 
+class PrefixChanges(NamedTuple):
+    """Keys that are kept, those used last at the end, and keys that are not any more; ``whole``:
+    the kept ones are all there are."""
+
+    kept: list[bytes]
+    gone: list[bytes]
+    whole: bool
+
+
 class SimulatedBlocks:
     """Counts blocks; those that are full are known by key, shared, and kept when nobody uses them
     any more until their room is needed, the one that was idle for longest first (``keep`` False:
@@ -44,8 +53,8 @@ class SimulatedBlocks:
         self._num_private = 0
         self._users: dict[bytes, int] = {}
         self._idle: dict[bytes, None] = {}
-        self._changes: dict[bytes, bool] = {}
-        self._too_many_changes = False
+        self._noted: dict[bytes, None] = {}
+        self._noted_too_much = False
 
     @property
     def num_free(self) -> int:
@@ -76,6 +85,7 @@ class SimulatedBlocks:
         for key in holder.keys[: hit.num_blocks]:
             self._idle.pop(key, None)
             self._users[key] = self._users.get(key, 0) + 1
+            self._note(key)
         holder.num_blocks = holder.num_sealed_blocks = hit.num_blocks
         self.allocate(holder, num_fresh)
 
@@ -88,7 +98,7 @@ class SimulatedBlocks:
             key = next(iter(self._idle))
             del self._idle[key]
             self.num_evicted += 1
-            self._note(key, held=False)
+            self._note(key)
 
     def seal(self, holder: Holder, num_full: int) -> None:
         """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
@@ -105,7 +115,7 @@ class SimulatedBlocks:
             if key in self._idle:
                 del self._idle[key]
             else:
-                self._note(key, held=True)
+                self._note(key)
         holder.num_sealed_blocks = num_full
 
     def release(self, holder: Holder) -> None:
@@ -120,28 +130,30 @@ class SimulatedBlocks:
                 self._idle[key] = None
         holder.num_blocks = holder.num_sealed_blocks = 0
 
-    def keys(self) -> list[bytes]:
-        """Of all that is kept: what is in use, then what was used last."""
-        return [*self._users, *reversed(self._idle)]
-
-    def take_changes(self) -> tuple[list[bytes], list[bytes]] | None:
-        """Keys that came and went since the last call; None if they were too many to be noted."""
-        changes, self._changes = self._changes, {}
-        if self._too_many_changes:
-            self._too_many_changes = False
+    def take_changes(self) -> PrefixChanges | None:
+        """What came, was used again or went since the last call; None if nothing did."""
+        if self._noted_too_much:
+            self._noted_too_much = False
+            return PrefixChanges([*self._idle, *self._users], [], whole=True)
+        if not self._noted:
             return None
-        return (
-            [key for key, held in changes.items() if held],
-            [key for key, held in changes.items() if not held],
-        )
+        noted, self._noted = self._noted, {}
+        kept = [key for key in noted if self._holds(key)]
+        gone = [key for key in noted if not self._holds(key)] if len(kept) < len(noted) else []
+        return PrefixChanges(kept, gone, whole=False)
 
-    def _note(self, key: bytes, *, held: bool) -> None:
-        if self._too_many_changes:
+    def _holds(self, key: bytes) -> bool:
+        return key in self._users or key in self._idle
+
+    def _note(self, key: bytes) -> None:
+        if self._noted_too_much:
             return
-        self._changes[key] = held
-        if len(self._changes) > 2 * self.num_blocks:
-            self._changes.clear()
-            self._too_many_changes = True
+        noted = self._noted
+        noted.pop(key, None)
+        noted[key] = None
+        if len(noted) > 2 * self.num_blocks:
+            noted.clear()
+            self._noted_too_much = True
 
     def _extend_keys(self, holder: Holder, count: int) -> None:
         if len(holder.keys) < count:
