@@ -125,7 +125,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     many requests it takes beyond those that can run; those of a lower tier do not count, as they
     make way. ``num_held_by_tier`` counts what runs and waits here. ``outstanding_tokens`` are
     still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
-    and ``decode_step_ms`` are measured, of late (0: nothing to measure so far).
+    and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
+    what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
     """
 
     worker_id: str
@@ -144,6 +145,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_held_by_tier: dict[Tier, int] = {}
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
+    prefix_salted: bool = False
     draining: bool = False
     retired: bool = False
     started_ns: int = 0

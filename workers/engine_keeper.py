@@ -9,7 +9,7 @@ from typing import NoReturn
 import msgspec
 
 from bus.clock import Clock
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
 from workers.engine_process import EngineFailedError, EngineLike
 
 # An engine that ends this often within this time is not worth another start.
@@ -38,17 +38,19 @@ logger = logging.getLogger(__name__)
 class EngineKeeper:
     """Hands requests to the engine that runs, and starts another when that one has ended.
 
-    ``on_outputs`` gets what each step made, ``on_lost`` is called when an engine has ended,
-    ``on_replaced`` when the next one is there. What is added or cancelled in between is dropped:
-    nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on. The
-    restarts are bounded; the first follows at once, the others after a growing pause. Counters in
-    ``stats`` run on over all engines. Owns the engine: it ends with ``close``.
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache;
+    ``on_lost`` is called when an engine has ended, ``on_replaced`` when the next one is there.
+    What is added or cancelled in between is dropped: nothing of an engine outlives it, so who hears
+    ``on_replaced`` adds what shall go on. The restarts are bounded; the first follows at once, the
+    others after a growing pause. Counters in ``stats`` run on over all engines. Owns the engine: it
+    ends with ``close``.
     """
 
     def __init__(
         self, engine: EngineLike, restart: Callable[[], Awaitable[EngineLike]], clock: Clock
     ) -> None:
         self.on_outputs: Callable[[list[EngineOutput]], None] = _ignore_outputs
+        self.on_prefixes: Callable[[PrefixChanges], None] = _ignore_prefixes
         self.on_lost: Callable[[], None] = _ignore
         self.on_replaced: Callable[[], None] = _ignore
         self._engine: EngineLike | None = None
@@ -90,9 +92,15 @@ class EngineKeeper:
             assert self._engine is not None
             why = await self._engine.wait_closed()
             self._ended = msgspec.structs.replace(
-                self.stats, num_running=0, num_waiting=0, num_free_blocks=0, outstanding_tokens=0
+                self.stats,
+                num_running=0,
+                num_waiting=0,
+                num_free_blocks=0,
+                outstanding_tokens=0,
+                outstanding_prompt_tokens=0,
             )
             self._engine = None
+            self.on_prefixes(PrefixChanges(whole=True))
             logger.warning("the engine has ended and is started again", extra={"reason": why})
             self.on_lost()
             self._take_over(await self._start_another(why))
@@ -106,6 +114,7 @@ class EngineKeeper:
 
     def _take_over(self, engine: EngineLike) -> None:
         engine.on_outputs = lambda outputs, _stats: self.on_outputs(outputs)
+        engine.on_prefixes = lambda changes: self.on_prefixes(changes)
         self._engine = engine
 
     async def _start_another(self, why: str) -> EngineLike:
@@ -129,6 +138,10 @@ class EngineKeeper:
 
 def _ignore_outputs(_outputs: list[EngineOutput]) -> None:
     """Outputs of an engine that has no worker yet."""
+
+
+def _ignore_prefixes(_changes: PrefixChanges) -> None:
+    """Changes in the cache of an engine that has no worker yet."""
 
 
 def _ignore() -> None:

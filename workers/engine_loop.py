@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from schemas.errors import MillraceError
-from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import (
+    DeviceLostError,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 from workers.engine_wire import (
     Add,
     Broken,
@@ -49,6 +55,9 @@ class StepEngine(Protocol):
     def step(self) -> list[EngineOutput]: ...
 
     def stats(self) -> EngineStats: ...
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """What came into the prefix cache and what left it since the last call."""
 
     def check_integrity(self) -> None: ...
 
@@ -110,9 +119,9 @@ def drive(engine: StepEngine, link: Link) -> NoReturn:
                 engine.cancel(command.request_id)
         if engine.has_work:
             outputs = engine.step()
-            link.send(Stepped(outputs, engine.stats()))
+            link.send(Stepped(outputs, engine.stats(), engine.take_prefix_changes()))
         elif commands:
-            link.send(Stepped([], engine.stats()))
+            link.send(Stepped([], engine.stats(), engine.take_prefix_changes()))
 
 
 def serve(fd: int, parent_pid: int) -> int:

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from bus.logs import configure_logging
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
 from workers.engine_loop import serve
 from workers.engine_wire import (
     Add,
@@ -38,6 +38,7 @@ _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
 _ROOT = Path(__file__).resolve().parent.parent
 
 OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
+OnPrefixes = Callable[[PrefixChanges], None]
 
 
 class EngineFailedError(MillraceError):
@@ -50,10 +51,12 @@ class EngineFailedError(MillraceError):
 class EngineLike(Protocol):
     """An engine as the worker sees it.
 
-    ``on_outputs`` gets what each step made; it is called on the event loop and must not block.
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache; they
+    are called on the event loop and must not block.
     """
 
     on_outputs: OnOutputs
+    on_prefixes: OnPrefixes
 
     @property
     def stats(self) -> EngineStats:
@@ -78,6 +81,7 @@ class EngineClient:
         self._commands: list[Command] = []
         self._loop = asyncio.get_running_loop()
         self.on_outputs: OnOutputs = _ignore
+        self.on_prefixes: OnPrefixes = _ignore_prefixes
         self.stats = EngineStats()
         link.client = self
 
@@ -182,9 +186,11 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for payload in self._unpacker.feed(data):
             match report_decoder.decode(payload):
-                case Stepped(outputs, stats):
+                case Stepped(outputs, stats, prefixes):
                     assert self.client is not None
                     self.client.stats = stats
+                    if prefixes is not None:
+                        self.client.on_prefixes(prefixes)
                     self.client.on_outputs(outputs, stats)
                 case Ready() as ready:
                     self.ready.set_result(ready)
@@ -206,6 +212,10 @@ def _log_level() -> str:
 
 def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
     """Outputs of an engine that has no worker yet."""
+
+
+def _ignore_prefixes(_changes: PrefixChanges) -> None:
+    """Changes in the cache of an engine that has no worker yet."""
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ import struct
 import msgspec
 
 from schemas.config import EngineConfig
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
 
 _LENGTH = struct.Struct("<I")
 
@@ -44,10 +44,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """What one step made for all requests, and how the engine stands after it."""
+    """What one step made for all requests, how the engine stands after it, and what has changed in
+    its prefix cache, if anything."""
 
     outputs: list[EngineOutput]
     stats: EngineStats
+    prefixes: PrefixChanges | None = None
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):

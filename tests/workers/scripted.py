@@ -13,6 +13,7 @@ import msgspec
 
 from bus.clock import ManualClock
 from bus.codec import RECORD
+from bus.generations import Generation as GenerationEntry
 from bus.memory import MemoryBroker, MemoryBus
 from registry.catalogue import ModelEntry
 from registry.checkpoint import ModelConfig
@@ -73,6 +74,7 @@ class ScriptedEngine:
         self._started: set[str] = set()
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
         self.on_outputs: Any = None
+        self.on_prefixes: Any = None
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def add(self, request: EngineRequest) -> None:
@@ -112,16 +114,30 @@ class ScriptedEngine:
 
 
 class RecordingIndex:
-    """See ``workers.index.Generations``."""
+    """See ``workers.index.Generations``. ``known`` is what it says; ``away``: nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
+        self.known: dict[str, GenerationEntry] = {}
+        self.away = False
 
     async def start(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.calls.append(("start", request_id, epoch))
+        self._write(request_id, worker_id, epoch, finished=False)
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.calls.append(("finish", request_id, epoch))
+        self._write(request_id, worker_id, epoch, finished=True)
+
+    async def lookup(self, request_id: str) -> GenerationEntry | None:
+        return None if self.away else self.known.get(request_id)
+
+    def _write(self, request_id: str, worker_id: str, epoch: int, *, finished: bool) -> None:
+        known = self.known.get(request_id)
+        if known is None or not (known.finished or known.epoch > epoch):
+            self.known[request_id] = GenerationEntry(
+                worker_id=worker_id, epoch=epoch, finished=finished
+            )
 
 
 class Bench:

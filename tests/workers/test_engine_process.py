@@ -22,7 +22,13 @@ from tests.support.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 from workers import engine_loop
 from workers.engine.engine import Engine
-from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import (
+    DeviceLostError,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 from workers.engine_loop import Link, drive
 from workers.engine_process import EngineClient, EngineFailedError
 from workers.engine_wire import (
@@ -172,6 +178,9 @@ class _Counting:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=int(self.has_work))
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        return PrefixChanges(added=bytes([self.left]) * 8) if self.left == 1 else None
 
     def check_integrity(self) -> None:
         self.num_checks += 1

@@ -28,6 +28,9 @@ _GAUGES = {
     "num_host_blocks",
     "num_used_host_blocks",
     "outstanding_tokens",
+    "outstanding_prompt_tokens",
+    "prefill_tokens_per_s",
+    "decode_step_ms",
     "max_tokens_per_request",
 }
 

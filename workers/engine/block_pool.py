@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 def _ignore(_block: int) -> None:
@@ -117,6 +117,10 @@ class BlockPool:
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
+
+    def idle_blocks(self) -> Iterator[int]:
+        """The longest idle first."""
+        return iter(self._idle)
 
     def num_references(self, block: int) -> int:
         return self._counts[block]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from schemas.prefix import extend_keys, root_key
 from workers.engine.block_pool import BlockPool
 from workers.engine.host_cache import HostCache
 from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_log import PrefixLog
 from workers.engine.sequence import Sequence
+from workers.engine.types import PrefixChanges
 
 
 class BlockMemory(Protocol):
@@ -65,6 +67,11 @@ class BlockTables:
         self._idle_offload_s = idle_offload_s
         self._size = pool.block_size_tokens
         self._computing: dict[bytes, Sequence] = {}
+        self._log = PrefixLog(self._is_kept, self._kept_keys)
+        if shared:
+            cache.note = self._log.note
+            if host is not None:
+                host.note = self._log.note
         self.num_promised_blocks = 0
         self.num_reserved_blocks = 0
         self.num_query_tokens = 0
@@ -90,6 +97,20 @@ class BlockTables:
     @property
     def num_evicted_blocks(self) -> int:
         return self._cache.num_evicted_blocks
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """What others may find, and may not find any more, since the last call."""
+        return self._log.take()
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self._cache or (self.host is not None and key in self.host)
+
+    def _kept_keys(self) -> Iterator[bytes]:
+        """Keys that are found here or in host memory, the longest unused first."""
+        if self.host is not None:
+            yield from (key for key in self.host if key not in self._cache)
+        yield from map(self._cache.key_of, self.pool.idle_blocks())
+        yield from (key for key, block in self._cache.items() if not self.pool.is_idle(block))
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest cached prefix that leaves at least one token to compute; changes nothing."""
@@ -279,6 +300,9 @@ class BlockTables:
             for key in sequence.block_keys[sequence.num_sealed_blocks :]:
                 if self._computing.get(key) is sequence:
                     del self._computing[key]
+        if self._shared:
+            for key in reversed(sequence.block_keys[: sequence.num_sealed_blocks]):
+                self._log.note(key)
         self._fulfil(sequence, sequence.num_promised_blocks)
         # The tail goes idle first: without its head it would be of no use.
         self.pool.free(reversed(sequence.block_table), now_s)

@@ -31,7 +31,7 @@ from workers.engine.runners import Runner, load_runner
 from workers.engine.sampler import Sampler
 from workers.engine.sequence import SequenceState
 from workers.engine.settings import settled
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Engine:
         )
         self._num_arrived = 0
         self._num_steps = 0
+        self._prefills = False
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig) -> Engine:
@@ -193,6 +194,7 @@ class Engine:
         self._readied.clear()
         self._end_settled(outputs)
         plan = self._planner.plan()
+        self._prefills = any(num_tokens > 1 for _, num_tokens in plan)
         if plan:
             fresh = [sequence for sequence, _ in plan if not sequence.started]
             if fresh:
@@ -238,6 +240,9 @@ class Engine:
             num_preemptions=self._planner.num_preemptions,
             busy_s=self._executor.busy_s,
             outstanding_tokens=self._planner.outstanding_tokens,
+            outstanding_prompt_tokens=self._outstanding_prompt_tokens(),
+            prefill_tokens_per_s=self._executor.speed.prefill_tokens_per_s,
+            decode_step_ms=self._executor.speed.decode_step_ms,
             max_tokens_per_request=self.max_tokens_per_request,
             prefix_query_tokens=self._tables.num_query_tokens,
             prefix_hit_tokens=self._tables.num_hit_tokens,
@@ -248,6 +253,16 @@ class Engine:
             num_reloaded_blocks=self._host.num_loaded_blocks,
             num_swaps=self._tables.num_swaps,
         )
+
+    def _outstanding_prompt_tokens(self) -> int:
+        if not (self._planner.num_waiting or self._prefills):
+            return 0
+        behind = [len(one.token_ids) - one.num_computed_tokens for one in self._live]
+        return sum([num_tokens for num_tokens in behind if num_tokens > 1])
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """What came into the prefix cache and what left it since the last call; None: nothing."""
+        return self._tables.take_prefix_changes()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless choices, planner, cache, pool and unread step agree."""

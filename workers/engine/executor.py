@@ -14,6 +14,7 @@ from workers.engine.planner import Planner, ScheduledSequence
 from workers.engine.receiver import Chunk, Receiver
 from workers.engine.runners import Runner
 from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from workers.engine.step_speed import StepSpeed
 from workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
@@ -55,6 +56,7 @@ class Executor:
         self._grammars = grammars
         self._receiver = receiver
         self._costs = costs
+        self.speed = StepSpeed(costs)
         self._overlap = overlap
         self._monotonic = monotonic
         self._unread: _Flight | None = None
@@ -132,7 +134,9 @@ class Executor:
         receiver.take_chosen(step.by_device, flight.places, chosen, outputs)
         receiver.sample(step, outputs)
         now_s = self._monotonic()
-        self._costs.observe(flight.work, now_s - max(flight.begin_s, self._taken_s))
+        step_s = now_s - max(flight.begin_s, self._taken_s)
+        self._costs.observe(flight.work, step_s)
+        self.speed.observe(flight.work, step_s)
         self._taken_s = now_s
         self.prefill_tokens += flight.work.prefill_tokens
         self.decode_tokens += flight.work.decodes

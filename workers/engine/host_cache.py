@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
@@ -15,6 +16,10 @@ _ASSUMED_BYTES_PER_S = 5e9
 _NEWEST_WEIGHT = 0.2
 # What one step copies of idle blocks, at most: a few milliseconds.
 _BYTES_AT_A_TIME = 16 << 20
+
+
+def _ignore(_key: bytes) -> None:
+    """Nobody asked to hear what goes."""
 
 
 class HostMemory(Protocol):
@@ -40,7 +45,8 @@ class HostMemory(Protocol):
 class HostCache:
     """Which slot of host memory holds the tokens that a key of the prefix cache stands for.
 
-    Slots that are pinned stay; of the others, the one that was not used for longest gives way.
+    Slots that are pinned stay; of the others, the one that was not used for longest gives way;
+    ``note`` hears of the key that does.
     Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
     """
 
@@ -50,6 +56,7 @@ class HostCache:
         self._memory = memory
         self._monotonic = monotonic
         self._num_slots = memory.num_slots
+        self.note: Callable[[bytes], None] = _ignore
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # unpinned, the oldest first
         self._pinned: dict[bytes, int] = {}
         self._pins: Counter[bytes] = Counter()
@@ -62,6 +69,10 @@ class HostCache:
 
     def __len__(self) -> int:
         return len(self._slot_of) + len(self._pinned)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All that are here, the longest unused first; those that are pinned come last."""
+        return chain(self._slot_of, self._pinned)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of or key in self._pinned
@@ -110,7 +121,9 @@ class HostCache:
         if not self._slot_of:
             return None
         self.num_evicted_blocks += 1
-        return self._slot_of.popitem(last=False)[1]
+        key, slot = self._slot_of.popitem(last=False)
+        self.note(key)
+        return slot
 
     def _copy_out(self, new: dict[bytes, int], blocks: list[int]) -> bool:
         slots = list(new.values())

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+
+def _ignore(_key: bytes) -> None:
+    """Nobody asked to hear what comes and goes."""
+
 
 class PrefixCache:
     """Which block holds the tokens that a key stands for.
 
     One block a key and one key a block. It holds no references: the pool says ``forget`` before
-    it hands out a block whose contents were kept.
+    it hands out a block whose contents were kept. ``note`` hears of each key that comes or goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[bytes], None] = _ignore) -> None:
+        self.note = note
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self.num_evicted_blocks = 0
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def items(self) -> Iterator[tuple[bytes, int]]:
+        """Keys and their blocks."""
+        return iter(self._block_of.items())
 
     def get(self, key: bytes) -> int | None:
         return self._block_of.get(key)
@@ -30,6 +44,7 @@ class PrefixCache:
         if self._block_of.setdefault(key, block) != block:
             return False
         self._key_of[block] = key
+        self.note(key)
         return True
 
     def forget(self, block: int) -> None:
@@ -38,7 +53,9 @@ class PrefixCache:
         self.num_evicted_blocks += 1
 
     def remove(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self.note(key)
 
     def check_integrity(self, kept_blocks: list[int]) -> None:
         """Raise AssertionError unless keys and blocks match, and are those that the pool keeps."""

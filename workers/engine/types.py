@@ -68,11 +68,27 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.finish_reason is not None or self.error is not None
 
 
+class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What came into the prefix cache and what left it, as the first ``REPORTED_BYTES`` of keys
+    (``schemas.prefix``), one behind the other.
+
+    ``added`` also names keys that were there before and were used again; the most recently used
+    come last. With ``whole`` it is all there is.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+    whole: bool = False
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start.
 
     ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
-    tokens of prompt and longest completion whose keys and values are not computed yet.
+    tokens of prompt and longest completion whose keys and values are not computed yet;
+    ``outstanding_prompt_tokens`` of them are known, and will be prefilled unless they are found in
+    the cache. ``prefill_tokens_per_s`` and ``decode_step_ms`` are those of the last steps (0:
+    nothing was measured yet).
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. ``busy_s`` is the time during which a step that runs the model was
@@ -98,6 +114,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     busy_s: float = 0.0
     outstanding_tokens: int = 0
+    outstanding_prompt_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
     max_tokens_per_request: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
