@@ -201,7 +201,7 @@ class SimulatedBatch:
             raise ValueError(
                 f"{sequence.num_total_tokens} tokens never fit into {self.capacity_tokens}"
             )
-        if not sequence.num_prompt_tokens < sequence.num_total_tokens:
+        if not 0 < sequence.num_prompt_tokens < sequence.num_total_tokens:
             raise ValueError("a sequence has a prompt and makes at least one token")
         self.cancel(sequence.request_id)
         self._num_arrived += 1
@@ -300,13 +300,16 @@ class SimulatedBatch:
 
     def _make_token(self, sequence: SimulatedSequence) -> bool:
         """Append the next token; whether it is the last one."""
-        index = sequence.num_resumed + sequence.num_made
-        stops: frozenset[int] = sequence.stop_token_ids
-        banned = stops if stops and index < sequence.min_tokens else ()
-        token_id = self._tokens.draw(sequence.seed, index, banned)
-        sequence.token_ids.append(token_id)
-        sequence.stopped = token_id in stops
-        return sequence.stopped or len(sequence.token_ids) == sequence.num_total_tokens
+        token_ids, stops = sequence.token_ids, sequence.stop_token_ids
+        index = sequence.num_resumed + len(token_ids) - sequence.num_prompt_tokens
+        if stops:
+            banned = stops if index < sequence.min_tokens else ()
+            token_id = self._tokens.draw(sequence.seed, index, banned)
+            sequence.stopped = token_id in stops
+        else:
+            token_id = self._tokens.draw(sequence.seed, index)
+        token_ids.append(token_id)
+        return sequence.stopped or len(token_ids) == sequence.num_total_tokens
 
     def _admit(self, newcomer: SimulatedSequence) -> bool:
         """Give the first of the waiting a slot and blocks for its tokens, if they can be had."""

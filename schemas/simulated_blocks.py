@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -52,7 +53,7 @@ class SimulatedBlocks:
         self._keep = keep
         self._num_private = 0
         self._users: dict[bytes, int] = {}
-        self._idle: dict[bytes, None] = {}
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._noted: dict[bytes, None] = {}
         self._noted_too_much = False
 
@@ -95,8 +96,7 @@ class SimulatedBlocks:
         self._num_private += count
         holder.num_blocks += count
         while self._num_private + len(self._users) + len(self._idle) > self.num_blocks:
-            key = next(iter(self._idle))
-            del self._idle[key]
+            key, _ = self._idle.popitem(last=False)
             self.num_evicted += 1
             self._note(key)
 

@@ -1,4 +1,8 @@
-"""``python -m workers [--config FILE]``: one worker, until SIGTERM or until its engine fails."""
+"""``python -m workers [--config FILE]``: one worker, until SIGTERM or until its engine fails.
+
+With a simulated engine, ``--count N`` runs N of them in this process, named worker-1-1 to
+worker-1-N if the configuration says worker-1.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,25 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from functools import partial
+from collections.abc import Awaitable, Callable
 
 import uvloop
+from msgspec.structs import replace
 
 from bus import nats
-from bus.clock import SystemClock
+from bus.api import Bus
+from bus.clock import Clock, SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
 from bus.process import exit_code_of
 from bus.settings import load_config
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from schemas.config import Config
+from schemas.config import Config, WorkerConfig
+from schemas.errors import ConfigError, MillraceError
 from workers.engine_keeper import EngineKeeper
-from workers.engine_process import EngineClient
+from workers.engine_process import EngineClient, EngineLike
+from workers.simulated_engine import SimulatedEngine
 from workers.worker import Worker
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
@@ -33,8 +40,12 @@ _GC_THRESHOLDS = (50_000, 50, 100)
 logger = logging.getLogger("workers")
 
 
-async def serve(config: Config) -> None:
-    """Load, serve and drain. Raises MillraceError."""
+async def serve(config: Config, count: int = 1) -> None:
+    """Load, serve and drain ``count`` workers. Raises MillraceError."""
+    if count > 1 and config.worker.engine.kind != "simulated":
+        raise ConfigError(
+            "--count is for simulated engines: a real one takes a process of its own."
+        )
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,31 +56,64 @@ async def serve(config: Config) -> None:
     bus = await nats.connect(config.nats, config.worker.name)
     index = GenerationIndex(config.redis)
     try:
-        start = partial(EngineClient.start, served_model.path, config.worker.engine)
-        first = await _unless_told(stopping, start())
-        if first is None:
-            return
-        clock = SystemClock()
-        engine = EngineKeeper(first, start, clock)
-        try:
-            worker = Worker(bus, config.worker, served_model, engine, clock, index)
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(*_GC_THRESHOLDS)
-            logger.info("serving", extra={"model": name, "worker_id": worker.worker_id})
-            await worker.run(stopping)
-        finally:
-            await engine.close()
+        async with asyncio.TaskGroup() as group:
+            for settings in _each(config.worker, count):
+                life = _live(bus, settings, served_model, index, stopping)
+                group.create_task(life, name=settings.name)
+    except* MillraceError as failed:
+        raise _first(failed) from None
     finally:
         await index.close()
         await bus.close()
 
 
+def _each(config: WorkerConfig, count: int) -> list[WorkerConfig]:
+    if count == 1:
+        return [config]
+    return [replace(config, name=f"{config.name}-{i}") for i in range(1, count + 1)]
+
+
+async def _live(
+    bus: Bus,
+    config: WorkerConfig,
+    served_model: ServedModel,
+    index: GenerationIndex,
+    stopping: asyncio.Event,
+) -> None:
+    clock = SystemClock()
+    start = _engine_starter(config, served_model, clock)
+    first = await _unless_told(stopping, start)
+    if first is None:
+        return
+    engine = EngineKeeper(first, start, clock)
+    try:
+        worker = Worker(bus, config, served_model, engine, clock, index)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        model = served_model.entry.name
+        logger.info("serving", extra={"model": model, "worker_id": worker.worker_id})
+        await worker.run(stopping)
+    finally:
+        await engine.close()
+
+
+def _engine_starter(
+    config: WorkerConfig, served_model: ServedModel, clock: Clock
+) -> Callable[[], Awaitable[EngineLike]]:
+    async def start() -> EngineLike:
+        if config.engine.kind == "simulated":
+            return await SimulatedEngine.start(served_model, config.engine, clock)
+        return await EngineClient.start(served_model.path, config.engine)
+
+    return start
+
+
 async def _unless_told(
-    stopping: asyncio.Event, engine: Coroutine[None, None, EngineClient]
-) -> EngineClient | None:
+    stopping: asyncio.Event, start: Callable[[], Awaitable[EngineLike]]
+) -> EngineLike | None:
     """The engine with its weights loaded; None if the worker was told to stop meanwhile."""
-    starting = asyncio.create_task(engine)
+    starting = asyncio.ensure_future(start())
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
@@ -80,16 +124,32 @@ async def _unless_told(
     return None
 
 
+def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 def main() -> int:
     """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
+    parser.add_argument(
+        "--engine", choices=("real", "simulated"), help="what the configuration calls engine.kind"
+    )
+    parser.add_argument(
+        "--count", type=int, default=1, metavar="N", help="simulated workers in this process"
+    )
     arguments = parser.parse_args()
 
     def run() -> None:
         config = load_config(arguments.config, os.environ)
+        if arguments.count < 1:
+            raise ConfigError("--count must be at least 1.")
+        if arguments.engine is not None:
+            engine = replace(config.worker.engine, kind=arguments.engine)
+            config = replace(config, worker=replace(config.worker, engine=engine))
         configure_logging(config.worker.name, config.log_level)
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, arguments.count))
 
     return exit_code_of("workers", run)
 
