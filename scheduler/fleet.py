@@ -8,8 +8,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from scheduler.need import Need
-from scheduler.worker_view import WorkerView
+from scheduler.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
 from schemas.control import WorkerStatus
+from schemas.jobs import Tier
 
 _NS_PER_S = 1_000_000_000
 _MAX_PAST_LIVES = 4_096
@@ -115,9 +116,17 @@ class Fleet:
 
     # --- what we know besides ---
 
-    def reserve(self, worker_id: str, request_id: str, need: Need) -> None:
-        """A request is about to be sent to a live worker."""
-        self._workers[worker_id].reserve(request_id, need)
+    def reserve(
+        self,
+        worker_id: str,
+        request_id: str,
+        need: Need,
+        expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """A request is about to be sent to a live worker, which has so much of it cached."""
+        worker = self._workers[worker_id]
+        worker.reserve(request_id, need, expected_output_tokens, num_cached_tokens)
 
     def confirm(self, worker_id: str, request_id: str) -> None:
         """The worker has taken it: the next heartbeat counts it."""
@@ -130,11 +139,12 @@ class Fleet:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.release(request_id)
 
-    def refuse(self, worker_id: str) -> None:
-        """The worker said that it takes nothing just now: ask no more before it is heard again."""
+    def refuse(self, worker_id: str, tier: Tier = Tier.ENTERPRISE) -> None:
+        """The worker said that it takes nothing of this tier just now: ask no more for it and those
+        below before it is heard again."""
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.refusing = True
+            worker.refuse(tier)
 
     # --- what is there ---
 
@@ -148,9 +158,9 @@ class Fleet:
     def num_workers(self, model: str) -> int:
         return sum(1 for _ in self.of_model(model))
 
-    def room(self, model: str) -> int:
-        """How many more requests the workers of a model would take now."""
-        return sum(worker.room for worker in self.of_model(model))
+    def room(self, model: str, tier: Tier = Tier.BATCH) -> int:
+        """How many more requests of a tier the workers of a model would take now."""
+        return sum([worker.room_for(tier) for worker in self.of_model(model)])
 
     def doubtful(self) -> Iterable[WorkerView]:
         """Workers that keep reporting fewer requests than we think they hold."""
@@ -162,3 +172,5 @@ class Fleet:
         for name, worker_id in self._lives.items():
             assert self._workers[worker_id].status.name == name, "a life under another's name"
             assert worker_id not in self._past, "a past life is alive"
+        for worker in self._workers.values():
+            worker.check_integrity()

@@ -1,29 +1,125 @@
-"""Which worker a request goes to."""
+"""Which worker a request goes to: the one that is predicted to be done with it first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
-from scheduler.need import Need
-from scheduler.worker_view import WorkerView
+from scheduler.need import TIER_RANKS, Need
+from scheduler.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
+
+Policy = Literal["affine", "least_loaded"]
+
+# What workers are taken to do where none of them has measured anything.
+_PREFILL_TOKEN_S = 1 / 4_000
+_DECODE_STEP_S = 0.02
+# A wait for a slot is predicted from means; it counts this many times, since a cached prefix that
+# is computed again elsewhere is a loss of known size.
+_WAIT_CAUTION = 2.0
+# What somebody of a lower tier loses who makes way.
+_PREEMPTED_TOKENS = 1_024
+_NONE_CACHED: Mapping[str, int] = {}
 
 
-def choose(workers: Iterable[WorkerView], need: Need) -> WorkerView | None:
-    """The worker with the least outstanding tokens among those that the request fits, or None.
+class _Speeds(NamedTuple):
+    """Of a worker that has measured nothing: those of its peers, on the average."""
 
-    One where it runs at once goes before one where it would wait; ties go by the number of
-    requests and then by id, so that the same view always gives the same answer.
+    prefill_token_s: float
+    decode_step_s: float
+
+
+def choose(
+    workers: Iterable[WorkerView],
+    need: Need,
+    cached: Mapping[str, int] = _NONE_CACHED,
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+    policy: Policy = "affine",
+    now_s: float | None = None,
+) -> WorkerView | None:
+    """The worker that is predicted to end the request first, of those that it fits; None if there
+    is none.
+
+    ``cached`` are the leading tokens of it that are in a worker's cache, by worker id: they need no
+    prefill, so they draw a request to a worker until those ahead of it there would take longer than
+    to compute them again elsewhere ("least_loaded" leaves them out). With ``now_s`` what workers
+    did since their heartbeats is accounted for. Ties go to the lowest id, so that the same view
+    always gives the same answer.
     """
-    return min((worker for worker in workers if worker.fits(need)), key=_load, default=None)
+    workers = list(workers)
+    if policy == "least_loaded":
+        cached = _NONE_CACHED
+    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
+    peers: _Speeds | None = None
+    best: WorkerView | None = None
+    best_s = 0.0
+    for worker in workers:
+        if not worker.fits(need):
+            continue
+        if now_s is not None:
+            worker.advance(now_s)
+        if peers is None and not (worker.prefill_token_s and worker.decode_base_s):
+            peers = _mean_speeds(workers)
+        first_s, step_s = _predict(worker, need, cached.get(worker.worker_id, 0), expected, peers)
+        done_s = first_s + expected * step_s
+        if best is None or done_s < best_s or (done_s == best_s and _comes_first(worker, best)):
+            best, best_s = worker, done_s
+    return best
 
 
-def _load(worker: WorkerView) -> tuple[bool, int, int, str]:
-    return (
-        not worker.has_free_slot,
-        worker.outstanding_tokens,
-        worker.num_held,
-        worker.worker_id,
+def predicted_ttft_s(
+    worker: WorkerView,
+    need: Need,
+    num_cached_tokens: int = 0,
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+) -> float:
+    """When a worker would have the first token of a request that is sent to it now: those before it
+    are prefilled, a slot comes free if there is none, its own prompt is prefilled."""
+    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
+    first_s, step_s = _predict(worker, need, num_cached_tokens, expected, None)
+    return first_s + step_s
+
+
+def _predict(
+    worker: WorkerView,
+    need: Need,
+    num_cached_tokens: int,
+    expected_output_tokens: float,
+    peers: _Speeds | None,
+) -> tuple[float, float]:
+    """Seconds before it decodes, and of each step that does."""
+    status = worker.status
+    num_slots = status.max_num_sequences
+    num_held = worker.num_held
+    token_s = worker.prefill_token_s or (peers.prefill_token_s if peers else _PREFILL_TOKEN_S)
+    step_s = worker.decode_base_s + worker.decode_sequence_s * min(num_held + 1, num_slots)
+    if not step_s:
+        step_s = peers.decode_step_s if peers else _DECODE_STEP_S
+        step_s *= 1 + num_held / max(num_slots, 1)
+    own_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
+    first_s = (worker.pending_prompt_tokens + own_tokens) * token_s
+    if num_held >= num_slots:
+        num_over = worker.num_ahead(TIER_RANKS[need.tier]) - num_slots + 1
+        if num_over > 0:
+            # A slot comes free when one of the batch has ended.
+            output_tokens = worker.mean_output_tokens or expected_output_tokens
+            each_s = output_tokens * step_s / max(num_slots, 1)
+            first_s += _WAIT_CAUTION * num_over * each_s
+        else:
+            first_s += _PREEMPTED_TOKENS * token_s
+    return first_s, step_s
+
+
+def _mean_speeds(workers: list[WorkerView]) -> _Speeds:
+    prefill = [one.prefill_token_s for one in workers if one.prefill_token_s]
+    decode = [one.decode_base_s for one in workers if one.decode_base_s]
+    return _Speeds(
+        sum(prefill) / len(prefill) if prefill else _PREFILL_TOKEN_S,
+        sum(decode) / len(decode) if decode else _DECODE_STEP_S,
     )
+
+
+def _comes_first(worker: WorkerView, other: WorkerView) -> bool:
+    return worker.worker_id < other.worker_id
 
 
 def longest_tokens(workers: Iterable[WorkerView]) -> int | None:

@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from scheduler.need import Need
+from scheduler.need import TIER_RANKS, Need
 from schemas.control import WorkerStatus
+from schemas.jobs import Tier
 
 # A worker reports less than we think it holds while an answer or the notice of an end is on its
 # way; longer than this, a notice was lost.
 _DOUBT_AFTER_S = 2.0
+# Work of lower tiers that makes way stays at the worker: this times its capacity is held at most.
+_MAX_HELD_FACTOR = 2
+# What a step that decodes a full batch takes, beside one of a single sequence: 1 + this.
+_BATCH_GROWTH = 1.5
+_NUM_TIERS = len(Tier)
+# Of an expected answer that nobody can estimate.
+DEFAULT_OUTPUT_TOKENS = 128.0
 
 
 @dataclass(slots=True)
 class _Run:
-    num_tokens: int
+    """``num_prompt_tokens`` are to be prefilled; what the cache has is not among them."""
+
     num_blocks: int
+    num_prompt_tokens: int
+    rank: int
+    expected_output_tokens: float
     confirmed: bool = False
     seen: bool = False
+
+
+class _Places(NamedTuple):
+    """By rank: how many more requests are taken, and free blocks with those of lower tiers, which
+    would make way."""
+
+    room: tuple[int, ...]
+    free_blocks: tuple[int, ...]
 
 
 class WorkerView:
     """The last heartbeat, corrected by what was dispatched and what ended since.
 
     ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs
-    to other schedulers (``num_others``). ``refusing``: it turned a request down since its last
-    heartbeat.
+    to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
+    that comes now: as reported, and what was sent since, less what the worker will have done
+    meanwhile. ``prefill_token_s`` is what one of them takes; ``decode_base_s`` and
+    ``decode_sequence_s`` make up a step that decodes (all three 0: nothing was measured so far).
+    Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
-        self.status = status
-        self.seen_s = now_s
         self.runs: dict[str, _Run] = {}
-        self.num_others = status.num_running + status.num_waiting
-        self.refusing = False
-        self._freed_blocks = 0
-        self._freed_tokens = 0
+        self.pending_prompt_tokens = 0.0
+        self.prefill_token_s = self.decode_base_s = self.decode_sequence_s = 0.0
+        self._advanced_s = now_s
+        self._refused_rank = _NUM_TIERS
+        self._own = [0] * _NUM_TIERS
+        self._others = [0] * _NUM_TIERS
+        self._num_held = 0
+        self._expected_output_tokens = 0.0
+        self._promised_blocks = self._unseen_blocks = self._freed_blocks = 0
         self._short_since_s: float | None = None
+        self._places: _Places | None = None
+        self.observe(status, now_s)
 
     @property
     def worker_id(self) -> str:
@@ -47,23 +76,72 @@ class WorkerView:
     def observe(self, status: WorkerStatus, now_s: float) -> None:
         """Take in a later heartbeat of the same life."""
         self.status = status
-        self.seen_s = now_s
-        self.refusing = False
-        self._freed_blocks = self._freed_tokens = 0
+        self.seen_s = self._advanced_s = now_s
+        self._refused_rank = _NUM_TIERS
+        self._freed_blocks = self._unseen_blocks = num_seen = 0
+        unseen_prompt_tokens = 0
         for run in self.runs.values():
             run.seen = run.confirmed
+            num_seen += run.seen
+            if not run.seen:
+                self._unseen_blocks += run.num_blocks
+                unseen_prompt_tokens += run.num_prompt_tokens
+        self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
         reported = status.num_running + status.num_waiting
-        self.num_others = max(0, reported - len(self.runs))
-        is_short = reported < sum(run.seen for run in self.runs.values())
-        if not is_short:
+        self._count_others(reported)
+        self._measure()
+        if reported >= num_seen:
             self._short_since_s = None
         elif self._short_since_s is None:
             self._short_since_s = now_s
 
-    def reserve(self, request_id: str, need: Need) -> None:
+    def _count_others(self, reported: int) -> None:
+        by_tier = self.status.num_held_by_tier
+        if by_tier:
+            told = [by_tier.get(tier, 0) for tier in Tier]
+            self._others = [max(0, n - own) for n, own in zip(told, self._own, strict=True)]
+        else:
+            # Nobody said of which tiers they are, so none is taken to make way.
+            self._others = [max(0, reported - len(self.runs)), *[0] * (_NUM_TIERS - 1)]
+        self._recount()
+
+    def _measure(self) -> None:
+        status = self.status
+        rate = status.prefill_tokens_per_s
+        self.prefill_token_s = 1 / rate if rate > 0 else 0.0
+        growth = _BATCH_GROWTH / max(status.max_num_sequences, 1)
+        base_s = status.decode_step_ms / 1e3 / (1 + growth * status.num_running)
+        self.decode_base_s = base_s
+        self.decode_sequence_s = base_s * growth
+
+    def advance(self, now_s: float) -> None:
+        """Time has passed: the worker went on with its prompts."""
+        passed_s = now_s - self._advanced_s
+        if passed_s > 0:
+            self._advanced_s = now_s
+            if self.prefill_token_s > 0 and self.pending_prompt_tokens > 0:
+                left = self.pending_prompt_tokens - passed_s / self.prefill_token_s
+                self.pending_prompt_tokens = max(0.0, left)
+
+    def reserve(
+        self,
+        request_id: str,
+        need: Need,
+        expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """A request goes there, which has so many tokens of it in its cache."""
         assert request_id not in self.runs, "a worker runs a request once"
         blocks = need.num_blocks(self.status.block_size_tokens)
-        self.runs[request_id] = _Run(need.total_tokens, blocks)
+        prompt_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
+        run = _Run(blocks, prompt_tokens, need.rank, expected_output_tokens)
+        self.runs[request_id] = run
+        self._expected_output_tokens += expected_output_tokens
+        self.pending_prompt_tokens += run.num_prompt_tokens
+        self._promised_blocks += blocks
+        self._unseen_blocks += blocks
+        self._own[run.rank] += 1
+        self._recount()
 
     def confirm(self, request_id: str) -> None:
         run = self.runs.get(request_id)
@@ -75,61 +153,106 @@ class WorkerView:
         run = self.runs.pop(request_id, None)
         if run is None:
             return False
+        self._expected_output_tokens -= run.expected_output_tokens
+        self._promised_blocks -= run.num_blocks
+        self._own[run.rank] -= 1
         if run.seen:
             self._freed_blocks += run.num_blocks
-            reported = max(self.status.num_running + self.status.num_waiting, 1)
-            self._freed_tokens += self.status.outstanding_tokens // reported
+        else:
+            self._unseen_blocks -= run.num_blocks
+            left = self.pending_prompt_tokens - run.num_prompt_tokens
+            self.pending_prompt_tokens = max(0.0, left)
         if run.confirmed:
-            self.refusing = False
+            self._refused_rank = _NUM_TIERS
+        self._recount()
         return True
 
-    # --- predictions ---
+    def refuse(self, tier: Tier) -> None:
+        """It turned a request of this tier down: it takes none like it before it is heard again, or
+        a run of ours has ended."""
+        self._refused_rank = min(self._refused_rank, TIER_RANKS[tier])
+        self._places = None
+
+    def _recount(self) -> None:
+        self._num_held = sum(self._own) + sum(self._others)
+        self._places = None
+
+    # --- what it holds, and takes ---
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Of our requests that it runs, as far as anybody can tell; 0 if it runs none."""
+        return self._expected_output_tokens / len(self.runs) if self.runs else 0.0
 
     @property
     def num_held(self) -> int:
-        return self.num_others + len(self.runs)
+        return self._num_held
 
     @property
-    def has_free_slot(self) -> bool:
+    def num_others(self) -> int:
+        """Requests that other schedulers sent here."""
+        return sum(self._others)
+
+    def num_ahead(self, rank: int) -> int:
+        """Requests held that do not make way for one of this rank."""
+        return sum(self._own[: rank + 1]) + sum(self._others[: rank + 1])
+
+    def has_free_slot(self, tier: Tier) -> bool:
         """A request sent now would run at once, not wait in the worker."""
-        return self.num_held < self.status.max_num_sequences
+        return self.num_ahead(TIER_RANKS[tier]) < self.status.max_num_sequences
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that will still be free when everything that was sent has its prompt's blocks."""
-        used = self.status.num_blocks - self.status.num_free_blocks - self._freed_blocks
-        used += sum(run.num_blocks for run in self.runs.values() if not run.seen)
-        promised = sum(run.num_blocks for run in self.runs.values())
-        return self.status.num_blocks - max(used, promised, 0)
+        status = self.status
+        used = status.num_blocks - status.num_free_blocks - self._freed_blocks + self._unseen_blocks
+        return status.num_blocks - max(used, self._promised_blocks, 0)
 
-    @property
-    def outstanding_tokens(self) -> int:
-        """Tokens still to be computed for what it has."""
-        unseen = sum(run.num_tokens for run in self.runs.values() if not run.seen)
-        return max(0, self.status.outstanding_tokens - self._freed_tokens) + unseen
+    def room_for(self, tier: Tier) -> int:
+        """How many more requests of a tier it would take now; those of lower tiers make way."""
+        return (self._places or self._find_places()).room[TIER_RANKS[tier]]
 
     @property
     def room(self) -> int:
-        """How many more requests it would take now."""
-        if self.refusing or self.status.draining:
-            return 0
-        if self.status.num_blocks and self.num_held and self.num_free_blocks <= 0:
-            return 0
-        limit = self.status.max_num_sequences + self.status.max_num_waiting
-        return max(0, limit - self.num_held)
+        """How many more requests of any tier it would take now."""
+        return self.room_for(Tier.BATCH)
+
+    def _find_places(self) -> _Places:
+        status, held = self.status, self._num_held
+        limit = status.max_num_sequences + status.max_num_waiting
+        free = self.num_free_blocks
+        room: list[int] = []
+        free_blocks: list[int] = []
+        for rank in range(_NUM_TIERS):
+            ahead = self.num_ahead(rank)
+            blocks = free
+            if held > ahead:
+                blocks += (status.num_blocks - free) * (held - ahead) // held
+            free_blocks.append(blocks)
+            is_short = bool(status.num_blocks and held and blocks <= 0)
+            if status.draining or is_short or rank >= self._refused_rank:
+                room.append(0)
+            else:
+                room.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
+        self._places = _Places(tuple(room), tuple(free_blocks))
+        return self._places
 
     def fits(self, need: Need) -> bool:
         """There is a place and blocks for this request now; an idle worker has all its blocks."""
-        if self.room == 0 or not self.could_hold(need):
+        places = self._places or self._find_places()
+        rank = TIER_RANKS[need.tier]
+        if places.room[rank] == 0 or not self.could_hold(need):
             return False
-        if not self.status.num_blocks or self.num_held == 0:
+        if not self.status.num_blocks or self._num_held == 0:
             return True
-        return need.num_blocks(self.status.block_size_tokens) <= self.num_free_blocks
+        return need.num_blocks(self.status.block_size_tokens) <= places.free_blocks[rank]
 
     def could_hold(self, need: Need) -> bool:
         """The request would fit if the worker were empty."""
         limit = self.status.max_tokens_per_request
-        return limit == 0 or need.total_tokens <= limit
+        return limit == 0 or need.num_context_tokens + need.num_new_tokens <= limit
+
+    # --- doubts ---
 
     @property
     def is_doubtful(self) -> bool:
@@ -140,3 +263,12 @@ class WorkerView:
     def trust(self) -> None:
         """Its runs are being looked up one by one."""
         self._short_since_s = None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is counted is what is there."""
+        runs = self.runs.values()
+        assert self._promised_blocks == sum(run.num_blocks for run in runs)
+        assert self._unseen_blocks == sum(run.num_blocks for run in runs if not run.seen)
+        for rank, own in enumerate(self._own):
+            assert own == sum(run.rank == rank for run in runs)
+        assert self._num_held == sum(self._own) + sum(self._others)

@@ -13,7 +13,8 @@ class PrefixCache:
     """Which block holds the tokens that a key stands for.
 
     One block a key and one key a block. It holds no references: the pool says ``forget`` before
-    it hands out a block whose contents were kept. ``note`` hears of each key that comes or goes.
+    it hands out a block whose contents were kept. ``note`` hears of keys
+    that come and of those that are forgotten.
     """
 
     def __init__(self, note: Callable[[bytes], None] = _ignore) -> None:
@@ -49,13 +50,14 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """The block's contents are about to be overwritten."""
+        key = self.key_of(block)
         self.remove(block)
         self.num_evicted_blocks += 1
+        self.note(key)
 
     def remove(self, block: int) -> None:
-        key = self._key_of.pop(block)
-        del self._block_of[key]
-        self.note(key)
+        """The block's contents are kept elsewhere."""
+        del self._block_of[self._key_of.pop(block)]
 
     def check_integrity(self, kept_blocks: list[int]) -> None:
         """Raise AssertionError unless keys and blocks match, and are those that the pool keeps."""
