@@ -43,7 +43,7 @@ class Endings:
         dead = DeadJob(
             reason=verdict.code,
             message=verdict.message,
-            subject=subjects.job(entry.job.model, entry.job.tier),
+            subject=subjects.job(entry.line),
             payload=codec.encode(entry.job),
             request_id=entry.request_id,
             num_deliveries=entry.num_deliveries,

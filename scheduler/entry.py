@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from bus.api import LeasedJob
+from bus.api import LeasedJob, Line
+from scheduler.backlog import Backlog
+from scheduler.inquest import Inquest
 from scheduler.need import Need
 from schemas.control import EPOCHS_PER_DELIVERY
 from schemas.jobs import Job
@@ -29,13 +31,22 @@ class Entry:
     ``epoch`` is that of the last run that began or may have begun, 0 before the first;
     ``num_failures`` counts the runs that were lost, which ``max_attempts`` bounds.
     ``epoch_floor`` is the highest that somebody else is known to have run at. ``ran_before``: a
-    client may have tokens of an earlier run, so ask before running it again.
+    client may have tokens of an earlier run, so ask before running it again; ``uncertain``: nobody
+    knows whether it ran. ``pulled_s`` is when it came here, ``waits_here`` whether it is among
+    those that wait. ``expected_output_tokens`` is an estimate, ``expected_tokens`` the service
+    that it is expected to take; ``charged_tokens`` is what its tenant was charged for the run that
+    goes on. ``told_position`` is the last that its client was told. ``strikes`` are the deaths of
+    workers that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the
+    tokens that the client had when the last run began.
     """
 
     job: Job
     lease: str
     num_deliveries: int
     stream_sequence: int
+    line: Line
+    backlog: Backlog
+    pulled_s: float
     state: State = State.PREPARING
     num_attempts: int = 0
     num_failures: int = 0
@@ -47,16 +58,29 @@ class Entry:
     num_redeliveries: int = 0
     extended_s: float = 0.0
     checked_s: float = 0.0
-    told_queued: bool = False
+    uncertain: bool = False
+    waits_here: bool = False
+    expected_output_tokens: float = 1.0
+    expected_tokens: float = 1.0
+    charged_tokens: float = 0.0
+    told_position: int | None = None
+    prefix_keys: tuple[bytes, ...] = ()
+    strikes: float = 0.0
+    inquest: Inquest | None = None
+    num_delivered: int = 0
 
     @classmethod
-    def of(cls, leased: LeasedJob, now_s: float) -> Entry:
+    def of(cls, leased: LeasedJob, backlog: Backlog, now_s: float) -> Entry:
         return cls(
             job=leased.job,
             lease=leased.lease,
             num_deliveries=leased.num_deliveries,
             stream_sequence=leased.stream_sequence,
+            line=leased.line,
+            backlog=backlog,
+            pulled_s=now_s,
             ran_before=leased.num_deliveries > 1,
+            uncertain=leased.uncertain,
             extended_s=now_s,
         )
 
@@ -85,10 +109,11 @@ class Entry:
         """What a prepared job takes of a worker."""
         num_prompt_tokens = len(self.job.prompt_token_ids or ())
         if self.job.pooling is not None:
-            return Need(num_prompt_tokens, 0)
+            return Need(num_prompt_tokens, 0, self.job.tier)
         num_resumed = len(self.resume_token_ids)
         max_tokens = self.job.sampling.max_tokens or 1
-        return Need(num_prompt_tokens + num_resumed, max(max_tokens - num_resumed, 0))
+        num_new_tokens = max(max_tokens - num_resumed, 0)
+        return Need(num_prompt_tokens + num_resumed, num_new_tokens, self.job.tier)
 
     def begin_run(self, now_s: float) -> None:
         """A dispatch goes out: from here on it may run at the worker."""

@@ -162,6 +162,10 @@ class Fleet:
         """How many more requests of a tier the workers of a model would take now."""
         return sum([worker.room_for(tier) for worker in self.of_model(model)])
 
+    def num_held(self, model: str) -> int:
+        """Requests that the workers of a model run or have waiting."""
+        return sum([worker.num_held for worker in self.of_model(model)])
+
     def doubtful(self) -> Iterable[WorkerView]:
         """Workers that keep reporting fewer requests than we think they hold."""
         return [worker for worker in self._workers.values() if worker.is_doubtful]

@@ -1,52 +1,140 @@
-"""Pulls one model's jobs when there is room for them, and makes them ready."""
+"""Pulls jobs when there is room for them or too few to choose from, and makes them ready."""
 
 from __future__ import annotations
 
+import heapq
 import logging
+from collections.abc import Callable
 
-from bus.api import LeasedJob
+from bus.api import LeasedJob, Line
+from scheduler.backlog import Backlog
 from scheduler.entry import Entry, State
+from scheduler.fair_queue import Tenant
 from scheduler.lane import Lane
 from scheduler.parts import Parts
 from scheduler.sender import Sender
-from scheduler.verdicts import failed, refused
+from scheduler.tasks import Tasks
+from scheduler.verdicts import Verdict, failed, refused
 from schemas.errors import BusUnavailableError, MillraceError
+from schemas.jobs import Job, Tier
 
 logger = logging.getLogger(__name__)
 
 _MAX_JOBS_PER_PULL = 64
-_PULL_TIMEOUT_S = 5.0
+_MAX_PULLS = 8
+# The news of a job may be here before the queue has it.
+_PULL_TIMEOUT_S = 0.05
 _RETRY_S = 0.25
 
 
 class Intake:
-    """Keeps one pull outstanding whenever a worker has room, and none otherwise."""
+    """Pulls from the lines of one model, those who were served least first.
 
-    def __init__(self, parts: Parts, lane: Lane) -> None:
+    ``lanes`` are where its jobs may go, ``lane_of`` says where one goes, perhaps changed.
+    ``lane_of`` raises MillraceError for a job that cannot be served.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        model: str,
+        lanes: list[Lane],
+        lane_of: Callable[[Job], tuple[Job, Lane]],
+    ) -> None:
+        self.model = model
+        self.backlog = Backlog()
         self._parts = parts
-        self._lane = lane
+        self._lanes = lanes
+        self._lane_of = lane_of
         self._sender = Sender(parts)
+        self._pulls = Tasks()
+        self._num_asked: dict[bool, int] = {True: 0, False: 0}
+        self._resting_until_s = float("-inf")
+
+    def published(self, line: Line) -> None:
+        """A job has come, or will in a moment."""
+        self.backlog.published(line)
+        self._want(line)
+        self._lanes[0].wake.set()
+
+    def counted(self, totals: dict[Line, int]) -> None:
+        """What the queue has of each line."""
+        self.backlog.counted(totals, self._parts.clock.monotonic())
+        for line in self.backlog.lines():
+            self._want(line)
+        self._lanes[0].wake.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        lane = self._lane
-        while True:
-            num_wanted = min(lane.num_wanted, _MAX_JOBS_PER_PULL)
-            if num_wanted <= 0:
-                lane.wake.clear()
-                await lane.wake.wait()
-                continue
-            try:
-                pulled = await self._parts.bus.jobs.pull(lane.model, num_wanted, _PULL_TIMEOUT_S)
-            except BusUnavailableError as error:
-                logger.warning(
-                    "the queue cannot be read",
-                    extra={"model": lane.model, "reason": error.message},
-                )
-                await self._parts.clock.sleep(_RETRY_S)
-                continue
-            for leased in pulled:
-                self.admit(leased)
+        wake = self._lanes[0].wake
+        try:
+            while True:
+                await wake.wait()
+                wake.clear()
+                self._pull_all()
+        finally:
+            await self._pulls.close()
+
+    def _pull_all(self) -> None:
+        spare = _MAX_PULLS - len(self._pulls)
+        if spare <= 0 or not self._parts.bus.connected or self._is_resting():
+            return
+        queue = self._lanes[0].queue
+        lines = heapq.nsmallest(
+            spare,
+            (line for line in self.backlog.to_pull() if self._num_wanted(line) > 0),
+            key=lambda line: queue.rank(_tenant_of(line)),
+        )
+        for line in lines:
+            num_wanted = self._num_wanted(line)
+            if num_wanted > 0:
+                self._num_asked[_is_batch(line)] += num_wanted
+                self.backlog.pulling(line)
+                self._pulls.spawn(self._pull(line, num_wanted), f"pull {line}")
+
+    def _is_resting(self) -> bool:
+        return self._parts.clock.monotonic() < self._resting_until_s
+
+    def _num_wanted(self, line: Line) -> int:
+        """How many jobs of a line to pull now: as many as there is room for beside what is here
+        already, and a few to choose from."""
+        config = self._parts.config
+        num_asked = self._num_asked[_is_batch(line)]
+        room = max(lane.spare_room(line.tier) for lane in self._lanes) - num_asked
+        if not any(lane.is_served for lane in self._lanes):
+            return 0
+        num_here = sum(lane.num_here(is_batch=_is_batch(line)) for lane in self._lanes)
+        room = max(room, 0)
+        return min(
+            _MAX_JOBS_PER_PULL,
+            self.backlog.num_waiting(line),
+            config.window_jobs_per_tenant + room - self.backlog.num_here(line),
+            config.window_jobs + room - num_here - num_asked,
+        )
+
+    async def _pull(self, line: Line, num_wanted: int) -> None:
+        parts, pulled = self._parts, []
+        try:
+            pulled = await parts.bus.jobs.pull(line, num_wanted, _PULL_TIMEOUT_S)
+        except BusUnavailableError as error:
+            logger.warning("the queue cannot be read", extra={"reason": error.message})
+            self._resting_until_s = parts.clock.monotonic() + _RETRY_S
+        finally:
+            self._num_asked[_is_batch(line)] -= num_wanted
+            self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
+        for leased in pulled:
+            self.admit(leased)
+        self._want(line)
+        self._lanes[0].wake.set()
+
+    def _want(self, line: Line) -> None:
+        """Tell the queues who has jobs behind those that are here, where the line says so."""
+        if line.tenant is None:
+            return
+        for lane in self._lanes:
+            lane.queue.want(_tenant_of(line), bool(self.backlog.num_waiting(line)))
+
+    # --- what was pulled ---
 
     def admit(self, leased: LeasedJob) -> None:
         """Answer for a delivered job from now on."""
@@ -55,33 +143,43 @@ class Intake:
         if entry is not None and entry.stream_sequence == leased.stream_sequence:
             entry.take_over(leased, now_s)
             if entry.state is State.RUNNING:
+                lane = self._parts.lane_of(entry)
                 self._parts.tasks.spawn(
-                    self._lane.continue_where_it_runs(entry, entry.worker_id),
+                    lane.continue_where_it_runs(entry, entry.worker_id),
                     f"continue {entry.request_id}",
                 )
             return
         if entry is not None:
             # The same id was published anew, so the former job had ended.
-            self._lane.ended(entry)
-        entry = Entry.of(leased, now_s)
-        self._parts.table.add(entry)
-        self._lane.num_preparing += 1
-        self._parts.tasks.spawn(self._prepare(entry), f"prepare {entry.request_id}")
-
-    async def _prepare(self, entry: Entry) -> None:
+            self._parts.lane_of(entry).ended(entry)
+        entry = Entry.of(leased, self.backlog, now_s)
         try:
-            await self._make_ready(entry)
+            entry.job, lane = self._lane_of(entry.job)
         except MillraceError as error:
-            self._lane.end(entry, refused(error))
+            self._parts.tasks.spawn(self._refuse(entry, refused(error)), "refuse a job")
+            return
+        lane.took(entry)
+        self._parts.tasks.spawn(self._prepare(entry, lane), f"prepare {entry.request_id}")
+
+    async def _refuse(self, entry: Entry, verdict: Verdict) -> None:
+        try:
+            await self._parts.endings.end(entry, verdict)
+        except BusUnavailableError as error:
+            logger.warning("a job will be refused later", extra={"reason": error.message})
+
+    async def _prepare(self, entry: Entry, lane: Lane) -> None:
+        try:
+            await self._make_ready(entry, lane)
+        except MillraceError as error:
+            lane.end(entry, refused(error))
         except Exception as error:
             logger.exception("a job could not be prepared", extra={"request_id": entry.request_id})
             message = f"The job could not be prepared: {type(error).__name__}."
-            self._lane.end(entry, failed(MillraceError.code, message, retryable=False))
+            lane.end(entry, failed(MillraceError.code, message, retryable=False))
         finally:
-            self._lane.num_preparing -= 1
-            self._lane.pump()
+            lane.pump()
 
-    async def _make_ready(self, entry: Entry) -> None:
+    async def _make_ready(self, entry: Entry, lane: Lane) -> None:
         parts = self._parts
         verdict = parts.unwanted(entry)
         if verdict is None:
@@ -90,20 +188,33 @@ class Intake:
         if entry.is_ended:
             return
         if verdict is not None:
-            self._lane.end(entry, verdict)
-        elif entry.ran_before:
-            await self._make_ready_again(entry)
+            lane.end(entry, verdict)
+            return
+        if entry.uncertain and not entry.ran_before:
+            entry.ran_before = await self._sender.is_known(entry)
+            if entry.is_ended:
+                return
+        if entry.ran_before:
+            await self._make_ready_again(entry, lane)
         else:
-            self._lane.enqueue(entry)
+            lane.enqueue(entry)
 
-    async def _make_ready_again(self, entry: Entry) -> None:
+    async def _make_ready_again(self, entry: Entry, lane: Lane) -> None:
         """A job that was delivered before may be answered, or run somewhere still."""
         holder = await self._sender.last_holder(entry)
         if entry.is_ended:
             return
         if holder is None:
-            self._lane.answered(entry)
+            lane.answered(entry)
         elif holder and self._parts.fleet.get(holder) is not None:
-            await self._lane.continue_where_it_runs(entry, holder)
+            await lane.continue_where_it_runs(entry, holder)
         else:
-            self._lane.enqueue(entry)
+            lane.enqueue(entry)
+
+
+def _is_batch(line: Line) -> bool:
+    return line.tier is Tier.BATCH
+
+
+def _tenant_of(line: Line) -> Tenant:
+    return Tenant(line.tier, line.tenant or "")

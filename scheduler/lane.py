@@ -4,50 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
 from scheduler import placement
 from scheduler.entry import Entry, State
+from scheduler.estimates import Estimates
+from scheduler.fair_queue import FairQueue, Tenant, tenant_of
+from scheduler.inquest import Inquest
 from scheduler.parts import Parts
 from scheduler.sender import Result, Sender, Sent
-from scheduler.throughput import Throughput, eta_s
-from scheduler.verdicts import Verdict, failed, refused
-from schemas.control import Cancel
+from scheduler.throughput import Throughput
+from scheduler.verdicts import Verdict, failed, poisonous, refused
+from scheduler.worker_view import WorkerView
+from schemas.control import Cancel, Served
 from schemas.errors import BusUnavailableError, ContextLengthError, MillraceError
-from schemas.frames import Queued
+from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
 
 class Lane:
-    """Jobs that wait for room, oldest first, and what becomes of those that were sent.
+    """Jobs that wait for room, and what becomes of those that were sent.
 
-    It owns the entries of its model from the moment they are ready. ``wake`` is set whenever
-    something changed that may let the pull go on.
+    It owns the entries of its model from the moment they were pulled. ``wake`` is set whenever
+    something changed that may let the pull go on, ``has_waiting`` when a job has to wait.
     """
 
     def __init__(self, parts: Parts, model: str) -> None:
         self.model = model
         self.wake = asyncio.Event()
+        self.has_waiting = asyncio.Event()
         self.throughput = Throughput()
-        self.num_preparing = 0
+        self.queue = FairQueue(parts.config)
+        self.estimates = Estimates()
         self._parts = parts
         self._sender = Sender(parts)
-        self._waiting: deque[Entry] = deque()
+        self._num_preparing = {True: 0, False: 0}
         self._stopped = False
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(entry.state is State.WAITING for entry in self._waiting)
+    # --- how much there is, and room for ---
 
     @property
-    def num_wanted(self) -> int:
-        """How many jobs there is room for now beyond those that are here already."""
-        if self._stopped or self.num_waiting or not self._parts.bus.connected:
+    def is_served(self) -> bool:
+        """There are workers, and jobs may be sent to them."""
+        return not self._stopped and self._parts.fleet.num_workers(self.model) > 0
+
+    def num_here(self, *, is_batch: bool) -> int:
+        """Jobs that were pulled and not sent so far, of batches or of the others."""
+        waiting = self.queue.num_of(Tier.BATCH)
+        if not is_batch:
+            waiting = len(self.queue) - waiting
+        return waiting + self._num_preparing[is_batch]
+
+    def spare_room(self, tier: Tier) -> int:
+        """How many jobs of a tier could be sent now beside those that are here and go first."""
+        if self._stopped:
             return 0
-        return max(0, self._parts.fleet.room(self.model) - self.num_preparing)
+        room = self._parts.fleet.room(self.model, tier) - self.num_here(is_batch=False)
+        return room - self.num_here(is_batch=True) if tier is Tier.BATCH else room
 
     def stop(self) -> None:
         """Send nothing any more."""
@@ -55,35 +70,102 @@ class Lane:
 
     # --- in and out ---
 
+    def took(self, entry: Entry) -> None:
+        """It was pulled and is made ready; ours to answer for."""
+        self._parts.table.add(entry)
+        entry.backlog.took(entry)
+        entry.backlog.waits_here(entry)
+        self._num_preparing[entry.job.tier is Tier.BATCH] += 1
+
     def enqueue(self, entry: Entry) -> None:
-        """A prepared job is ready; one that ran before goes first."""
+        """A prepared job is ready."""
+        self._prepared(entry)
         entry.state = State.WAITING
-        if entry.ran_before:
-            self._waiting.appendleft(entry)
-        else:
-            self._waiting.append(entry)
+        expected = self.estimates.expected_output(entry.job.tenant, entry.need.num_new_tokens)
+        entry.expected_output_tokens = expected
+        entry.expected_tokens = self._service(entry.need.num_context_tokens, expected)
+        workers = self._parts.fleet.of_model(self.model)
+        entry.prefix_keys = self._parts.prefixes.keys_of(entry.job, workers)
+        self.queue.push(entry)
         self.pump()
+        if entry in self.queue:
+            self.has_waiting.set()
+
+    def _prepared(self, entry: Entry) -> None:
+        if entry.state is State.PREPARING:
+            self._num_preparing[entry.job.tier is Tier.BATCH] -= 1
+
+    def _service(self, prompt_tokens: float, output_tokens: float) -> float:
+        return prompt_tokens + self._parts.config.output_weight * output_tokens
+
+    def _drop(self, entry: Entry) -> None:
+        """It is over here, wherever it was."""
+        if entry.is_ended:
+            return
+        self._prepared(entry)
+        self.queue.remove(entry)
+        entry.backlog.left(entry)
+        entry.backlog.dropped(entry)
+        self._refund(entry)
+        if entry.inquest is not None:
+            entry.inquest.report(entry, progressed=True)
+        self._parts.table.drop(entry)
+        self.wake.set()
 
     def pump(self) -> None:
-        """Send what has room, in order."""
-        parts = self._parts
-        while self._waiting and parts.bus.connected and not self._stopped:
-            entry = self._waiting[0]
-            if entry.state is not State.WAITING:
-                self._waiting.popleft()
+        """Send what has room, in the order of the queue."""
+        while self._parts.bus.connected and not self._stopped:
+            entry = self.queue.head()
+            if entry is None:
+                break
+            verdict = self._parts.unwanted(entry)
+            if verdict is not None:
+                self.end(entry, verdict)
                 continue
-            worker = placement.choose(parts.fleet.of_model(self.model), entry.need)
-            if worker is None:
-                if not self._end_if_too_long(entry):
-                    break
-                continue
-            self._waiting.popleft()
-            entry.state = State.DISPATCHING
-            entry.worker_id = worker.worker_id
-            parts.fleet.reserve(worker.worker_id, entry.request_id, entry.need)
-            parts.tasks.spawn(self._dispatch(entry), f"dispatch {entry.request_id}")
-        self._tell_queued()
+            place = self._place(entry)
+            if place is not None:
+                self._send(entry, *place)
+            elif not self._end_if_too_long(entry):
+                break
         self.wake.set()
+
+    def _place(self, entry: Entry) -> tuple[WorkerView, int] | None:
+        """The worker for it, and how many of its tokens are in that one's cache."""
+        parts = self._parts
+        workers = list(parts.fleet.of_model(self.model))
+        cached = parts.prefixes.cached_tokens(workers, entry.prefix_keys)
+        worker = placement.choose(
+            workers,
+            entry.need,
+            cached,
+            entry.expected_output_tokens,
+            parts.config.placement,
+            parts.clock.monotonic(),
+        )
+        return None if worker is None else (worker, cached.get(worker.worker_id, 0))
+
+    def _send(self, entry: Entry, worker: WorkerView, num_cached_tokens: int) -> None:
+        self.queue.remove(entry)
+        entry.backlog.left(entry)
+        entry.state = State.DISPATCHING
+        entry.worker_id = worker.worker_id
+        entry.charged_tokens = entry.expected_tokens - num_cached_tokens
+        self.queue.charge(tenant_of(entry), entry.charged_tokens)
+        self._parts.fleet.reserve(
+            worker.worker_id,
+            entry.request_id,
+            entry.need,
+            entry.expected_output_tokens,
+            num_cached_tokens,
+        )
+        self._parts.tasks.spawn(self._dispatch(entry), f"dispatch {entry.request_id}")
+
+    def _refund(self, entry: Entry) -> None:
+        """The run that its tenant was charged for is no more; what it really took is told when it
+        has ended."""
+        if entry.charged_tokens:
+            self.queue.charge(tenant_of(entry), -entry.charged_tokens)
+            entry.charged_tokens = 0.0
 
     def _end_if_too_long(self, entry: Entry) -> bool:
         longest = placement.longest_tokens(self._parts.fleet.of_model(self.model))
@@ -95,9 +177,11 @@ class Lane:
         self.end(entry, refused(error))
         return True
 
+    # --- ends ---
+
     def end(self, entry: Entry, verdict: Verdict, *, bury: bool = False) -> None:
         """Answer a job without a worker; it is nobody's but the queue's until that is done."""
-        self._parts.table.drop(entry)
+        self._drop(entry)
         self._parts.tasks.spawn(self._end(entry, verdict, bury=bury), f"end {entry.request_id}")
 
     async def _end(self, entry: Entry, verdict: Verdict, *, bury: bool) -> None:
@@ -110,10 +194,22 @@ class Lane:
                 extra={"request_id": entry.request_id, "reason": error.message},
             )
 
+    def served(self, served: Served, worker_id: str) -> None:
+        """What a run really took, ours or not."""
+        tokens = self._service(
+            served.prompt_tokens - served.cached_tokens, served.completion_tokens
+        )
+        entry = self._parts.table.get(served.request_id)
+        if entry is not None and entry.worker_id == worker_id:
+            self._refund(entry)
+        self.queue.charge(Tenant(served.tier, served.tenant), tokens)
+        if served.completion_tokens:
+            self.estimates.observe(served.tenant, served.completion_tokens)
+
     def ended(self, entry: Entry) -> None:
         """The worker is done with it: it leaves for good."""
         self._parts.fleet.release(entry.worker_id, entry.request_id)
-        self._parts.table.drop(entry)
+        self._drop(entry)
 
     def answered(self, entry: Entry) -> None:
         """An earlier run ended it, though the queue does not know yet: do not run it again."""
@@ -125,6 +221,14 @@ class Lane:
         logger.info("another scheduler has the job", extra={"request_id": entry.request_id})
         self.ended(entry)
 
+    async def _ack(self, entry: Entry) -> None:
+        try:
+            await self._parts.bus.jobs.ack(entry.lease)
+        except BusUnavailableError:
+            logger.warning(
+                "an answered job will be delivered again", extra={"request_id": entry.request_id}
+            )
+
     # --- sending ---
 
     async def _dispatch(self, entry: Entry) -> None:
@@ -134,11 +238,13 @@ class Lane:
         """The queue delivered a job again that a live worker has: it goes on under the new lease,
         and if the worker does not have it after all, it is sent as any other."""
         fleet = self._parts.fleet
+        self._prepared(entry)
+        entry.backlog.left(entry)
         entry.state = State.DISPATCHING
         entry.worker_id = worker_id
         worker = fleet.get(worker_id)
         if worker is not None and entry.request_id not in worker.runs:
-            fleet.reserve(worker_id, entry.request_id, entry.need)
+            fleet.reserve(worker_id, entry.request_id, entry.need, entry.expected_output_tokens)
         await self._follow_up(entry, self._sender.continue_at(entry, worker_id))
 
     async def _follow_up(self, entry: Entry, sending: Coroutine[Any, Any, Sent]) -> None:
@@ -168,7 +274,7 @@ class Lane:
                 self._accepted(entry)
             case Result.REFUSED:
                 self._take_back(entry)
-                fleet.refuse(worker_id)
+                fleet.refuse(worker_id, entry.job.tier)
             case Result.LOST:
                 self.lost(entry)
                 fleet.refuse(worker_id)
@@ -176,6 +282,9 @@ class Lane:
                 self.answered(entry)
             case Result.OVERTAKEN:
                 self.overtaken(entry)
+            case Result.POISONOUS:
+                fleet.release(worker_id, entry.request_id)
+                self.end(entry, poisonous(), bury=True)
             case Result.ENDS:
                 assert sent.verdict is not None
                 fleet.release(worker_id, entry.request_id)
@@ -196,63 +305,70 @@ class Lane:
             parts.tasks.spawn(parts.bus.control.cancel(cancel), f"cancel {entry.request_id}")
 
     def _take_back(self, entry: Entry) -> None:
-        """Nothing ran there; it waits for room again, before the others."""
+        """It waits for room again: nothing ran there, or it is no more."""
         self._parts.fleet.release(entry.worker_id, entry.request_id)
+        self._refund(entry)
         entry.worker_id = ""
         if entry.state is not State.ENDED:
             entry.state = State.WAITING
-            self._waiting.appendleft(entry)
+            entry.backlog.waits_here(entry)
+            self.queue.push(entry)
+            self.has_waiting.set()
+
+    # --- workers that go ---
+
+    def died(self, entries: list[Entry]) -> None:
+        """The worker that had these is gone without a word: run them again elsewhere, unless one
+        of them is to blame."""
+        Inquest(entries)
+        for entry in entries:
+            self.lost(entry)
 
     def lost(self, entry: Entry) -> None:
         """The worker that has it, or may have it, is gone: run it again elsewhere."""
-        self._parts.fleet.release(entry.worker_id, entry.request_id)
-        entry.worker_id = ""
-        entry.ran_before = True
         entry.num_failures += 1
-        entry.extended_s = float("-inf")
         if entry.num_failures >= self._parts.config.max_attempts:
+            self._parts.fleet.release(entry.worker_id, entry.request_id)
             message = f"The request was given to {entry.num_failures} workers and none answered it."
             self.end(entry, failed("too_many_attempts", message, retryable=True), bury=True)
             return
+        self.given_back(entry)
+
+    def given_back(self, entry: Entry) -> None:
+        """The worker goes, and lets others go on with it."""
+        entry.ran_before = True
+        entry.extended_s = float("-inf")
         verdict = self._parts.unwanted(entry)
         if verdict is not None:
+            self._parts.fleet.release(entry.worker_id, entry.request_id)
             self.end(entry, verdict)
             return
         self._take_back(entry)
 
-    async def _ack(self, entry: Entry) -> None:
-        try:
-            await self._parts.bus.jobs.ack(entry.lease)
-        except BusUnavailableError:
-            logger.warning(
-                "an answered job will be delivered again", extra={"request_id": entry.request_id}
-            )
+    def move(self, worker: WorkerView) -> None:
+        """Have others go on with what a worker runs that drains, as far as there is room."""
+        if self._stopped or not self._parts.bus.connected:
+            return
+        for request_id in list(worker.runs):
+            entry = self._parts.table.get(request_id)
+            if entry is None or entry.state is not State.RUNNING:
+                continue
+            if entry.job.pooling is not None:
+                continue  # it is over sooner than it would start elsewhere
+            place = self._place(entry)
+            if place is None:
+                return
+            self._parts.fleet.release(worker.worker_id, request_id)
+            self._refund(entry)
+            entry.ran_before = True
+            self._send(entry, *place)
 
     # --- those who wait ---
 
     def end_unwanted(self) -> None:
         """End what was cancelled or came too late while it waited."""
-        for entry in list(self._waiting):
-            verdict = self._parts.unwanted(entry) if entry.state is State.WAITING else None
+        for entry in self.queue:
+            verdict = self._parts.unwanted(entry)
             if verdict is not None:
                 self.end(entry, verdict)
         self.pump()
-
-    def _tell_queued(self) -> None:
-        per_s = self.throughput.per_s(self._parts.clock.monotonic())
-        waiting = (entry for entry in self._waiting if entry.state is State.WAITING)
-        for position, entry in enumerate(waiting):
-            if entry.told_queued or not entry.job.reply:
-                continue
-            entry.told_queued = True
-            frame = Queued(position=position, eta_s=eta_s(position + 1, per_s))
-            self._parts.tasks.spawn(self._tell(entry, frame), f"queued {entry.request_id}")
-
-    async def _tell(self, entry: Entry, frame: Queued) -> None:
-        job = entry.job
-        await self._parts.bus.frames.publish(
-            job.reply,
-            [(job.request_id, frame)],
-            batch=job.batch_frames,
-            as_json=job.frames_as_json,
-        )

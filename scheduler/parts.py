@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bus.api import Bus
 from bus.clock import Clock
@@ -11,10 +11,14 @@ from scheduler.cancels import CancelMemory
 from scheduler.endings import Endings
 from scheduler.entry import Entry, Table
 from scheduler.fleet import Fleet
+from scheduler.prefixes import Prefixes
 from scheduler.shelf import Shelf
 from scheduler.tasks import Tasks
 from scheduler.verdicts import EXPIRED, Verdict, cancelled
 from schemas.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from scheduler.lane import Lane
 
 
 class Known(Protocol):
@@ -47,10 +51,15 @@ class Parts:
     generations: Generations
     shelf: Shelf
     fleet: Fleet
+    prefixes: Prefixes
     cancels: CancelMemory
     endings: Endings
     table: Table = field(default_factory=Table)
     tasks: Tasks = field(default_factory=Tasks)
+    lanes: dict[str, Lane] = field(default_factory=dict)
+
+    def lane_of(self, entry: Entry) -> Lane:
+        return self.lanes[entry.job.model]
 
     def unwanted(self, entry: Entry) -> Verdict | None:
         """Why nobody waits for this job any more, if so."""

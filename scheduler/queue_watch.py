@@ -1,10 +1,15 @@
-"""Watches one model's queue: keeps it within its bound, and tells the gateways how it stands."""
+"""Watches the queue: what waits where, what is too much, and how to tell the gateways."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 
+from bus.api import Line
+from scheduler.fair_queue import weights_of
+from scheduler.intake import Intake
 from scheduler.lane import Lane
+from scheduler.outlook import Outlook
 from scheduler.parts import Parts
 from scheduler.tasks import Tasks
 from scheduler.throughput import eta_s, retry_after_s
@@ -16,16 +21,29 @@ logger = logging.getLogger(__name__)
 
 # Schedulers that shed at the same time look again after this many, so as not to shed twice.
 _MAX_SHED_AT_ONCE = 64
+# A line that had no job for this long is made anew when one comes.
+_FORGET_AFTER_S = 900.0
+_MAX_FORGOTTEN_AT_ONCE = 16
 
 
 class QueueWatch:
     """Looks every ``status_interval_s``. ``answers`` owns the answers to shed jobs, which exist
     nowhere else."""
 
-    def __init__(self, parts: Parts, lane: Lane, answers: Tasks) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        intakes: Mapping[str, Intake],
+        lanes: Mapping[str, Lane],
+        outlooks: Mapping[str, Outlook],
+        answers: Tasks,
+    ) -> None:
         self._parts = parts
-        self._lane = lane
+        self._intakes = intakes
+        self._lanes = lanes
         self._answers = answers
+        self._outlooks = outlooks
+        self._weights = weights_of(parts.config.tiers)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -38,8 +56,7 @@ class QueueWatch:
                 except BusUnavailableError as error:
                     if not failing:
                         logger.warning(
-                            "the queue cannot be watched",
-                            extra={"model": self._lane.model, "reason": error.message},
+                            "the queue cannot be watched", extra={"reason": error.message}
                         )
                     failing = True
             await self._parts.clock.sleep(self._parts.config.status_interval_s)
@@ -47,11 +64,24 @@ class QueueWatch:
     async def look(self) -> None:
         """Shed what is over the bound, then say how the queue stands. Raises
         BusUnavailableError."""
-        parts, model, bound = self._parts, self._lane.model, self._parts.config.max_queued_jobs
-        num_queued = (await parts.bus.jobs.depth(model)).num_queued
-        per_s = self._lane.throughput.per_s(parts.clock.monotonic())
+        totals = await self._parts.bus.jobs.lines()
+        for model, intake in self._intakes.items():
+            own = {line: count for line, count in totals.items() if line.model == model}
+            intake.counted(own)
+        for model, lane in self._lanes.items():
+            total = sum(count for line, count in totals.items() if line.model == model)
+            await self._look_at(model, lane, total)
+        await self._forget_idle()
+
+    async def _look_at(self, model: str, lane: Lane, total: int) -> None:
+        parts, bound = self._parts, self._parts.config.max_queued_jobs
+        num_queued = max(0, total - parts.fleet.num_held(model))
+        per_s = lane.throughput.per_s(parts.clock.monotonic())
         if num_queued > bound:
-            num_queued = await self._shed(num_queued, per_s)
+            num_queued -= await self._shed(model, num_queued, per_s)
+        outlook = self._outlooks[model]
+        outlook.look()
+        now_ns = parts.clock.now_ns()
         await parts.bus.control.publish_queue_status(
             QueueStatus(
                 model=model,
@@ -60,23 +90,40 @@ class QueueWatch:
                 retry_after_s=retry_after_s(num_queued, bound, per_s),
                 num_workers=parts.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
-                sent_ns=parts.clock.now_ns(),
+                ttft_ms=outlook.ttft_ms(),
+                oldest_wait_s=outlook.oldest_wait_s(),
+                sent_ns=now_ns,
             )
         )
 
-    async def _shed(self, num_queued: int, per_s: float) -> int:
-        """Shed the newest; how many jobs are left."""
-        parts, model, bound = self._parts, self._lane.model, self._parts.config.max_queued_jobs
+    # --- too much ---
+
+    async def _shed(self, model: str, num_queued: int, per_s: float) -> int:
+        """Shed the newest of those who have the most for their tier's weight; how many."""
+        parts, bound = self._parts, self._parts.config.max_queued_jobs
+        waiting = self._intakes[model].backlog.waiting()
         num_shed = 0
-        while num_queued > bound:
-            count = min(num_queued - bound, _MAX_SHED_AT_ONCE)
-            jobs = await parts.bus.jobs.shed_newest(model, count)
+        while waiting and num_queued - num_shed > bound:
+            line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
+            count = min(num_queued - num_shed - bound, _MAX_SHED_AT_ONCE, waiting[line])
+            jobs = await parts.bus.jobs.shed_newest(line, count)
             verdict = shed(retry_after_s(num_queued, bound, per_s))
             for job in jobs:
                 self._answers.spawn(parts.endings.end_taken(job, verdict), f"shed {job.request_id}")
             num_shed += len(jobs)
-            num_queued = (await parts.bus.jobs.depth(model)).num_queued
-            if not jobs:
-                break
+            waiting[line] -= len(jobs)
+            if not jobs or not waiting[line]:
+                del waiting[line]
         logger.info("shed the newest jobs", extra={"model": model, "num_shed": num_shed})
-        return num_queued
+        return num_shed
+
+    async def _forget_idle(self) -> None:
+        now_s = self._parts.clock.monotonic()
+        for intake in self._intakes.values():
+            idle = intake.backlog.idle(now_s, _FORGET_AFTER_S)
+            await self._forget(intake, idle[:_MAX_FORGOTTEN_AT_ONCE])
+
+    async def _forget(self, intake: Intake, lines: Collection[Line]) -> None:
+        for line in lines:
+            if await self._parts.bus.jobs.forget_line(line):
+                intake.backlog.forget(line)

@@ -6,15 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from bus.api import Bus, Subscription
+from bus.api import Bus, Line, Subscription
 from bus.clock import Clock
 from scheduler.cancels import CancelMemory
 from scheduler.endings import Endings
 from scheduler.entry import Entry, State
-from scheduler.fleet import Departed, Fleet
+from scheduler.fleet import Departed, Departure, Fleet
 from scheduler.intake import Intake
 from scheduler.lane import Lane
+from scheduler.outlook import Outlook
 from scheduler.parts import Generations, Parts
+from scheduler.prefixes import Prefixes
 from scheduler.queue_watch import QueueWatch
 from scheduler.shelf import Preparer, Shelf
 from scheduler.strays import Strays
@@ -64,24 +66,30 @@ class Scheduler:
             generations=generations,
             shelf=Shelf(load_model),
             fleet=Fleet(config.heartbeat_timeout_s),
+            prefixes=Prefixes(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
             endings=Endings(bus, clock),
         )
         models = config.models or tuple(sorted(known_models))
-        self.lanes = {model: Lane(self.parts, model) for model in models}
+        self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
+        self.intakes = {model: self._intake(model) for model in models}
+        self._outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
         self._pulls = Tasks()
-        self._intakes = [Intake(self.parts, lane) for lane in self.lanes.values()]
-        self._watches = [
-            QueueWatch(self.parts, lane, self._answers) for lane in self.lanes.values()
-        ]
+        self._queue_watch = QueueWatch(
+            self.parts, self.intakes, self.lanes, self._outlooks, self._answers
+        )
         self._strays = Strays(self.parts, known_models)
         self._watchman = Watchman(
             self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
         )
         self._warmed: set[str] = set()
+
+    def _intake(self, model: str) -> Intake:
+        lane = self.lanes[model]
+        return Intake(self.parts, model, [lane], lambda job: (job, lane))
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
@@ -89,8 +97,11 @@ class Scheduler:
         self.parts.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            loops = [self._pulls.spawn(intake.run(), "pull") for intake in self._intakes]
-            loops += [self._services.spawn(one.run(), "watch the queue") for one in self._watches]
+            loops = [self._pulls.spawn(one.run(), "pull") for one in self.intakes.values()]
+            loops += [
+                self._services.spawn(one.run(), "tell positions") for one in self._outlooks.values()
+            ]
+            loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._strays.run(), "look for strays"))
             loops.append(self._services.spawn(self._watchman.run(), "watch"))
             self.ready.set()
@@ -111,6 +122,8 @@ class Scheduler:
         bus = self.parts.bus
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
+        subscriptions.append(await bus.jobs.watch(self._on_published))
+        subscriptions.append(await bus.workers.watch_prefixes(self.parts.prefixes.observe))
         while True:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
@@ -147,7 +160,15 @@ class Scheduler:
         lane = self.lanes.get(status.model)
         if lane is not None:
             self._warm(status.model)
+            worker = parts.fleet.get(status.worker_id)
+            if worker is not None and status.draining:
+                lane.move(worker)
             lane.pump()
+
+    def _on_published(self, line: Line) -> None:
+        intake = self.intakes.get(line.model)
+        if intake is not None:
+            intake.published(line)
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         for gone in departed:
@@ -159,13 +180,22 @@ class Scheduler:
                     "num_requests": len(gone.request_ids),
                 },
             )
-            # Each goes to the front, so the oldest comes last.
-            for request_id in reversed(gone.request_ids):
-                entry = self.parts.table.get(request_id)
-                if entry is None or entry.worker_id != gone.worker_id:
-                    continue
-                if entry.state is State.RUNNING:
-                    self._lane_of(entry).lost(entry)
+            self.parts.prefixes.forget(gone.worker_id)
+            entries = [
+                entry
+                for request_id in gone.request_ids
+                if (entry := self.parts.table.get(request_id)) is not None
+                and entry.worker_id == gone.worker_id
+                and entry.state is State.RUNNING
+            ]
+            if not entries:
+                continue
+            lane = self.parts.lane_of(entries[0])
+            if gone.why is Departure.RETIRED:
+                for entry in entries:
+                    lane.given_back(entry)
+            else:
+                lane.died(entries)
         self._pump()
 
     def _warm(self, model: str) -> None:
@@ -187,12 +217,19 @@ class Scheduler:
 
     def _on_ended(self, ended: Ended) -> None:
         worker = self.parts.fleet.get(ended.worker_id)
+        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
+            for served in ended.served:
+                lane.served(served, ended.worker_id)
+        released = frozenset(ended.released)
         for request_id in ended.request_ids:
             entry = self.parts.table.get(request_id)
             if entry is None:
                 self.parts.fleet.release(ended.worker_id, request_id)
+            elif request_id in released:
+                if entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
+                    self.parts.lane_of(entry).given_back(entry)
             elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                self._lane_of(entry).ended(entry)
+                self.parts.lane_of(entry).ended(entry)
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
                 self._watchman.doubt(entry)
@@ -201,7 +238,7 @@ class Scheduler:
             lane.pump()
 
     def _on_found_ended(self, entry: Entry) -> None:
-        lane = self._lane_of(entry)
+        lane = self.parts.lane_of(entry)
         lane.ended(entry)
         lane.pump()
 
@@ -210,18 +247,15 @@ class Scheduler:
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew; what we say ourselves names the entry's own epoch.
             if entry is not None and entry.epoch < cancel.below_epoch:
-                self._lane_of(entry).overtaken(entry)
+                self.parts.lane_of(entry).overtaken(entry)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.parts.cancels.add(cancel.request_id, cancel.reason, self.parts.clock.monotonic())
         if entry is not None and entry.state is State.WAITING:
-            lane = self._lane_of(entry)
+            lane = self.parts.lane_of(entry)
             lane.end(entry, cancelled(cancel.reason))
             lane.pump()
-
-    def _lane_of(self, entry: Entry) -> Lane:
-        return self.lanes[entry.job.model]
 
     def _end_unwanted(self) -> None:
         for lane in self.lanes.values():

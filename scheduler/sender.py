@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from enum import Enum, auto
 from typing import NamedTuple
 
 from scheduler.entry import Entry
+from scheduler.inquest import MAX_STRIKES
 from scheduler.parts import Parts
 from scheduler.verdicts import Verdict, cancelled, failed, refused
 from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
@@ -23,6 +26,7 @@ class Result(Enum):
     LOST = auto()  # no answer: it may run there
     ANSWERED = auto()  # an earlier run had ended it already
     OVERTAKEN = auto()  # somebody else runs it at a higher epoch
+    POISONOUS = auto()  # workers die of it
     ENDS = auto()  # it must not run: see the verdict
 
 
@@ -40,6 +44,10 @@ class Sender:
         self._config = parts.config
         self._clock = parts.clock
         self._generations = parts.generations
+
+    async def is_known(self, entry: Entry) -> bool:
+        """Whether the index says that it ran before."""
+        return await self._generations.lookup(entry.request_id) is not None
 
     async def last_holder(self, entry: Entry) -> str | None:
         """The worker that ran a job last as far as the index knows, "" for nobody; None: it is
@@ -90,6 +98,7 @@ class Sender:
     async def _continue(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
         """Dispatch from where the client is."""
         job = entry.job
+        point = None
         if job.reply:
             point = await self._bus.control.resume_point(
                 job.reply, job.request_id, self._config.resume_timeout_s
@@ -99,7 +108,26 @@ class Sender:
             # There are no tokens of an embedding to resume behind, whatever the client says.
             read = () if point is None else point.token_ids
             entry.resume_token_ids = read if job.pooling is None else ()
+        if entry.inquest is not None and await self._is_poisonous(
+            entry, is_heard=point is not None
+        ):
+            return Sent(Result.POISONOUS)
+        entry.num_delivered = len(entry.resume_token_ids)
         return await self._dispatch(entry, worker_id, epoch_before)
+
+    async def _is_poisonous(self, entry: Entry, *, is_heard: bool) -> bool:
+        """Whether workers die of it, as far as can be told once all that one held have spoken."""
+        inquest = entry.inquest
+        assert inquest is not None
+        went_on = len(entry.resume_token_ids) > entry.num_delivered
+        # That no gateway answers says nothing about the job; nobody listens to some.
+        is_unknown = bool(entry.job.reply) and not is_heard
+        inquest.report(entry, progressed=went_on or is_unknown)
+        if entry.strikes > 0 and not inquest.closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * self._config.resume_timeout_s):
+                    await inquest.closed.wait()
+        return entry.strikes >= MAX_STRIKES
 
     async def _dispatch(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
         dispatch = Dispatch(

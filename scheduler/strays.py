@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 
 from bus.api import LeasedJob
+from scheduler.backlog import Backlog
 from scheduler.entry import Entry
 from scheduler.parts import Parts
 from scheduler.verdicts import refused
@@ -38,15 +39,17 @@ class Strays:
 
     async def look(self) -> None:
         """Refuse what waits for unknown models now. Raises BusUnavailableError."""
-        for model in await self._parts.bus.jobs.waiting_models():
-            if model not in self._known_models:
-                for leased in await self._parts.bus.jobs.pull(model, _MAX_AT_ONCE, 0.0):
+        jobs = self._parts.bus.jobs
+        for line in await jobs.lines():
+            if line.model not in self._known_models:
+                for leased in await jobs.pull(line, _MAX_AT_ONCE, 0.0):
                     await self._refuse(leased)
+                await jobs.forget_line(line)
 
     async def _refuse(self, leased: LeasedJob) -> None:
         known = ", ".join(sorted(self._known_models))
         error = ModelNotFoundError(
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )
-        entry = Entry.of(leased, self._parts.clock.monotonic())
+        entry = Entry.of(leased, Backlog(), self._parts.clock.monotonic())
         await self._parts.endings.end(entry, refused(error))

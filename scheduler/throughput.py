@@ -41,7 +41,7 @@ class Throughput:
         return self._total / since_s
 
 
-def eta_s(num_ahead: int, per_s: float) -> float | None:
+def eta_s(num_ahead: float, per_s: float) -> float | None:
     """How long until ``num_ahead`` requests are done; None when nobody knows."""
     if num_ahead <= 0:
         return 0.0

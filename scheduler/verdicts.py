@@ -55,6 +55,28 @@ def shed(retry_after_s: float) -> Verdict:
     )
 
 
+def too_slow(predicted_s: float, bound_s: float) -> Verdict:
+    """The first token would come later than the tier's bound."""
+    return Verdict(
+        status=Status.SHED,
+        code="overloaded",
+        message=f"The first token is predicted in {predicted_s:.1f} s, later than the "
+        f"{bound_s:.1f} s that this tier waits.",
+        retryable=True,
+        retry_after_s=max(predicted_s - bound_s, 0.5),
+    )
+
+
+def poisonous() -> Verdict:
+    """Workers died of it."""
+    return Verdict(
+        status=Status.FAILED,
+        code="poison",
+        message="The workers that ran this request died before its next token, so it is not run "
+        "again. Change the request before sending it again.",
+    )
+
+
 def refused(error: MillraceError) -> Verdict:
     """The job itself is at fault, or its model cannot be served at all."""
     return Verdict(

@@ -1,0 +1,138 @@
+"""Where the jobs of one model wait: line by line, in the queue and here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bus.api import Line
+
+if TYPE_CHECKING:
+    from scheduler.entry import Entry
+
+# Jobs of a line that are not found when it is pulled are somebody else's; their lease may lapse.
+_BELIEVE_OTHERS_S = 5.0
+
+
+@dataclass(slots=True)
+class _State:
+    """``num_waiting`` jobs are thought to be in the queue for whoever pulls, ``num_others`` are
+    held by other schedulers and their workers; ``num_here`` were pulled and not sent."""
+
+    num_waiting: int = 0
+    num_here: int = 0
+    num_ours: int = 0
+    num_others: int = 0
+    others_s: float = 0.0
+    total: int = 0
+    is_pulled: bool = False
+    idle_since_s: float | None = None
+
+
+class Backlog:
+    """What is known of the lines of one model. Pure: the caller passes the time in.
+
+    ``published`` is the news, which may be lost or early, ``counted`` the truth now and then.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[Line, _State] = {}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    # --- what is heard of the queue ---
+
+    def published(self, line: Line) -> None:
+        self._of(line).num_waiting += 1
+
+    def counted(self, totals: Mapping[Line, int], now_s: float) -> None:
+        """How many jobs each line has, whoever holds them; lines that are left out have none."""
+        for line in totals:
+            self._of(line)
+        for line, state in self._lines.items():
+            state.total = totals.get(line, 0)
+            if now_s - state.others_s > _BELIEVE_OTHERS_S:
+                state.num_others = 0
+            state.num_waiting = max(0, state.total - state.num_ours - state.num_others)
+            if state.total or state.num_ours:
+                state.idle_since_s = None
+            elif state.idle_since_s is None:
+                state.idle_since_s = now_s
+
+    def pulling(self, line: Line) -> None:
+        self._of(line).is_pulled = True
+
+    def pulled(self, line: Line, num_wanted: int, num_got: int, now_s: float) -> None:
+        """What a pull brought, before those that it brought are ours."""
+        state = self._of(line)
+        state.is_pulled = False
+        state.num_waiting = max(0, state.num_waiting - num_got)
+        if not num_got:
+            state.num_waiting = 0
+            state.num_others = max(0, state.total - state.num_ours)
+            state.others_s = now_s
+        elif num_got < num_wanted and state.num_waiting:
+            # More may have come meanwhile: the next pull tells.
+            state.num_waiting = max(1, state.num_waiting)
+
+    # --- what becomes of ours ---
+
+    def took(self, entry: Entry) -> None:
+        """It is ours from now on, to answer for."""
+        self._of(entry.line).num_ours += 1
+
+    def dropped(self, entry: Entry) -> None:
+        self._of(entry.line).num_ours -= 1
+
+    def waits_here(self, entry: Entry) -> None:
+        """It was pulled, or taken back from a worker."""
+        if not entry.waits_here:
+            entry.waits_here = True
+            self._of(entry.line).num_here += 1
+
+    def left(self, entry: Entry) -> None:
+        """It was sent, or is over."""
+        if entry.waits_here:
+            entry.waits_here = False
+            self._of(entry.line).num_here -= 1
+
+    # --- what follows ---
+
+    def num_here(self, line: Line) -> int:
+        return self._of(line).num_here
+
+    def num_waiting(self, line: Line) -> int:
+        return self._of(line).num_waiting
+
+    def lines(self) -> list[Line]:
+        """All that are known."""
+        return list(self._lines)
+
+    def to_pull(self) -> Iterator[Line]:
+        """Lines with jobs in the queue that are not being pulled."""
+        return (
+            line for line, state in self._lines.items() if state.num_waiting and not state.is_pulled
+        )
+
+    def waiting(self) -> dict[Line, int]:
+        """The lines with jobs in the queue, and how many."""
+        return {line: state.num_waiting for line, state in self._lines.items() if state.num_waiting}
+
+    def idle(self, now_s: float, for_s: float) -> list[Line]:
+        """Lines that have had no job for so long."""
+        return [
+            line
+            for line, state in self._lines.items()
+            if state.idle_since_s is not None and now_s - state.idle_since_s >= for_s
+        ]
+
+    def forget(self, line: Line) -> None:
+        self._lines.pop(line, None)
+
+    def _of(self, line: Line) -> _State:
+        state = self._lines.get(line)
+        if state is None:
+            state = self._lines[line] = _State()
+        return state

@@ -1,0 +1,176 @@
+"""Who is sent next: tiers by weight, batch last, tenants by service, deadlines within a tenant."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.entry import Entry
+from scheduler.fair_queue import FairQueue, Tenant, tenant_of
+from schemas.config import SchedulerConfig
+from schemas.jobs import Tier
+from tests.scheduler.entries import entry
+
+CONFIG = SchedulerConfig()
+
+
+def queue_of(*entries: Entry, config: SchedulerConfig = CONFIG) -> FairQueue:
+    queue = FairQueue(config)
+    for one in entries:
+        queue.push(one)
+    queue.check_integrity()
+    return queue
+
+
+def send(queue: FairQueue) -> Entry:
+    """Take the head out as a dispatch does."""
+    head = queue.head()
+    assert head is not None
+    queue.remove(head)
+    queue.charge(tenant_of(head), head.expected_tokens)
+    return head
+
+
+def send_all(queue: FairQueue) -> list[Entry]:
+    return [send(queue) for _ in range(len(queue))]
+
+
+def test_a_backlog_of_one_does_not_delay_another_tenant() -> None:
+    queue = queue_of(*(entry("heavy") for _ in range(1_000)))
+    send(queue)
+    light = entry("light")
+    queue.push(light)
+    assert light in (send(queue), send(queue)), "its first goes within a round"
+
+
+def test_equal_tenants_share_tokens_not_requests() -> None:
+    long = [entry("long", tokens=100) for _ in range(40)]
+    short = [entry("short", tokens=10) for _ in range(400)]
+    queue = queue_of(*long, *short)
+    served: Counter[str] = Counter()
+    for _ in range(220):
+        sent = send(queue)
+        served[sent.job.tenant] += round(sent.expected_tokens)
+        assert abs(served["long"] - served["short"]) <= 2 * 100
+    assert served["long"] > 1_500
+
+
+def test_tiers_share_by_weight() -> None:
+    tiers = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
+    queue = queue_of(*(entry(tier, tier) for tier in tiers for _ in range(400)))
+    served = Counter(send(queue).job.tier for _ in range(390))
+    weights = {tier: getattr(CONFIG.tiers, tier.value).weight for tier in tiers}
+    for tier in tiers:
+        share = weights[tier] / sum(weights.values())
+        assert served[tier] == pytest.approx(390 * share, abs=2)
+
+
+def test_batch_work_goes_when_nothing_else_is_here() -> None:
+    batch = [entry("b", Tier.BATCH) for _ in range(3)]
+    queue = queue_of(*batch, *(entry("f") for _ in range(5)))
+    assert [one.job.tier for one in send_all(queue)] == [Tier.FREE] * 5 + [Tier.BATCH] * 3
+
+
+def test_batch_work_costs_its_tenant_nothing_elsewhere() -> None:
+    queue = queue_of(*(entry("a", Tier.BATCH, tokens=1_000) for _ in range(3)))
+    send_all(queue)
+    queue.push(entry("b"))
+    queue.push(mine := entry("a"))
+    assert mine in (send(queue), send(queue))
+
+
+def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
+    none, late, soon, later_none = (
+        entry(),
+        entry(deadline_ns=200),
+        entry(deadline_ns=100),
+        entry(),
+    )
+    assert send_all(queue_of(none, late, soon, later_none)) == [soon, late, none, later_none]
+
+
+def test_the_shortest_may_go_first_but_waiting_counts() -> None:
+    config = SchedulerConfig(order="shortest", ageing_s=10.0)
+    long = entry(tokens=400, pulled_s=0.0)
+    short, late_short = entry(tokens=100, pulled_s=0.0), entry(tokens=100, pulled_s=30.0)
+    sent = send_all(queue_of(long, late_short, short, config=config))
+    # 30 s of waiting are worth a factor of 8 in length, and the long one is but 4 times as long.
+    assert sent == [short, long, late_short]
+
+
+def test_who_ran_before_goes_first_but_no_batch_before_the_others() -> None:
+    new, old = entry(), entry(ran_before=True)
+    new_batch, old_batch = entry(tier=Tier.BATCH), entry(tier=Tier.BATCH, ran_before=True)
+    assert send_all(queue_of(new, new_batch, old_batch, old)) == [old, new, old_batch, new_batch]
+
+
+def test_what_is_taken_back_keeps_its_place() -> None:
+    first, second = entry(), entry()
+    queue = queue_of(first, second)
+    sent = send(queue)
+    queue.charge(tenant_of(sent), -sent.expected_tokens)
+    queue.push(sent)
+    queue.check_integrity()
+    assert send_all(queue) == [first, second]
+
+
+def test_a_tenant_with_jobs_in_the_queue_keeps_its_place_while_none_is_here() -> None:
+    queue = queue_of(*(entry("rich", tokens=100) for _ in range(20)))
+    poor = Tenant(Tier.FREE, "poor")
+    queue.want(poor, True)
+    for _ in range(10):
+        send(queue)
+    queue.push(first := entry("poor", tokens=100))
+    queue.push(second := entry("poor", tokens=100))
+    assert [send(queue), send(queue)] == [first, second], "it is owed ten"
+    queue.want(poor, False)
+    queue.check_integrity()
+
+
+_TIERS = st.sampled_from(list(Tier))
+_PUSHES = st.tuples(
+    st.sampled_from("abc"), _TIERS, st.integers(1, 50), st.booleans(), st.none() | st.integers(0, 9)
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(_PUSHES, st.just("send"), st.integers(0, 30)), max_size=60))
+def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
+    queue = FairQueue(CONFIG)
+    here: list[Entry] = []
+    for operation in operations:
+        if isinstance(operation, tuple):
+            tenant, tier, tokens, ran_before, deadline_ns = operation
+            made = entry(tenant, tier, tokens, deadline_ns=deadline_ns, ran_before=ran_before)
+            queue.push(made)
+            here.append(made)
+        elif operation == "send" and here:
+            expected = queue.in_order()
+            assert sorted(expected, key=id) == sorted(here, key=id)
+            sent = send(queue)
+            assert sent is expected[0]
+            if sent.job.tier is Tier.BATCH:
+                assert not any(one.job.tier is not Tier.BATCH for one in here)
+            here.remove(sent)
+        elif isinstance(operation, int) and operation < len(here):
+            gone = here.pop(operation)
+            gone.ran_before = True  # may be learnt while it waits
+            queue.remove(gone)
+        queue.check_integrity()
+        assert len(queue) == len(here)
+    assert sorted(send_all(queue), key=id) == sorted(here, key=id)
+    assert queue.head() is None
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40)), min_size=20, max_size=60))
+def test_the_predicted_order_is_the_order(jobs: list[tuple[str, int]]) -> None:
+    queue = queue_of(*(entry(tenant, tokens=tokens) for tenant, tokens in jobs))
+    expected = queue.in_order()
+    # Of equally served tenants either may go first, so compare what each position costs.
+    sent = send_all(queue)
+    assert Counter(one.job.tenant for one in expected) == Counter(one.job.tenant for one in sent)
+    assert expected[0] is sent[0]
