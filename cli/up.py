@@ -47,6 +47,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a model of the catalogue or a folder in Hugging Face layout (default: demo)",
     )
     parser.add_argument("--workers", type=int, default=1, help="workers per model")
+    parser.add_argument(
+        "--engine",
+        choices=("real", "simulated"),
+        help="simulated: compute nothing, and take the time that engine.simulation says",
+    )
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
     parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
     parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
@@ -101,11 +106,15 @@ def _settings(arguments: argparse.Namespace) -> Config:
     config = load_config(arguments.config, os.environ)
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
+    engine = config.worker.engine
+    if arguments.engine is not None:
+        engine = msgspec.structs.replace(engine, kind=arguments.engine)
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,
         log_level=arguments.log_level or config.log_level,
         gateway=msgspec.structs.replace(config.gateway, **front),
+        worker=msgspec.structs.replace(config.worker, engine=engine),
     )
 
 

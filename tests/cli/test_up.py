@@ -12,7 +12,7 @@ from cli.endpoints import Endpoints
 from cli.main import build_parser, main
 from cli.models import catalogue_for
 from cli.stack import Plan
-from cli.up import greeting
+from cli.up import _plan, greeting
 from registry.catalogue import load_catalogue
 from schemas.config import Config, GatewayConfig
 from tests.support.checkpoints_made import write_checkpoint
@@ -36,6 +36,14 @@ def test_a_count_of_none_is_refused(
 ) -> None:
     assert main(["up", "--data", str(tmp_path), *arguments]) == 2
     assert f"{arguments[0]} must be at least 1" in capsys.readouterr().err
+
+
+def test_the_engine_is_what_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    arguments = build_parser().parse_args(["up", "--engine", "simulated"])
+    assert _plan(arguments, tmp_path).config.worker.engine.kind == "simulated"
+    arguments = build_parser().parse_args(["up"])
+    assert _plan(arguments, tmp_path).config.worker.engine.kind == "real"
 
 
 def test_an_address_of_other_servers_is_refused_by_name(
