@@ -10,6 +10,7 @@ from bus.api import LeasedJob, Line
 from scheduler.backlog import Backlog
 from scheduler.inquest import Inquest
 from scheduler.need import Need
+from scheduler.prompt_keys import NO_KEYS, PromptKeys
 from schemas.control import EPOCHS_PER_DELIVERY
 from schemas.jobs import Job
 
@@ -64,7 +65,7 @@ class Entry:
     expected_tokens: float = 1.0
     charged_tokens: float = 0.0
     told_position: int | None = None
-    prefix_keys: tuple[bytes, ...] = ()
+    prefix_keys: PromptKeys = NO_KEYS
     strikes: float = 0.0
     inquest: Inquest | None = None
     num_delivered: int = 0

@@ -13,6 +13,7 @@ from scheduler.estimates import Estimates
 from scheduler.fair_queue import FairQueue, Tenant, tenant_of
 from scheduler.inquest import Inquest
 from scheduler.parts import Parts
+from scheduler.prompt_keys import PromptKeys
 from scheduler.sender import Result, Sender, Sent
 from scheduler.throughput import Throughput
 from scheduler.verdicts import Verdict, failed, poisonous, refused
@@ -84,8 +85,7 @@ class Lane:
         expected = self.estimates.expected_output(entry.job.tenant, entry.need.num_new_tokens)
         entry.expected_output_tokens = expected
         entry.expected_tokens = self._service(entry.need.num_context_tokens, expected)
-        workers = self._parts.fleet.of_model(self.model)
-        entry.prefix_keys = self._parts.prefixes.keys_of(entry.job, workers)
+        entry.prefix_keys = PromptKeys.of_job(entry.job)
         self.queue.push(entry)
         self.pump()
         if entry in self.queue:

@@ -11,7 +11,7 @@ from scheduler.cancels import CancelMemory
 from scheduler.endings import Endings
 from scheduler.entry import Entry, Table
 from scheduler.fleet import Fleet
-from scheduler.prefixes import Prefixes
+from scheduler.prefix_index import PrefixIndex
 from scheduler.shelf import Shelf
 from scheduler.tasks import Tasks
 from scheduler.verdicts import EXPIRED, Verdict, cancelled
@@ -51,7 +51,7 @@ class Parts:
     generations: Generations
     shelf: Shelf
     fleet: Fleet
-    prefixes: Prefixes
+    prefixes: PrefixIndex
     cancels: CancelMemory
     endings: Endings
     table: Table = field(default_factory=Table)

@@ -62,3 +62,6 @@ class PromptKeys:
             except OverflowError:
                 return []  # no token has such an id: a worker will refuse it, whichever it is
         return read_keys(b"".join([key[:REPORTED_BYTES] for key in keys]))
+
+
+NO_KEYS = PromptKeys((), "")

@@ -16,7 +16,7 @@ from scheduler.intake import Intake
 from scheduler.lane import Lane
 from scheduler.outlook import Outlook
 from scheduler.parts import Generations, Parts
-from scheduler.prefixes import Prefixes
+from scheduler.prefix_index import PrefixIndex
 from scheduler.queue_watch import QueueWatch
 from scheduler.shelf import Preparer, Shelf
 from scheduler.strays import Strays
@@ -66,7 +66,7 @@ class Scheduler:
             generations=generations,
             shelf=Shelf(load_model),
             fleet=Fleet(config.heartbeat_timeout_s),
-            prefixes=Prefixes(config.max_prefix_keys),
+            prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
             endings=Endings(bus, clock),
         )
@@ -123,7 +123,7 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        subscriptions.append(await bus.workers.watch_prefixes(self.parts.prefixes.observe))
+        subscriptions.append(await bus.workers.watch_prefixes(self.parts.prefixes.apply))
         while True:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
@@ -180,7 +180,7 @@ class Scheduler:
                     "num_requests": len(gone.request_ids),
                 },
             )
-            self.parts.prefixes.forget(gone.worker_id)
+            self.parts.prefixes.drop(gone.worker_id)
             entries = [
                 entry
                 for request_id in gone.request_ids
