@@ -70,8 +70,12 @@ class ManualClock:
             if not future.done():
                 future.set_result(None)
                 await _settle()
-        self._elapsed_s = target_s
+        self._elapsed_s = max(self._elapsed_s, target_s)
         await _settle()
+
+    def skip(self, seconds: float) -> None:
+        """Move on by ``seconds`` in which nobody runs, as if the process had been stopped."""
+        self._elapsed_s += seconds
 
     @property
     def num_sleepers(self) -> int:

@@ -14,6 +14,7 @@ from schemas.records import RequestRecord
 from workers.flusher import Flusher
 from workers.generation import Generation
 from workers.records import job_result, smaller_results
+from workers.tenure import Standing
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
@@ -22,12 +23,23 @@ _MAX_CONCURRENT = 256
 logger = logging.getLogger(__name__)
 
 
+class _NotOursError(Exception):
+    """Another run has the request, or may have it."""
+
+    def __init__(self, standing: Standing) -> None:
+        super().__init__()
+        self.standing = standing
+
+
 class Endings:
     """Ends generations whose last frames are posted: result, record, ack, in this order.
 
     A task each, so that a slow one delays no other; a step that the bus refuses is tried again
     until it succeeds. The lease is acknowledged only when all before it is stored, so a process
-    that dies in between leaves the job to be done again, and its record is not doubled.
+    that dies in between leaves the job to be done again, and its record is not doubled. Before each
+    step ``confirm`` says whether the request is still ours. If it is another's, ``on_lost`` is
+    called; if nobody can say, the lease is left to lapse: the queue delivers the job again then,
+    and whoever gets it here goes on with this ending.
     """
 
     def __init__(
@@ -36,13 +48,17 @@ class Endings:
         flusher: Flusher,
         clock: Clock,
         make_record: Callable[[Generation], RequestRecord],
+        confirm: Callable[[Generation], Awaitable[Standing]],
         on_acked: Callable[[Generation], None],
+        on_lost: Callable[[Generation], None],
     ) -> None:
         self._bus = bus
         self._flusher = flusher
         self._clock = clock
         self._make_record = make_record
+        self._confirm = confirm
         self._on_acked = on_acked
+        self._on_lost = on_lost
         self._ending: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
@@ -87,6 +103,16 @@ class Endings:
                 await self._insist(lambda: self._bus.outbox.publish(record), generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
                 self._on_acked(generation)
+            except _NotOursError as error:
+                logger.warning(
+                    "a request is not ended here",
+                    extra={
+                        "request_id": generation.request_id,
+                        "standing": error.standing.name.lower(),
+                    },
+                )
+                if error.standing is Standing.LOST:
+                    self._on_lost(generation)
             except Exception:
                 # The lease lapses, and the job is delivered again.
                 logger.exception(
@@ -117,6 +143,9 @@ class Endings:
         """Try until it succeeds. Raises what trying again cannot change."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            standing = await self._confirm(generation)
+            if standing is not Standing.HELD:
+                raise _NotOursError(standing)
             try:
                 await step()
             except MillraceError as error:

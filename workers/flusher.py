@@ -58,8 +58,12 @@ class Flusher:
         self._has_outgoing.set()
 
     def forget(self, generation: Generation) -> None:
-        """Send nothing more for a generation."""
+        """Send nothing more for a generation, nor what was posted and is not with the bus yet."""
         self._marked.pop(generation, None)
+        for route in generation.routes:
+            posted = self._outgoing.get(route)
+            if posted:
+                posted[:] = [entry for entry in posted if entry[0] != generation.request_id]
 
     async def published(self) -> None:
         """Returns when all that was posted before is with the bus."""

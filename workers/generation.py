@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import msgspec
 
-from schemas.control import Dispatch
+from schemas.control import Dispatch, Served
 from schemas.frames import (
     Cancelled,
     Delta,
@@ -33,7 +33,8 @@ from workers.text import TextStream
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 _MAX_LISTENERS = 4
-_PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier))}
+# Batch work has one below 0, so it makes way for everybody else's.
+PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):
@@ -75,10 +76,13 @@ class Generation:
     prompt. ``embedding`` is little-endian float32, empty until it is there. With ``known_outcome``
     an earlier life made all the tokens, and only the prompt is left to be looked at. Times are UTC
     epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
-    changes then but epoch, lease and listeners, when the job is dispatched here again.
+    changes then but epoch, lease and listeners, when the job is dispatched here again. At
+    ``vouched_s``, on the monotonic clock, the lease was surely this worker's.
     """
 
     __slots__ = (
+        "_is_charged",
+        "_num_found_tokens",
         "_preface_flushed",
         "_stream",
         "accepted_ns",
@@ -103,9 +107,12 @@ class Generation:
         "routes",
         "started_ns",
         "token_ids",
+        "vouched_s",
     )
 
-    def __init__(self, dispatch: Dispatch, stream: TextStream, accepted_ns: int) -> None:
+    def __init__(
+        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, vouched_s: float
+    ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
         self.job = job
@@ -125,8 +132,10 @@ class Generation:
         self.embedding = b""
         self._preface_flushed = False
         self.num_resumed = self.num_flushed = len(self.token_ids)
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
+        self._is_charged = False
+        self.vouched_s = vouched_s
         self.accepted_ns = accepted_ns
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
         self.known_outcome: Outcome | None = None
@@ -147,7 +156,7 @@ class Generation:
 
     @property
     def priority(self) -> int:
-        return _PRIORITIES[self.job.tier]
+        return PRIORITIES[self.job.tier]
 
     @property
     def text(self) -> str:
@@ -192,6 +201,7 @@ class Generation:
         """Add what a step made; how the generation ended, if it did with this."""
         if not self.started_ns:
             self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
+            self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.num_preemptions += output.num_preemptions
         if output.prompt_logprobs:
@@ -227,10 +237,11 @@ class Generation:
         """Whether a client that has ``token_ids`` can be given the rest of this generation."""
         return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
 
-    def adopt(self, dispatch: Dispatch) -> None:
+    def adopt(self, dispatch: Dispatch, vouched_s: float) -> None:
         """Go on under a new lease and epoch, from the first token that the client has not got."""
         self.epoch = dispatch.epoch
         self.lease = dispatch.lease
+        self.vouched_s = vouched_s
         self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
         self._preface_flushed = False
 
@@ -293,6 +304,21 @@ class Generation:
             prompt_tokens=len(self.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             completion_tokens=len(self.token_ids),
+        )
+
+    def charge(self) -> Served | None:
+        """What this run took, to be told once; None if it never began, or was told before."""
+        if not self.started_ns or self._is_charged:
+            return None
+        self._is_charged = True
+        num_resumed = self.num_resumed if self.known_outcome is None else 0
+        return Served(
+            request_id=self.request_id,
+            tenant=self.job.tenant,
+            tier=self.job.tier,
+            prompt_tokens=len(self.prompt_token_ids) + num_resumed,
+            cached_tokens=self._num_found_tokens,
+            completion_tokens=len(self.token_ids) - self.num_resumed,
         )
 
     def _delta(self, start: int, end: int) -> Delta:

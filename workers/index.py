@@ -7,16 +7,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from bus.generations import Generation
+
 _MAX_PENDING = 10_000
 
 
 class Generations(Protocol):
-    """The index as a worker writes it; ``bus.generations`` is the one. Calls never raise: while
+    """The index as a worker uses it; ``bus.generations`` is the one. Calls never raise: while
     the index is away nothing is known, and heartbeats and leases decide."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int) -> None: ...
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
+
+    async def lookup(self, request_id: str) -> Generation | None: ...
 
 
 class IndexWriter:

@@ -1,4 +1,4 @@
-"""Tells the schedulers which requests a worker holds no more."""
+"""Tells the schedulers which requests a worker holds no more, and what they took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from bus.api import Control
-from schemas.control import Ended
+from schemas.control import Ended, Served
 from schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
@@ -18,23 +18,44 @@ class EndedNotices:
     def __init__(self, control: Control, worker_id: str) -> None:
         self._control = control
         self._worker_id = worker_id
-        self._pending: list[str] = []
+        self._request_ids: list[str] = []
+        self._served: list[Served] = []
+        self._released: list[str] = []
         self._has_pending = asyncio.Event()
 
-    def add(self, request_id: str) -> None:
-        self._pending.append(request_id)
+    def add(self, request_id: str, served: Served | None, *, released: bool = False) -> None:
+        """A request is held no more; ``released``: its lease was given back."""
+        self._request_ids.append(request_id)
+        if released:
+            self._released.append(request_id)
+        self.charge(served)
+
+    def charge(self, served: Served | None) -> None:
+        """A run is over, though its request goes on here in another one."""
+        if served is not None:
+            self._served.append(served)
         self._has_pending.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
             await self._has_pending.wait()
-            self._has_pending.clear()
-            ended, self._pending = tuple(self._pending), []
-            try:
-                await self._control.publish_ended(
-                    Ended(worker_id=self._worker_id, request_ids=ended)
-                )
-            except MillraceError as error:
-                # The schedulers find out from the queue.
-                logger.warning("ends could not be told", extra={"code": error.code})
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Tell what has ended so far."""
+        self._has_pending.clear()
+        ended = Ended(
+            worker_id=self._worker_id,
+            request_ids=tuple(self._request_ids),
+            served=tuple(self._served),
+            released=tuple(self._released),
+        )
+        if not ended.request_ids and not ended.served:
+            return
+        self._request_ids, self._served, self._released = [], [], []
+        try:
+            await self._control.publish_ended(ended)
+        except MillraceError as error:
+            # The schedulers find out from the queue.
+            logger.warning("ends could not be told", extra={"code": error.code})

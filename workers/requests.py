@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from bus.api import Bus
@@ -12,21 +13,25 @@ from schemas.config import WorkerConfig
 from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
 from schemas.errors import MillraceError
 from schemas.frames import Frame
+from schemas.jobs import Tier
 from schemas.records import RequestRecord, Status
 from workers.endings import Endings
 from workers.engine.types import EngineOutput
 from workers.engine_keeper import EngineKeeper
 from workers.finished import EpochFloors, FinishedGenerations
 from workers.flusher import Flusher
-from workers.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
-from workers.index import IndexWriter
+from workers.generation import CANCELLED, EXPIRED, PRIORITIES, Generation, Outcome, Route
+from workers.index import Generations, IndexWriter
 from workers.notices import EndedNotices
 from workers.readmission import EngineKilledError, Readmission
 from workers.records import request_record
+from workers.tenure import Tenure
 from workers.text import TextStream
 
 # While the bus does not take records, ended requests pile up to this many times the capacity.
 _MAX_ENDING_FACTOR = 4
+# Lower tiers make way for a request, in the engine; this many times the capacity is here in all.
+_MAX_RUNNING_FACTOR = 2
 
 _OK = WorkerReply(ok=True)
 logger = logging.getLogger(__name__)
@@ -50,6 +55,7 @@ class Requests:
         clock: Clock,
         flusher: Flusher,
         index: IndexWriter,
+        generations: Generations,
         notices: EndedNotices,
         on_room: Callable[[], None],
     ) -> None:
@@ -67,7 +73,13 @@ class Requests:
         self._prefixes_per_tenant = config.prefixes_per_tenant
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
-        self._endings = Endings(bus, flusher, clock, self._record, self._on_acked)
+        self._num_by_tier: Counter[Tier] = Counter()
+        self.tenure = Tenure(
+            bus, clock, generations, 2 * config.heartbeat_s, self._held, self._on_lost
+        )
+        self._endings = Endings(
+            bus, flusher, clock, self._record, self.tenure.confirm, self._on_acked, self._on_lost
+        )
         self._finished = FinishedGenerations(clock, config.replay_memory_s)
         self._floors = EpochFloors()
         self._readmission = Readmission(self._admit)
@@ -82,6 +94,10 @@ class Requests:
         """Requests whose lease is not acknowledged yet though they are over."""
         return len(self._endings)
 
+    def num_held_by_tier(self) -> dict[Tier, int]:
+        """Requests whose outcome is open, by tier."""
+        return {tier: number for tier, number in self._num_by_tier.items() if number}
+
     def holds(self, request_id: str) -> bool:
         """Whether it runs or ends here: whether its lease is kept."""
         return request_id in self._running or self._endings.get(request_id) is not None
@@ -89,6 +105,7 @@ class Requests:
     # --- commands ---
 
     def dispatch(self, dispatch: Dispatch) -> WorkerReply:
+        self.tenure.look()
         known = self._find(dispatch.job.request_id)
         if known is not None:
             if dispatch.epoch <= known.epoch:
@@ -98,6 +115,7 @@ class Requests:
                 return _OK
             # The client follows another run, whose tokens differ.
             self._supersede(known)
+            self._notices.charge(known.charge())
         veto = self._veto(dispatch)
         if veto is not None:
             return veto
@@ -119,20 +137,33 @@ class Requests:
             return _no("bad_request", "an embedding has no tokens to resume behind")
         if self.draining:
             return _no("draining", "this worker takes no new work")
-        num_ending = len(self._endings)
+        return self._veto_if_full(job.tier)
+
+    def _veto_if_full(self, tier: Tier) -> WorkerReply | None:
+        num_running, num_ending = len(self._running), len(self._endings)
+        priority = PRIORITIES[tier]
+        num_in_its_way = sum(
+            number for other, number in self._num_by_tier.items() if PRIORITIES[other] >= priority
+        )
         if (
-            len(self._running) >= self._capacity
+            num_in_its_way >= self._capacity
+            or num_running >= _MAX_RUNNING_FACTOR * self._capacity
             or num_ending >= _MAX_ENDING_FACTOR * self._capacity
         ):
-            return _no("full", f"{len(self._running)} requests run here and {num_ending} end")
+            return _no(
+                "full",
+                f"{num_running} requests run here, {num_in_its_way} of them of tier {tier.value} "
+                f"or above, and {num_ending} end",
+            )
         return None
 
     def _start(self, dispatch: Dispatch) -> None:
         job = dispatch.job
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
-        generation = Generation(dispatch, stream, self._clock.now_ns())
+        generation = Generation(dispatch, stream, self._clock.now_ns(), self._clock.monotonic())
         self._running[job.request_id] = generation
+        self._num_by_tier[job.tier] += 1
         self._by_engine_id[generation.engine_id] = generation
         outcome = generation.resumed_outcome(self._model.eos_token_ids)
         if outcome is not None and job.sampling.prompt_logprobs is not None:
@@ -147,7 +178,7 @@ class Requests:
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
         """Another delivery of a job that runs or ran here: go on with it under the new lease."""
-        generation.adopt(dispatch)
+        generation.adopt(dispatch, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch)
         if generation.ended:
             self._flusher.flush_now(generation, *generation.closing_frames())
@@ -166,8 +197,7 @@ class Requests:
             return _no("unknown_request", "no such request runs here")
         if superseded or cancel.below_epoch is not None:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
-                self._supersede(generation)
-                self._notices.add(cancel.request_id)
+                self._on_lost(generation)
         elif not generation.ended:
             late = cancel.reason is CancelReason.DEADLINE
             self._stop(generation, EXPIRED if late else CANCELLED)
@@ -266,7 +296,14 @@ class Requests:
 
     def _on_acked(self, generation: Generation) -> None:
         self._index.finish(generation.request_id, generation.epoch)
-        self._notices.add(generation.request_id)
+        self._notices.add(generation.request_id, generation.charge())
+
+    def _on_lost(self, generation: Generation) -> None:
+        """Another worker has it."""
+        if self._find(generation.request_id) is generation:
+            self._supersede(generation)
+            self._notices.add(generation.request_id, generation.charge())
+            self._on_room()
 
     def _supersede(self, generation: Generation) -> None:
         """Another run has the request: stop without a word, and leave the lease alone."""
@@ -277,7 +314,8 @@ class Requests:
         self._finished.discard(generation.request_id)
 
     def _drop(self, generation: Generation) -> None:
-        self._running.pop(generation.request_id, None)
+        if self._running.pop(generation.request_id, None) is not None:
+            self._num_by_tier[generation.job.tier] -= 1
         self._by_engine_id.pop(generation.engine_id, None)
         self._readmission.remove(generation)
 
@@ -289,7 +327,8 @@ class Requests:
                 self._stop(generation, EXPIRED)
 
     async def give_back(self) -> None:
-        """Send what was made so far, then let others go on with whatever has not ended."""
+        """Send what was made so far, then let others go on with whatever has not ended. What may
+        be another's already is left to lapse."""
         unfinished = [*self._running.values(), *self._endings.generations()]
         for generation in list(self._running.values()):
             self._engine.cancel(generation.engine_id)
@@ -298,7 +337,11 @@ class Requests:
         await self._flusher.published()
         for generation in unfinished:
             self._endings.abandon(generation.request_id)
-            await self._bus.jobs.release(generation.lease)
+            is_ours = self.tenure.is_certain(generation)
+            if is_ours:
+                await self._bus.jobs.release(generation.lease)
+            self._notices.add(generation.request_id, generation.charge(), released=is_ours)
+        await self._notices.flush()
 
     # --- shared ---
 
@@ -310,10 +353,12 @@ class Requests:
         )
 
     def held_leases(self) -> Iterator[str]:
-        for generation in self._running.values():
+        for generation in self._held():
             yield generation.lease
-        for generation in self._endings.generations():
-            yield generation.lease
+
+    def _held(self) -> Iterator[Generation]:
+        yield from self._running.values()
+        yield from self._endings.generations()
 
     def _record(self, generation: Generation) -> RequestRecord:
         return request_record(generation, self._worker_id, self._model.entry.prices)

@@ -11,6 +11,7 @@ from bus.clock import Clock
 from schemas.config import WorkerConfig
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import MillraceError
+from schemas.jobs import Tier
 from schemas.records import WorkerSample
 from workers.engine.types import EngineStats
 
@@ -37,6 +38,7 @@ class StatusReporter:
         clock: Clock,
         engine_stats: Callable[[], EngineStats],
         num_live: Callable[[], int],
+        num_held_by_tier: Callable[[], dict[Tier, int]],
     ) -> None:
         self._bus = bus
         self._config = config
@@ -46,6 +48,7 @@ class StatusReporter:
         self._clock = clock
         self._engine_stats = engine_stats
         self._num_live = num_live
+        self._num_held_by_tier = num_held_by_tier
         self._started_ns = clock.now_ns()
         self._draining = False
         self._announced_room = 0.0
@@ -83,6 +86,7 @@ class StatusReporter:
             max_num_waiting=self._config.max_num_waiting,
             num_running=num_running,
             num_waiting=num_live - num_running,
+            num_held_by_tier=self._num_held_by_tier(),
             block_size_tokens=self._config.engine.block_size_tokens,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,

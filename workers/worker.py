@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 
 from msgspec.structs import replace
@@ -48,6 +49,8 @@ class Worker:
         self._config = config
         self._engine = engine
         self._clock = clock
+        self._told_to_drain = asyncio.Event()
+        self._drained_s = math.inf
         self._flusher = Flusher(bus.frames, clock, config.flush_interval_ms / 1e3)
         self._index = IndexWriter(generations, self.worker_id)
         self._notices = EndedNotices(bus.control, self.worker_id)
@@ -60,6 +63,7 @@ class Worker:
             clock,
             self._flusher,
             self._index,
+            generations,
             self._notices,
             lambda: self._status.note_capacity(),
         )
@@ -75,6 +79,7 @@ class Worker:
             clock,
             lambda: engine.stats,
             lambda: self.requests.num_running,
+            self.requests.num_held_by_tier,
         )
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -89,6 +94,7 @@ class Worker:
         self._engine.on_replaced = self.requests.on_engine_replaced
         self._bus.on_reconnect(self._leases.hurry)
         self._bus.on_reconnect(self._status.hurry)
+        self._bus.on_reconnect(self.requests.tenure.note_cut)
         try:
             async with asyncio.TaskGroup() as group:
                 services = [
@@ -99,14 +105,18 @@ class Worker:
                         ("leases", self._leases.run()),
                         ("index", self._index.run()),
                         ("ended notices", self._notices.run()),
-                        ("deadlines", self._watch_deadlines()),
+                        ("tenure", self.requests.tenure.run()),
+                        ("watch", self._watch()),
+                        ("drain", self._drain_when_told()),
                     )
                 ]
                 await self._subscribe(subscriptions)
                 services.append(group.create_task(self._status.run(), name="status"))
                 self.ready.set()
                 await stopping.wait()
-                await self._drain()
+                self._stop_taking()
+                await self._status.announce()
+                await self._empty()
                 for service in services:
                     service.cancel()
         except* MillraceError as failed:
@@ -136,22 +146,28 @@ class Worker:
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)
 
-    async def _watch_deadlines(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            await self._clock.sleep(_CHECK_INTERVAL_S)
+            self.requests.tenure.look()
             self.requests.expire_late()
+            await self._clock.sleep(_CHECK_INTERVAL_S)
 
     def _stop_taking(self) -> None:
-        self.requests.draining = True
-        self._status.drain()
+        if not self.requests.draining:
+            self.requests.draining = True
+            self._drained_s = self._clock.monotonic() + self._config.drain_timeout_s
+            self._status.drain()
+            self._told_to_drain.set()
 
-    async def _drain(self) -> None:
-        """Finish what runs within the time for it, then give back the rest for others to do."""
-        self._stop_taking()
-        await self._status.announce()
-        deadline_s = self._clock.monotonic() + self._config.drain_timeout_s
+    async def _drain_when_told(self) -> None:
+        await self._told_to_drain.wait()
+        await self._empty()
+
+    async def _empty(self) -> None:
+        """Go on with what nobody takes over until the time for it is up, then give back the rest
+        for others to do."""
         while self.requests.num_running or self.requests.num_ending:
-            if self._clock.monotonic() >= deadline_s:
+            if self._clock.monotonic() >= self._drained_s:
                 break
             await self._clock.sleep(_CHECK_INTERVAL_S)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from bus.api import Line
 from bus.clock import ManualClock
 from bus.codec import RECORD
 from bus.generations import Generation as GenerationEntry
@@ -62,6 +63,11 @@ def served_model(path: Path) -> ServedModel:
     )
     entry = ModelEntry(name="demo", source=str(path), prices=PRICES)
     return ServedModel(entry, path, config, tokenizer)
+
+
+def line_of(job: Job) -> Line:
+    """Where the job waits."""
+    return Line(job.model, job.tier, job.tenant)
 
 
 class ScriptedEngine:
@@ -190,7 +196,7 @@ class Bench:
 
     async def lease(self, job: Job) -> str:
         await self.peer.jobs.publish(job)
-        (leased,) = await self.peer.jobs.pull(job.model, 1, 0.0)
+        (leased,) = await self.peer.jobs.pull(line_of(job), 1, 0.0)
         return leased.lease
 
     async def command(self, command: WorkerCommand) -> WorkerReply:
@@ -200,8 +206,7 @@ class Bench:
 
     async def num_queued(self) -> int:
         """Jobs in the queue, held or not."""
-        depth = await self.peer.jobs.depth("demo")
-        return depth.num_queued + depth.num_leased
+        return sum((await self.peer.jobs.lines()).values())
 
     def on_frame(self, request_id: str, frame: Frame) -> None:
         self.frames.setdefault(request_id, []).append(frame)

@@ -12,7 +12,7 @@ from schemas.control import Cancel, CancelReason, Drain, Replay
 from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
 from schemas.sampling import SamplingParams
 from tests.support.waiting import eventually
-from tests.workers.scripted import EOS, Bench, bench
+from tests.workers.scripted import EOS, Bench, bench, line_of
 from workers.text import TextStream
 
 # --- dispatch ---------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ async def test_a_higher_epoch_is_adopted_without_a_restart(demo: ServedModel) ->
         b.engine.emit("r1:1", [22])
         await b.settle(7.0)
         b.engine.emit("r1:1", [23])
-        assert not await b.peer.jobs.pull("demo", 1, 0.0), "the lease was kept"
+        assert not await b.peer.jobs.pull(line_of(b.job()), 1, 0.0), "the lease was kept"
         await b.settle(1.0)
         b.frames.clear()
         reply = await b.dispatch(lease="$ACK.demo.2.1", epoch=65, resume_token_ids=(20, 21))
@@ -314,7 +314,7 @@ async def test_stopping_gives_back_what_does_not_end_in_time(demo: ServedModel) 
         assert b.kinds()[-1] == "Delta", "no terminal frame: another worker goes on"
         assert [token for delta in b.deltas() for token in delta.token_ids] == [20, 21, 22]
         assert not await b.records()
-        (leased,) = await b.peer.jobs.pull("demo", 1, 0.0)
+        (leased,) = await b.peer.jobs.pull(line_of(b.job()), 1, 0.0)
         assert leased.num_deliveries == 2
         assert b.statuses[-1].retired
 

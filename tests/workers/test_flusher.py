@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from registry.served import ServedModel
+from schemas.control import Cancel, CancelReason
 from schemas.frames import FinishReason
 from tests.support.waiting import eventually
 from tests.workers.scripted import bench
@@ -93,3 +94,19 @@ async def test_frames_that_the_bus_refuses_stop_nobody_else(demo: ServedModel) -
         b.engine.emit("r1:1", [20] * 2000)
         b.engine.emit("r2:1", [20], FinishReason.LENGTH)
         await eventually(lambda: b.kinds("r2")[-1:] == ["Done"])
+
+
+async def test_what_was_posted_for_a_superseded_run_is_not_sent_any_more(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        await b.dispatch(b.job("r2"))
+        b.engine.step(*_outputs(["r1", "r2"], 20))
+        # In the same turn of the loop: the tokens are posted, and not with the bus yet.
+        b.worker.requests.cancel(
+            Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2)
+        )
+        await b.settle(1.0)
+        assert b.kinds("r1") == []
+        assert b.kinds("r2") == ["Started", "Delta"]

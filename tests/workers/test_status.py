@@ -6,10 +6,11 @@ import pytest
 
 from bus.clock import ManualClock
 from registry.served import ServedModel
-from schemas.control import Ended, QueueStatus
+from schemas.control import Ended, QueueStatus, Served
 from schemas.frames import FinishReason
+from schemas.jobs import Tier
 from tests.support.waiting import eventually
-from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench
+from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
 from workers.engine_process import EngineFailedError
 
 
@@ -22,7 +23,7 @@ async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:
         assert (first.max_num_waiting, first.num_blocks, first.num_free_blocks) == (3, 100, 100)
         assert first.max_tokens_per_request == CONTEXT_WINDOW_TOKENS
         await b.dispatch()
-        await b.dispatch(b.job("r2"))
+        await b.dispatch(b.job("r2", tier=Tier.BATCH))
         b.engine.step(num_running=1, num_free_blocks=90, outstanding_tokens=50, decode_tokens=100)
         num_before = len(b.statuses)
         await b.settle(0.5)
@@ -30,6 +31,10 @@ async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:
         status = b.statuses[-1]
         assert (status.num_running, status.num_waiting) == (1, 1)
         assert (status.num_free_blocks, status.outstanding_tokens) == (90, 50)
+        assert status.num_held_by_tier == {Tier.FREE: 1, Tier.BATCH: 1}
+        b.engine.emit("r2:1", [20], FinishReason.LENGTH)
+        await b.settle(0.5)
+        assert b.statuses[-1].num_held_by_tier == {Tier.FREE: 1}
 
 
 async def test_much_room_that_came_free_is_told_at_once_but_not_too_often(
@@ -57,11 +62,14 @@ async def test_ends_are_told_once_the_job_has_left_the_queue(demo: ServedModel) 
     ended: list[Ended] = []
     async with bench(demo) as b:
         await b.peer.control.subscribe_ended(ended.append)
-        await b.dispatch()
+        await b.dispatch(b.job(tenant="t", tier=Tier.PRO))
         b.engine.emit("r1:1", [20], FinishReason.LENGTH)
         await b.ended()
         await eventually(lambda: bool(ended))
-        assert ended == [Ended(worker_id=b.worker.worker_id, request_ids=("r1",))]
+        served = Served(
+            request_id="r1", tenant="t", tier=Tier.PRO, prompt_tokens=3, completion_tokens=1
+        )
+        assert ended == [Ended(worker_id=b.worker.worker_id, request_ids=("r1",), served=(served,))]
 
 
 async def test_leases_are_extended_in_time(demo: ServedModel) -> None:
@@ -70,7 +78,7 @@ async def test_leases_are_extended_in_time(demo: ServedModel) -> None:
             await b.dispatch(b.job(f"r{i}"))
         for _ in range(10):
             await b.settle(2.0)
-            assert not await b.peer.jobs.pull("demo", 8, 0.0)
+            assert not await b.peer.jobs.pull(line_of(b.job()), 8, 0.0)
 
 
 async def test_leases_are_extended_as_soon_as_the_bus_is_back(demo: ServedModel) -> None:
@@ -81,7 +89,7 @@ async def test_leases_are_extended_as_soon_as_the_bus_is_back(demo: ServedModel)
         b.broker.start()
         await b.settle(0.4)
         await b.settle(0.3)
-        assert not await b.peer.jobs.pull("demo", 8, 0.0)
+        assert not await b.peer.jobs.pull(line_of(b.job()), 8, 0.0)
 
 
 async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> None:
@@ -110,6 +118,8 @@ async def test_an_engine_that_cannot_be_replaced_ends_the_worker(demo: ServedMod
         assert await b.num_queued() == 1
         assert not b.deltas()
         assert isinstance(b.clock, ManualClock)
-        assert not await b.peer.jobs.pull("demo", 8, 0.0), "nothing is released: the lease lapses"
+        assert not await b.peer.jobs.pull(line_of(b.job()), 8, 0.0), (
+            "nothing is released: the lease lapses"
+        )
         await b.settle(6.1)
-        assert len(await b.peer.jobs.pull("demo", 8, 0.0)) == 1
+        assert len(await b.peer.jobs.pull(line_of(b.job()), 8, 0.0)) == 1

@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from bus import nats
-from bus.api import Bus
+from bus.api import Bus, Line
 from bus.codec import RECORD
 from schemas.config import NatsConfig
 from schemas.control import Cancel, Dispatch, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Cancelled, Delta, Done, FinishReason, Frame, Usage
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from schemas.records import RequestRecord, Status
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.checkpoints_made import write_checkpoint
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NUM_BLOCKS = 64
+_LINE = Line("tiny", Tier.FREE, "local")
 
 
 class _Process:
@@ -120,7 +121,7 @@ class _Scheduler:
             batch_frames=True,
         )
         await self.bus.jobs.publish(job)
-        (leased,) = await self.bus.jobs.pull("tiny", 1, 5.0)
+        (leased,) = await self.bus.jobs.pull(_LINE, 1, 5.0)
         reply = await self.command(Dispatch(job=leased.job, epoch=1, lease=leased.lease))
         assert reply.ok, reply
 
@@ -176,7 +177,7 @@ async def _serves(scheduler: _Scheduler) -> None:
 
     async def all_recorded() -> bool:
         records.extend(await scheduler.records())
-        depth = await scheduler.bus.jobs.depth("tiny")
+        depth = await scheduler.bus.jobs.depth(_LINE)
         return len(records) == 8 and depth.num_leased == depth.num_queued == 0
 
     await eventually(all_recorded, what="a record each, and an empty queue")
@@ -222,7 +223,7 @@ async def _drains(scheduler: _Scheduler, worker: _Process) -> None:
     assert scheduler.worker.retired
     assert not engine.is_running()
     if scheduler.end("rest") is None:
-        (leased,) = await scheduler.bus.jobs.pull("tiny", 1, 2.0)
+        (leased,) = await scheduler.bus.jobs.pull(_LINE, 1, 2.0)
         assert leased.job.request_id == "rest"
         assert leased.num_deliveries == 2
 
