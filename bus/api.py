@@ -47,6 +47,11 @@ class Line(NamedTuple):
     tier: Tier
     tenant: str | None
 
+    @classmethod
+    def of(cls, job: Job) -> Line:
+        """Where a job waits that ``JobQueue.publish`` stored."""
+        return cls(job.model, job.tier, job.tenant)
+
 
 class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that this process now holds, and the lease to keep it by.
@@ -106,11 +111,14 @@ class JobQueue(Protocol):
         """
 
     async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
-        """Tell the line of each job that is published. The job may be stored a moment later, and
-        some may not be told: ``lines`` is what counts."""
+        """Tell the line of each job that is stored. Those of an outage are not told: ``lines`` is
+        what counts."""
 
     async def lines(self) -> dict[Line, int]:
-        """The lines with jobs, waiting or held, and how many; the models may be unknown."""
+        """The lines with jobs, waiting or held, and how many; the models may be unknown.
+
+        Messages under subjects that name no line are moved to the dead letters, some at a time.
+        """
 
     async def forget_line(self, line: Line) -> bool:
         """Free what the server keeps for a line that has no job, waiting or held; False if it has

@@ -16,6 +16,7 @@ from schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    PrefixReport,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -65,15 +66,26 @@ _PARAMETERS = {
 _CHANNELS = (
     _Channel(
         "jobs",
-        "jobs.{model}.{tier}",
+        "jobs.{model}.{tier}.{tenant}",
         "Generation jobs",
         "receive",
         (Job,),
         f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
         "the request id, so that a retried publish is accepted once, and wait for the "
-        "acknowledgement: from then on the job is answered. Model and tier in the body must be "
-        f"those of the subject; an absent tier is the subject's. Encoded as {_BOTH}; a job in JSON "
-        "gets its frames in JSON.",
+        "acknowledgement: from then on the job is answered. Model, tier and tenant in the body "
+        "must be those of the subject; an absent tier or tenant is the subject's. Jobs of a "
+        "subject wait in a line of their own, and tenants are served in turn; a server that lets "
+        f"a client publish under its tenant alone knows whose a job is. Encoded as {_BOTH}; a job "
+        "in JSON gets its frames in JSON.",
+    ),
+    _Channel(
+        "jobs-of-anybody",
+        "jobs.{model}.{tier}",
+        "Generation jobs of any tenant",
+        "receive",
+        (Job,),
+        "The same without a tenant: the body says whose the job is, and all tenants' jobs wait in "
+        "one line.",
     ),
     _Channel(
         "frames",
@@ -180,6 +192,14 @@ _CHANNELS = (
         "send",
         (WorkerStatus,),
         f"Twice a second; the last one is also in the key-value bucket {subjects.WORKERS_BUCKET}.",
+    ),
+    _Channel(
+        "prefix-reports",
+        "prefix.{worker}",
+        "What a worker's prefix cache holds",
+        "send",
+        (PrefixReport,),
+        "From a worker to the schedulers; may be lost.",
     ),
     *(
         _Channel(

@@ -11,6 +11,7 @@ from schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    PrefixReport,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -82,6 +83,7 @@ FRAME_BATCH: Codec[FrameBatch] = Codec(FrameBatch)
 WORKER_COMMAND: Codec[WorkerCommand] = Codec(WorkerCommand)  # type: ignore[arg-type]
 WORKER_REPLY: Codec[WorkerReply] = Codec(WorkerReply)
 WORKER_STATUS: Codec[WorkerStatus] = Codec(WorkerStatus)
+PREFIX_REPORT: Codec[PrefixReport] = Codec(PrefixReport)
 CANCEL: Codec[Cancel] = Codec(Cancel)
 ENDED: Codec[Ended] = Codec(Ended)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)

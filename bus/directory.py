@@ -9,7 +9,7 @@ from typing import Protocol
 from bus import codec, subjects
 from bus.api import Subscription
 from bus.transport import Message, Transport
-from schemas.control import WorkerStatus
+from schemas.control import PrefixReport, WorkerStatus
 from schemas.errors import MalformedMessageError
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ class WorkerBucket(Protocol):
 
 
 class CoreWorkerDirectory:
-    """The bucket ``workers`` and the heartbeats ``hb.<worker>``.
+    """The bucket ``workers``, the heartbeats ``hb.<worker>`` and the reports ``prefix.<worker>``.
 
-    ``num_malformed`` counts heartbeats that could not be read.
+    ``num_malformed`` counts heartbeats and reports that could not be read.
     """
 
     def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
@@ -82,3 +82,23 @@ class CoreWorkerDirectory:
             self.num_malformed += 1
             logger.warning("dropped a heartbeat that could not be read")
             return None
+
+    async def report_prefixes(self, report: PrefixReport) -> None:
+        """Raises PayloadTooLargeError for a report that the server would not take."""
+        subject = subjects.prefix_report(report.worker_id)
+        await self._transport.publish(subject, codec.encode(report))
+
+    async def watch_prefixes(self, on_report: Callable[[PrefixReport], None]) -> Subscription:
+        def on_message(message: Message) -> None:
+            try:
+                report = codec.PREFIX_REPORT.decode(message.payload)
+            except MalformedMessageError:
+                self.num_malformed += 1
+                logger.warning("dropped a report of prefixes that could not be read")
+                return
+            try:
+                on_report(report)
+            except Exception:
+                logger.exception("a watcher failed", extra={"worker_id": report.worker_id})
+
+        return await self._transport.subscribe(subjects.ALL_PREFIX_REPORTS, on_message)

@@ -6,10 +6,11 @@ import msgspec
 
 from bus import codec, subjects
 from schemas.errors import MalformedMessageError
-from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, Tier, check_length
+from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
 
 MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
+NOT_A_LINE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +30,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stated(msgspec.Struct, frozen=True):
-    """The tier as written; absent, the subject's holds."""
+    """Tier and tenant as written; what is absent, the subject says."""
 
     tier: str | None = None
+    tenant: str | None = None
 
 
 _OWNER: codec.Codec[Owner] = codec.Codec(Owner)
@@ -41,39 +43,63 @@ _STATED: codec.Codec[_Stated] = codec.Codec(_Stated)
 def read_job(subject: str, payload: bytes, content_type: str | None, stored_ns: int) -> Job:
     """The job in a message of the stream JOBS.
 
-    The model in the body must be the subject's, and so must the tier if the body states one. A
-    job without ``received_ns`` was received when it was stored; a JSON job's listener reads JSON.
-    Raises MalformedMessageError.
+    The model in the body must be the subject's, and so must tier and tenant where both state
+    them. A job without ``received_ns`` was received when it was stored; a JSON job's listener
+    reads JSON. Raises MalformedMessageError.
     """
     job = codec.JOB.decode(payload, content_type)
     try:
-        model, tier = subjects.model_and_tier(subject)
-        subject_tier = Tier(tier)
+        line = subjects.line_of(subject)
     except ValueError as error:
-        raise MalformedMessageError(f"{subject} is not jobs.<model>.<tier>") from error
-    if job.model != model:
+        raise MalformedMessageError(NOT_A_LINE) from error
+    if job.model != line.model:
         raise MalformedMessageError("the job's model is not the one that its subject names")
     changes: dict[str, object] = {}
-    if job.tier != subject_tier:
-        if _STATED.decode(payload, content_type).tier is not None:
+    if job.tier != line.tier or line.tenant not in (None, job.tenant):
+        stated = _STATED.decode(payload, content_type)
+        if stated.tier is not None and job.tier != line.tier:
             raise MalformedMessageError("the job's tier is not the one that its subject names")
-        changes["tier"] = subject_tier
+        if stated.tenant is not None and line.tenant not in (None, job.tenant):
+            raise MalformedMessageError("the job's tenant is not the one that its subject names")
+        changes["tier"] = line.tier
+        changes["tenant"] = job.tenant if line.tenant is None else line.tenant
     if job.received_ns == 0:
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
         changes["frames_as_json"] = True
-    return msgspec.structs.replace(job, **changes) if changes else job
+    try:
+        return msgspec.structs.replace(job, **changes) if changes else job
+    except ValueError as error:
+        raise MalformedMessageError(str(error)) from error
 
 
-def read_owner(payload: bytes, content_type: str | None) -> Owner:
-    """Whatever can be read of who published a malformed job; empty where nothing can."""
+def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
+    """Whatever can be read of who published a malformed job; empty where nothing can.
+
+    A tenant in the subject holds, whatever the body says: who may publish under it alone must not
+    be answered in another's name.
+    """
     try:
         owner = _OWNER.decode(payload, content_type)
     except MalformedMessageError:
         return Owner()
+    changes: dict[str, object] = {}
+    tenant = _tenant_of(subject)
+    if tenant is not None:
+        changes["tenant"] = tenant
     if codec.is_json(content_type):
-        return msgspec.structs.replace(owner, frames_as_json=True)
-    return owner
+        changes["frames_as_json"] = True
+    return msgspec.structs.replace(owner, **changes) if changes else owner
+
+
+def _tenant_of(subject: str) -> str | None:
+    """None also where it is longer than any tenant's name."""
+    parts = subject.split(".")
+    try:
+        tenant = subjects.untoken(parts[3]) if len(parts) == 4 else None
+    except ValueError:
+        return None
+    return tenant if tenant is None or len(tenant) <= MAX_NAME_CHARACTERS else None
 
 
 def owner_of(job: Job) -> Owner:

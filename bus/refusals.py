@@ -7,6 +7,7 @@ from bus.api import FrameStreams, Outbox, Results
 from bus.clock import Clock
 from bus.ends import record_of, result_of
 from schemas.control import EPOCHS_PER_DELIVERY
+from schemas.errors import MalformedMessageError
 from schemas.frames import Failed
 from schemas.jobs import Job
 from schemas.records import Status
@@ -24,10 +25,11 @@ class Refusals:
         self._clock = clock
 
     async def refuse_unreadable(
-        self, payload: bytes, content_type: str | None, code: str, message: str
+        self, subject: str, payload: bytes, content_type: str | None, cause: str
     ) -> None:
         """For a message that is not a job: whoever can be made out in it is told."""
-        await self._tell(intake.read_owner(payload, content_type), code, message, epoch=0)
+        owner = intake.read_owner(subject, payload, content_type)
+        await self._tell(owner, MalformedMessageError.code, cause, epoch=0)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
         """For a job that must not run: its record is stored, then its owner is told."""

@@ -5,11 +5,11 @@ Free strings (models, request ids, tenants, listeners) enter subjects through ``
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import re
-from collections.abc import Iterable
 
+from bus.api import Line
 from schemas.jobs import Tier
 from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
 from schemas.tenants import LOCAL_TENANT
@@ -27,7 +27,7 @@ WORKERS_STREAM = f"KV_{WORKERS_BUCKET}"
 BRIDGE_CONSUMER = "bridge"
 TELEMETRY_GROUP = "telemetry"
 
-ALL_JOBS = "jobs.*.*"
+ALL_JOBS = ("jobs.*.*", "jobs.*.*.*")
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"
@@ -38,10 +38,16 @@ ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
 ALL_QUEUE_STATUS = "ctl.queue.*"
 ALL_HEARTBEATS = "hb.*"
+ALL_PREFIX_REPORTS = "prefix.*"
 TELEMETRY = "ctl.telemetry"
 
 # The last token of an envelope's subject. ``token`` never yields it.
 ENVELOPE = "_"
+
+_STORED = "stored."
+ALL_STORED_JOBS = f"{_STORED}jobs.>"
+STORED_JOBS = ("jobs.>", ALL_STORED_JOBS)  # what the server repeats, without payload, and where
+_LINE_CONSUMER = "line-"
 
 # --- Kafka -----------------------------------------------------------------------------------
 
@@ -58,7 +64,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_PLAIN = re.compile(rb"[^A-Za-z0-9_-]")
 _ENCODED = re.compile(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+")
 _EMPTY = "%"
-_MAX_CONSUMER_NAME = 128
+_CACHED_LINES = 4096
 
 
 def token(text: str) -> str:
@@ -100,39 +106,46 @@ def untoken(encoded: str) -> str:
 # --- jobs and results ------------------------------------------------------------------------
 
 
-def job(model: str, tier: Tier) -> str:
-    return f"jobs.{token(model)}.{tier.value}"
+def job(line: Line) -> str:
+    """Where the jobs of a line are published."""
+    subject = f"jobs.{token(line.model)}.{line.tier.value}"
+    return subject if line.tenant is None else f"{subject}.{token(line.tenant)}"
 
 
 def jobs_of(model: str) -> str:
-    """All tiers of one model."""
-    return f"jobs.{token(model)}.*"
+    """All lines of one model."""
+    return f"jobs.{token(model)}.>"
 
 
-def model_and_tier(job_subject: str) -> tuple[str, str]:
-    """What a job's subject says. Raises ValueError for another subject."""
-    parts = job_subject.split(".")
-    if len(parts) != 3 or parts[0] != "jobs":
+@functools.lru_cache(_CACHED_LINES)
+def line_of(job_subject: str) -> Line:
+    """The line that a job's subject names. Raises ValueError for another subject."""
+    kind, *tokens = job_subject.split(".")
+    if kind != "jobs" or len(tokens) not in (2, 3):
         raise ValueError("not a job subject")
-    return untoken(parts[1]), untoken(parts[2])
+    model, tier, *tenant = map(untoken, tokens)
+    return Line(model, Tier(tier), tenant[0] if tenant else None)
 
 
-def models_of(job_subjects: Iterable[str]) -> set[str]:
-    """The models of some jobs' subjects; a subject that no publisher of ours made is left out."""
-    models: set[str] = set()
-    for subject in job_subjects:
-        with contextlib.suppress(ValueError):
-            models.add(model_and_tier(subject)[0])
-    return models
+def stored_job(job_subject: str) -> str:
+    """Where the server tells of a job that it has stored."""
+    return f"{_STORED}{job_subject}"
 
 
-def jobs_consumer(model: str) -> str:
-    """The durable consumer of one model; a long name is cut and told apart by its digest."""
-    name = f"model-{token(model)}"
-    if len(name) <= _MAX_CONSUMER_NAME:
-        return name
-    digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return f"{name[: _MAX_CONSUMER_NAME - 33]}-{digest}"
+def stored_line_of(subject: str) -> Line:
+    """The line that ``stored_job`` was told of. Raises ValueError for a subject of no line."""
+    return line_of(subject.removeprefix(_STORED))
+
+
+def jobs_consumer(line: Line) -> str:
+    """The durable consumer of a line. Its filter says which line that is, so a digest will do."""
+    digest = hashlib.blake2b(job(line).encode(), digest_size=16).hexdigest()
+    return f"{_LINE_CONSUMER}{digest}"
+
+
+def is_outdated_consumer(name: str) -> bool:
+    """Whether a consumer of the jobs is of the time when each model had one for all its lines."""
+    return not name.startswith(_LINE_CONSUMER)
 
 
 def dead_job(reason: str) -> str:
@@ -250,6 +263,10 @@ def last_token(subject: str) -> str:
 
 def heartbeat(worker_id: str) -> str:
     return f"hb.{token(worker_id)}"
+
+
+def prefix_report(worker_id: str) -> str:
+    return f"prefix.{token(worker_id)}"
 
 
 def worker_entry(worker_id: str) -> str:

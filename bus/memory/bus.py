@@ -184,7 +184,7 @@ class MemoryBus:
             self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )
         refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
-        self.jobs: JobQueue = MemoryJobQueue(broker, refusals)
+        self.jobs: JobQueue = MemoryJobQueue(broker, self._transport, refusals)
         self._closed = False
         broker.on_start.append(self._restarted)
         self._callbacks: list[Callable[[], None]] = []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from bus import codec, intake, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth
+from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
+from bus.lines import watch_stored_jobs
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
 from bus.refusals import Refusals
+from bus.transport import Transport
 from schemas.errors import MalformedMessageError, QueueFullError
 from schemas.jobs import DeadJob, Job
 
@@ -20,13 +23,14 @@ RETRY_AFTER_FULL_S = 5.0
 class MemoryJobQueue:
     """See ``bus.api.JobQueue``."""
 
-    def __init__(self, broker: MemoryBroker, refusals: Refusals) -> None:
+    def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
         self._broker = broker
+        self._transport = transport
         self._refusals = refusals
 
     async def publish(self, job: Job) -> PublishedJob:
         payload = codec.encode(job)
-        subject = subjects.job(job.model, job.tier)
+        subject = subjects.job(Line.of(job))
         return self.publish_raw(subject, payload, None, subjects.token(job.request_id))
 
     def publish_raw(
@@ -39,34 +43,35 @@ class MemoryJobQueue:
         if broker.jobs.is_full and not broker.jobs.is_duplicate(message_id):
             raise QueueFullError("The queue is full. Try again later.", RETRY_AFTER_FULL_S)
         sequence, duplicate = broker.jobs.add(subject, payload, content_type, message_id)
+        if not duplicate:
+            broker.publish(subjects.stored_job(subject), b"")
         return PublishedJob(stream_sequence=sequence, duplicate=duplicate)
 
-    async def pull(self, model: str, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
         clock = self._broker.clock
+        subject = subjects.job(line)
         deadline_s = clock.monotonic() + timeout_s
         while True:
-            taken = self._broker.jobs.take(model, max_jobs) if self._broker.up else []
-            leased = [one for one in [await self._read(job) for job in taken] if one is not None]
+            taken = self._broker.jobs.take(subject, max_jobs) if self._broker.up else []
+            read = [await self._read(line, job) for job in taken]
+            leased = [one for one in read if one is not None]
             now_s = clock.monotonic()
             if leased or (now_s >= deadline_s and not taken):
                 return leased
-            due_s = self._broker.jobs.next_due_s(model)
+            due_s = self._broker.jobs.next_due_s(subject)
             until_s = deadline_s
             if self._broker.up and due_s is not None:
                 until_s = min(deadline_s, due_s)
             if not taken:
-                await self._broker.jobs.wait(max(until_s - now_s, 0.0))
+                await self._broker.jobs.wait(subject, max(until_s - now_s, 0.0))
 
-    async def _read(self, stored: StoredJob) -> LeasedJob | None:
+    async def _read(self, line: Line, stored: StoredJob) -> LeasedJob | None:
         try:
             job = intake.read_job(
                 stored.subject, stored.payload, stored.content_type, stored.stored_ns
             )
         except MalformedMessageError as error:
-            self._bury_stored(stored, intake.MALFORMED, error.message)
-            await self._refusals.refuse_unreadable(
-                stored.payload, stored.content_type, error.code, error.message
-            )
+            await self._refuse_unreadable(stored, error.message)
             return None
         if stored.num_deliveries > self._broker.config.max_deliver:
             message = f"The job was delivered {stored.num_deliveries - 1} times without an answer."
@@ -80,6 +85,14 @@ class MemoryJobQueue:
             lease=stored.lease,
             num_deliveries=stored.num_deliveries,
             stream_sequence=stored.sequence,
+            line=line,
+            uncertain=self._broker.jobs.is_older(stored),
+        )
+
+    async def _refuse_unreadable(self, stored: StoredJob, cause: str) -> None:
+        self._bury_stored(stored, intake.MALFORMED, cause)
+        await self._refusals.refuse_unreadable(
+            stored.subject, stored.payload, stored.content_type, cause
         )
 
     def _bury_stored(
@@ -102,23 +115,41 @@ class MemoryJobQueue:
         )
         self._broker.jobs.remove(stored.lease)
 
-    async def depth(self, model: str) -> QueueDepth:
+    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+        return await watch_stored_jobs(self._transport, on_published)
+
+    async def lines(self) -> dict[Line, int]:
         self._broker.require_up()
-        return self._broker.jobs.depth(model)
+        lines: dict[Line, int] = {}
+        for subject, count in self._broker.jobs.subjects().items():
+            try:
+                lines[subjects.line_of(subject)] = count
+            except ValueError:
+                await self._refuse_misfits(subject)
+        return lines
+
+    async def _refuse_misfits(self, subject: str) -> None:
+        """A subject that names no line, which nobody can pull from."""
+        while (stored := self._broker.jobs.take_newest(subject)) is not None:
+            await self._refuse_unreadable(stored, intake.NOT_A_LINE)
+
+    async def forget_line(self, line: Line) -> bool:
+        self._broker.require_up()
+        return self._broker.jobs.forget(subjects.job(line))
+
+    async def depth(self, line: Line) -> QueueDepth:
+        self._broker.require_up()
+        return self._broker.jobs.depth(subjects.job(line))
 
     async def is_open(self, stream_sequence: int) -> bool:
         self._broker.require_up()
         return self._broker.jobs.holds(stream_sequence)
 
-    async def waiting_models(self) -> list[str]:
-        self._broker.require_up()
-        return self._broker.jobs.models()
-
-    async def shed_newest(self, model: str, count: int) -> list[Job]:
+    async def shed_newest(self, line: Line, count: int) -> list[Job]:
         self._broker.require_up()
         shed: list[Job] = []
         while len(shed) < count:
-            stored = self._broker.jobs.take_newest(model)
+            stored = self._broker.jobs.take_newest(subjects.job(line))
             if stored is None:
                 break
             try:
@@ -126,10 +157,7 @@ class MemoryJobQueue:
                     stored.subject, stored.payload, stored.content_type, stored.stored_ns
                 )
             except MalformedMessageError as error:
-                self._bury_stored(stored, intake.MALFORMED, error.message)
-                await self._refusals.refuse_unreadable(
-                    stored.payload, stored.content_type, error.code, error.message
-                )
+                await self._refuse_unreadable(stored, error.message)
                 continue
             shed.append(job)
         return shed

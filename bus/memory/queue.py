@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bus import subjects
 from bus.api import QueueDepth
 from bus.clock import Clock
 from schemas.config import NatsConfig
@@ -17,8 +17,8 @@ DUPLICATE_WINDOW_S = 600.0
 
 @dataclass(eq=False)
 class StoredJob:
-    """A message of the queue. ``due_s`` is when it may be delivered (again), on the monotonic
-    clock; it is held by somebody until then."""
+    """A message of the queue. It is held by somebody until ``due_s``, on the monotonic clock, when
+    it is delivered again; the alarm that says so rings at ``alarm_s``, or has rung."""
 
     sequence: int
     subject: str
@@ -27,33 +27,82 @@ class StoredJob:
     stored_ns: int
     num_deliveries: int = 0
     due_s: float = 0.0
+    alarm_s: float = 0.0
 
     @property
     def lease(self) -> str:
-        return f"$ACK.{self.subject.split('.')[1]}.{self.num_deliveries}.{self.sequence}"
+        return f"$ACK.{self.num_deliveries}.{self.sequence}"
 
 
-class _ModelQueue:
-    """Jobs of one model: ``waiting`` were never delivered, ``held`` were and are not acked."""
+@dataclass(eq=False)
+class _Consumer:
+    """What the server keeps for a line once somebody has pulled from it; ``made_after`` is the
+    newest job that was there already."""
+
+    made_after: int
+    held: dict[int, StoredJob] = field(default_factory=dict)
+    alarms: list[tuple[float, int]] = field(default_factory=list)
+
+    def hold(self, job: StoredJob, due_s: float) -> None:
+        """Until ``due_s``. A job has one alarm that counts, which may ring too early, as leases
+        are extended far more often than they end."""
+        job.due_s = due_s
+        if job.sequence not in self.held or due_s < job.alarm_s:
+            self._set_alarm(job)
+        self.held[job.sequence] = job
+
+    def take_due(self, now_s: float, max_jobs: int) -> list[StoredJob]:
+        """Jobs that are held no more, which the caller holds again."""
+        taken: list[StoredJob] = []
+        while len(taken) < max_jobs and self.alarms and self.alarms[0][0] <= now_s:
+            alarm_s, sequence = heapq.heappop(self.alarms)
+            job = self.held.get(sequence)
+            if job is None or job.alarm_s != alarm_s:
+                continue
+            if job.due_s > now_s:
+                self._set_alarm(job)
+            else:
+                del self.held[sequence]
+                taken.append(job)
+        return taken
+
+    def _set_alarm(self, job: StoredJob) -> None:
+        job.alarm_s = job.due_s
+        heapq.heappush(self.alarms, (job.due_s, job.sequence))
+
+
+class _Line:
+    """The jobs of one subject: ``waiting`` were never delivered, except to a consumer that is
+    forgotten."""
 
     def __init__(self) -> None:
         self.waiting: deque[StoredJob] = deque()
-        self.held: dict[int, StoredJob] = {}
+        self.consumer: _Consumer | None = None
+        self.waiters: set[asyncio.Event] = set()
+
+    @property
+    def num_held(self) -> int:
+        return len(self.consumer.held) if self.consumer is not None else 0
+
+    def wake(self) -> None:
+        for event in self.waiters:
+            event.set()
 
 
 class StoredJobs:
-    """All queues, and the pulls that wait for them."""
+    """All lines, by subject, and the pulls that wait for them."""
 
     def __init__(self, clock: Clock, config: NatsConfig) -> None:
         self._clock = clock
         self._config = config
-        self._queues: dict[str, _ModelQueue] = {}
+        self._lines: dict[str, _Line] = {}
+        self._jobs: dict[int, StoredJob] = {}
         self._seen: dict[str, tuple[int, float]] = {}
         self._sequences = itertools.count(1)
-        self._waiters: set[asyncio.Event] = set()
+        self._last_sequence = 0
 
     def __len__(self) -> int:
-        return sum(len(queue.waiting) + len(queue.held) for queue in self._queues.values())
+        return len(self._jobs)
 
     @property
     def is_full(self) -> bool:
@@ -74,87 +123,129 @@ class StoredJobs:
             content_type=content_type,
             stored_ns=self._clock.now_ns(),
         )
-        self._queue(subject.split(".")[1]).waiting.append(job)
+        self._last_sequence = job.sequence
+        self._jobs[job.sequence] = job
+        line = self._line(subject)
+        line.waiting.append(job)
         if message_id:
             self._seen[message_id] = (job.sequence, now_s + DUPLICATE_WINDOW_S)
-        self.wake()
+        line.wake()
         return job.sequence, False
 
     def is_duplicate(self, message_id: str) -> bool:
         known = self._seen.get(message_id)
         return known is not None and known[1] > self._clock.monotonic()
 
-    def take(self, model: str, max_jobs: int) -> list[StoredJob]:
+    def take(self, subject: str, max_jobs: int) -> list[StoredJob]:
         """Jobs to deliver now, those delivered before first; each is held for AckWait."""
-        queue = self._queue(subjects.token(model))
+        line = self._line(subject)
+        if line.consumer is None:
+            line.consumer = _Consumer(made_after=self._last_sequence)
         now_s = self._clock.monotonic()
-        taken = [job for job in queue.held.values() if job.due_s <= now_s][:max_jobs]
-        while queue.waiting and len(taken) < max_jobs:
-            job = queue.waiting.popleft()
-            queue.held[job.sequence] = job
-            taken.append(job)
+        taken = line.consumer.take_due(now_s, max_jobs)
+        while line.waiting and len(taken) < max_jobs:
+            taken.append(line.waiting.popleft())
         for job in taken:
             job.num_deliveries += 1
-            job.due_s = now_s + self._config.ack_wait_s
+            line.consumer.hold(job, now_s + self._config.ack_wait_s)
         return taken
 
-    def next_due_s(self, model: str) -> float | None:
-        """When the first held job comes back, on the monotonic clock."""
-        held = self._queue(subjects.token(model)).held.values()
-        return min((job.due_s for job in held), default=None)
+    def is_older(self, job: StoredJob) -> bool:
+        """Whether a job that was taken is older than its line's consumer."""
+        consumer = self._line(job.subject).consumer
+        return consumer is None or job.sequence <= consumer.made_after
+
+    def next_due_s(self, subject: str) -> float | None:
+        """When to look for jobs that come back, on the monotonic clock; None while none is held."""
+        consumer = self._line(subject).consumer
+        return consumer.alarms[0][0] if consumer is not None and consumer.alarms else None
 
     def hold(self, lease: str, seconds: float) -> None:
         """Deliver it again after ``seconds``, unless it is gone already."""
-        queue, sequence = self._locate(lease)
-        job = queue.held.get(sequence)
-        if job is not None:
-            job.due_s = self._clock.monotonic() + seconds
-            self.wake()
+        sequence = _sequence_of(lease)
+        job = self._jobs.get(sequence)
+        if job is None:
+            return
+        line = self._line(job.subject)
+        if line.consumer is not None and sequence in line.consumer.held:
+            line.consumer.hold(job, self._clock.monotonic() + seconds)
+            if seconds < self._config.ack_wait_s:
+                line.wake()
 
     def remove(self, lease: str) -> None:
-        queue, sequence = self._locate(lease)
-        queue.held.pop(sequence, None)
+        """A job of which no delivery is known any more goes too."""
+        job = self._jobs.pop(_sequence_of(lease), None)
+        if job is None:
+            return
+        line = self._line(job.subject)
+        if line.consumer is None or line.consumer.held.pop(job.sequence, None) is None:
+            line.waiting.remove(job)
 
-    def take_newest(self, model: str) -> StoredJob | None:
+    def take_newest(self, subject: str) -> StoredJob | None:
         """Take the newest job that was never delivered out of the queue."""
-        queue = self._queue(subjects.token(model))
-        return queue.waiting.pop() if queue.waiting else None
+        line = self._line(subject)
+        if not line.waiting:
+            return None
+        job = line.waiting.pop()
+        del self._jobs[job.sequence]
+        return job
 
-    def depth(self, model: str) -> QueueDepth:
-        queue = self._queue(subjects.token(model))
-        return QueueDepth(num_queued=len(queue.waiting), num_leased=len(queue.held))
+    def depth(self, subject: str) -> QueueDepth:
+        line = self._lines.get(subject) or _Line()
+        return QueueDepth(num_queued=len(line.waiting), num_leased=line.num_held)
 
     def holds(self, sequence: int) -> bool:
-        return any(
-            sequence in queue.held or any(job.sequence == sequence for job in queue.waiting)
-            for queue in self._queues.values()
-        )
+        return sequence in self._jobs
 
-    def models(self) -> list[str]:
-        """The models of which there are jobs."""
-        return sorted(
-            subjects.untoken(model_token)
-            for model_token, queue in self._queues.items()
-            if queue.waiting or queue.held
-        )
+    def subjects(self) -> dict[str, int]:
+        """The subjects of which there are jobs, and how many."""
+        counts = {
+            subject: len(line.waiting) + line.num_held for subject, line in self._lines.items()
+        }
+        return {subject: count for subject, count in counts.items() if count}
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return after a change, or after ``timeout_s``."""
+    def forget(self, subject: str) -> bool:
+        """Forget a line without jobs; False if it has any."""
+        line = self._lines.get(subject)
+        if line is None:
+            return True
+        if line.waiting or line.num_held:
+            return False
+        line.consumer = None
+        if not line.waiters:
+            del self._lines[subject]
+        return True
+
+    def lose_deliveries(self) -> None:
+        """Play a server that lost what it knew of deliveries, though not the jobs."""
+        for line in self._lines.values():
+            held = line.consumer.held.values() if line.consumer is not None else ()
+            for job in held:
+                job.num_deliveries = 0
+            line.waiting = deque(sorted([*held, *line.waiting], key=lambda job: job.sequence))
+            line.consumer = None
+            line.wake()
+
+    async def wait(self, subject: str, timeout_s: float) -> None:
+        """Return after a change of a line, or after ``timeout_s``."""
         event = asyncio.Event()
-        self._waiters.add(event)
-        await wait_or_sleep(event, self._clock, timeout_s)
-        self._waiters.discard(event)
+        waiters = self._line(subject).waiters
+        waiters.add(event)
+        try:
+            await wait_or_sleep(event, self._clock, timeout_s)
+        finally:
+            waiters.discard(event)
 
     def wake(self) -> None:
-        for event in self._waiters:
-            event.set()
+        for line in self._lines.values():
+            line.wake()
 
-    def _queue(self, model_token: str) -> _ModelQueue:
-        return self._queues.setdefault(model_token, _ModelQueue())
+    def _line(self, subject: str) -> _Line:
+        return self._lines.setdefault(subject, _Line())
 
-    def _locate(self, lease: str) -> tuple[_ModelQueue, int]:
-        _, model_token, _, sequence = lease.split(".")
-        return self._queue(model_token), int(sequence)
+
+def _sequence_of(lease: str) -> int:
+    return int(lease.rpartition(".")[2])
 
 
 async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:

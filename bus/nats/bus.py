@@ -23,6 +23,7 @@ from bus.frames import CoreFrameStreams
 from bus.nats.connection import Connection
 from bus.nats.jobs import NatsJobQueue
 from bus.nats.journal import NatsJournal
+from bus.nats.pull_inbox import PullInbox
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
 from bus.objects import JournalObjects
@@ -46,13 +47,14 @@ class NatsBus:
             connection, NatsWorkerBucket(connection)
         )
         self.results: Results = NatsResults(connection)
-        self.outbox: Outbox = NatsOutbox(connection)
+        pulls = PullInbox(connection)
+        self.outbox: Outbox = NatsOutbox(connection, pulls)
         self.journal: Journal = NatsJournal(connection)
         self.objects: Objects = JournalObjects(
             self.journal, clock, config.files_ttl_s, connection.max_payload_bytes
         )
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
-        self.jobs: JobQueue = NatsJobQueue(connection, config, refusals, clock)
+        self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
         connection.on_reconnect(self._set_up_again)
 
     @property

@@ -20,6 +20,7 @@ FULL = 10077
 WRONG_LAST_SEQUENCE = 10071
 STREAM_NAME_IN_USE = 10058
 CONSUMER_NOT_FOUND = 10014
+CONSUMER_NOT_UNIQUE = 10100
 MESSAGE_NOT_FOUND = 10037
 SEQUENCE_NOT_FOUND = 10043
 
@@ -50,12 +51,19 @@ class _ConsumerConfig(msgspec.Struct, frozen=True):
 
 class ConsumerInfo(msgspec.Struct, frozen=True):
     """``delivered.stream_seq`` is the newest message that was delivered to anybody;
-    ``config.pause_until`` is when the last pause ends or ended."""
+    ``config.pause_until`` is when the last pause ends or ended, ``created`` by the server's clock.
+    """
 
     config: _ConsumerConfig
     delivered: Delivered
+    created: str = ""
     num_pending: int = 0
     num_ack_pending: int = 0
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether any wait or are held."""
+        return self.num_pending > 0 or self.num_ack_pending > 0
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -65,7 +73,15 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class StreamInfo(msgspec.Struct, frozen=True):
+    """``total`` counts all subjects that were asked for, of which an answer has some."""
+
     state: StreamState
+    total: int = 0
+
+
+class _ConsumerNames(msgspec.Struct, frozen=True):
+    consumers: list[str] | None = None
+    total: int = 0
 
 
 class RawMessage(msgspec.Struct, frozen=True):
@@ -149,6 +165,15 @@ async def consumer_info(connection: Connection, stream: str, consumer: str) -> C
     return msgspec.json.decode(data, type=ConsumerInfo)
 
 
+async def find_consumer(connection: Connection, stream: str, consumer: str) -> ConsumerInfo | None:
+    try:
+        return await consumer_info(connection, stream, consumer)
+    except JetStreamError as error:
+        if error.number != CONSUMER_NOT_FOUND:
+            raise
+        return None
+
+
 async def pause(connection: Connection, stream: str, consumer: str, until: datetime) -> None:
     """Deliver nothing until then, by the server's clock; a time that is past ends a pause."""
     body = {"pause_until": until.isoformat()}
@@ -182,11 +207,54 @@ async def exists(connection: Connection, stream: str, sequence: int) -> bool:
     return True
 
 
-async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> list[str]:
-    """The subjects that have messages."""
-    body = {"subjects_filter": subject_filter}
-    data = await call(connection, f"STREAM.INFO.{stream}", body)
-    return list(msgspec.json.decode(data, type=StreamInfo).state.subjects or ())
+async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> dict[str, int]:
+    """The subjects that have messages, and how many."""
+    found: dict[str, int] = {}
+    offset = 0
+    while True:
+        body = {"subjects_filter": subject_filter, "offset": offset}
+        data = await call(connection, f"STREAM.INFO.{stream}", body)
+        info = msgspec.json.decode(data, type=StreamInfo)
+        page = info.state.subjects or {}
+        found.update(page)
+        offset += len(page)
+        if not page or offset >= info.total:
+            return found
+
+
+async def create_consumer(
+    connection: Connection, stream: str, name: str, config: Mapping[str, object]
+) -> ConsumerInfo:
+    """Make a durable consumer, or bring the one that is there up to date."""
+    # The filter may stand in the subject too, but then a long one makes the request too long.
+    body = {
+        "stream_name": stream,
+        "config": {"name": name, "durable_name": name, **config},
+        "action": "",
+    }
+    data = await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
+    return msgspec.json.decode(data, type=ConsumerInfo)
+
+
+async def consumer_names(connection: Connection, stream: str) -> list[str]:
+    names: list[str] = []
+    while True:
+        data = await call(connection, f"CONSUMER.NAMES.{stream}", {"offset": len(names)})
+        page = msgspec.json.decode(data, type=_ConsumerNames)
+        names += page.consumers or ()
+        if not page.consumers or len(names) >= page.total:
+            return names
+
+
+async def delete_consumer(
+    connection: Connection, stream: str, name: str, timeout_s: float | None = None
+) -> None:
+    """It may be gone already."""
+    try:
+        await call(connection, f"CONSUMER.DELETE.{stream}.{name}", timeout_s=timeout_s)
+    except JetStreamError as error:
+        if error.number != CONSUMER_NOT_FOUND:
+            raise
 
 
 async def delete(connection: Connection, stream: str, sequence: int) -> bool:
@@ -205,6 +273,12 @@ async def delete(connection: Connection, stream: str, sequence: int) -> bool:
             raise
         return num_attempts > 1
     return True
+
+
+def epoch_ns(timestamp: str) -> int:
+    """UTC epoch of an RFC 3339 time; finer than microseconds is cut."""
+    whole = datetime.fromisoformat(timestamp)
+    return round(whole.timestamp() * 1_000_000) * 1_000
 
 
 def nanoseconds(seconds: float) -> int:

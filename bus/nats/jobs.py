@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import datetime
+from collections.abc import Callable
 
 import msgspec
 from nats.aio.msg import Msg
 
 from bus import codec, intake, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth
+from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
 from bus.clock import Clock
 from bus.codec import CONTENT_TYPE
+from bus.lines import watch_stored_jobs
 from bus.nats import jetstream, shedding, topology
 from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
+from bus.nats.dead_letters import DeadLetters
 from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
+from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
 from bus.refusals import Refusals
 from schemas.config import NatsConfig
-from schemas.errors import (
-    BusUnavailableError,
-    MalformedMessageError,
-    PayloadTooLargeError,
-    QueueFullError,
-)
+from schemas.errors import BusUnavailableError, MalformedMessageError, QueueFullError
 from schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
@@ -36,26 +34,63 @@ _ACK = b"+ACK"
 _IN_PROGRESS = b"+WPI"
 _ACK_TIMEOUT_S = 1.0
 _ACK_ATTEMPTS = 2
+_MAX_MISFITS = 64
+# Clocks of a server's messages and consumers are compared; one of them is cut to microseconds.
+_SAME_TIME_NS = 1_000
+
+
+class _OpenLine:
+    """What this process keeps for a line that it has pulled from."""
+
+    def __init__(
+        self, connection: Connection, inbox: PullInbox, config: NatsConfig, line: Line
+    ) -> None:
+        self.line = line
+        self.shedding = asyncio.Lock()
+        self.puller = Puller(
+            connection,
+            inbox,
+            subjects.JOBS_STREAM,
+            subjects.jobs_consumer(line),
+            self._ensure,
+        )
+        self._connection = connection
+        self._config = config
+        self._created_ns = 0
+
+    async def _ensure(self) -> None:
+        self._created_ns = await topology.ensure_jobs_consumer(
+            self._connection, self._config, self.line
+        )
+
+    def is_older(self, stored_ns: int) -> bool:
+        """Whether a message is older than the consumer, which may not be the first one."""
+        return stored_ns <= self._created_ns + _SAME_TIME_NS
 
 
 class NatsJobQueue:
     """See ``bus.api.JobQueue``."""
 
     def __init__(
-        self, connection: Connection, config: NatsConfig, refusals: Refusals, clock: Clock
+        self,
+        connection: Connection,
+        inbox: PullInbox,
+        config: NatsConfig,
+        refusals: Refusals,
+        clock: Clock,
     ) -> None:
         self._connection = connection
+        self._inbox = inbox
         self._config = config
-        self._refusals = refusals
         self._clock = clock
-        self._pullers: dict[str, Puller] = {}
-        self._shedding: dict[str, asyncio.Lock] = {}
+        self._dead_letters = DeadLetters(connection, refusals, clock)
+        self._open_lines: dict[Line, _OpenLine] = {}
 
     # --- in ---
 
     async def publish(self, job: Job) -> PublishedJob:
         headers = {MESSAGE_ID: subjects.token(job.request_id)}
-        subject = subjects.job(job.model, job.tier)
+        subject = subjects.job(Line.of(job))
         try:
             stored = await jetstream.store(self._connection, subject, codec.encode(job), headers)
         except JetStreamError as error:
@@ -68,54 +103,104 @@ class NatsJobQueue:
 
     # --- out ---
 
-    async def pull(self, model: str, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
-        loop_deadline_s = self._clock.monotonic() + timeout_s
+    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+        open_line = self._opened(line)
+        deadline_s = self._clock.monotonic() + timeout_s
+        left_s = timeout_s
         while True:
-            left_s = loop_deadline_s - self._clock.monotonic()
-            messages = await self._puller(model).pull(max_jobs, left_s)
-            read = [await self._read(message) for message in messages]
-            leased = [one for one in read if one is not None]
+            messages = await open_line.puller.pull(max_jobs, left_s)
+            leased: list[LeasedJob] = []
+            for message in messages:
+                job = await self._read(open_line, message)
+                if job is not None:
+                    leased.append(job)
             if leased or not messages:
                 return leased
+            left_s = deadline_s - self._clock.monotonic()
 
-    def _puller(self, model: str) -> Puller:
-        puller = self._pullers.get(model)
-        if puller is None:
-            puller = Puller(
-                self._connection,
-                subjects.JOBS_STREAM,
-                subjects.jobs_consumer(model),
-                lambda: topology.ensure_jobs_consumer(self._connection, self._config, model),
-            )
-            self._pullers[model] = puller
-        return puller
+    def _opened(self, line: Line) -> _OpenLine:
+        open_line = self._open_lines.get(line)
+        if open_line is None:
+            open_line = _OpenLine(self._connection, self._inbox, self._config, line)
+            self._open_lines[line] = open_line
+        return open_line
 
-    async def _read(self, message: Msg) -> LeasedJob | None:
+    async def _read(self, open_line: _OpenLine, message: Msg) -> LeasedJob | None:
         delivery = read_lease(message.reply)
         content_type = message.headers.get(CONTENT_TYPE) if message.headers else None
+        subject, payload = message.subject, message.data
         try:
-            job = intake.read_job(message.subject, message.data, content_type, delivery.stored_ns)
+            job = intake.read_job(subject, payload, content_type, delivery.stored_ns)
         except MalformedMessageError as error:
-            await self._refuse_unreadable(
-                message.subject, message.data, content_type, error.message, delivery
+            await self._dead_letters.refuse_unreadable(
+                subject, payload, content_type, error.message, delivery
             )
             await self._forget(message.reply)
             return None
-        if delivery.num_deliveries <= self._config.max_deliver:
-            return LeasedJob(
-                job=job,
-                lease=message.reply,
-                num_deliveries=delivery.num_deliveries,
-                stream_sequence=delivery.stream_sequence,
-            )
-        await self._refuse_worn_out(job, message, delivery)
-        return None
+        if delivery.num_deliveries > self._config.max_deliver:
+            await self._dead_letters.refuse_worn_out(job, subject, payload, delivery)
+            await self._forget(message.reply)
+            return None
+        return LeasedJob(
+            job=job,
+            lease=message.reply,
+            num_deliveries=delivery.num_deliveries,
+            stream_sequence=delivery.stream_sequence,
+            line=open_line.line,
+            uncertain=open_line.is_older(delivery.stored_ns),
+        )
 
-    # --- depth and shedding ---
+    async def _forget(self, lease: str) -> None:
+        """Ack a buried message; if the server is away just now, it is buried again later."""
+        try:
+            await self.ack(lease)
+        except BusUnavailableError:
+            logger.warning("a dead job stays in the queue until the server is back")
 
-    async def depth(self, model: str) -> QueueDepth:
-        info = await self._info(model)
-        return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
+    # --- lines ---
+
+    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+        return await watch_stored_jobs(self._connection, on_published)
+
+    async def lines(self) -> dict[Line, int]:
+        lines: dict[Line, int] = {}
+        num_misfits = 0
+        try:
+            for pattern in subjects.ALL_JOBS:
+                found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, pattern)
+                for subject, count in found.items():
+                    try:
+                        lines[subjects.line_of(subject)] = count
+                    except ValueError:
+                        num_misfits += await self._dead_letters.refuse_misfits(
+                            subject, _MAX_MISFITS - num_misfits
+                        )
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        return lines
+
+    async def forget_line(self, line: Line) -> bool:
+        try:
+            gone = await shedding.remove_idle(self._connection, line)
+        except JetStreamError as error:
+            if error.number != jetstream.CONSUMER_NOT_FOUND:
+                raise jetstream.unexpected(error) from error
+            gone = True
+        if gone:
+            self._open_lines.pop(line, None)
+        return gone
+
+    async def depth(self, line: Line) -> QueueDepth:
+        stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
+        try:
+            info = await jetstream.find_consumer(self._connection, stream, consumer)
+            if info is not None:
+                return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
+            subject = subjects.job(line)
+            found = await jetstream.subjects_in(self._connection, stream, subject)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        return QueueDepth(num_queued=found.get(subject, 0), num_leased=0)
 
     async def is_open(self, stream_sequence: int) -> bool:
         try:
@@ -123,44 +208,26 @@ class NatsJobQueue:
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
 
-    async def waiting_models(self) -> list[str]:
-        try:
-            found = await jetstream.subjects_in(
-                self._connection, subjects.JOBS_STREAM, subjects.ALL_JOBS
-            )
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
-        return sorted(subjects.models_of(found))
-
-    async def _info(self, model: str) -> jetstream.ConsumerInfo:
-        puller = self._puller(model)
-        await puller.ensure()
-        name = subjects.jobs_consumer(model)
-        try:
-            return await jetstream.consumer_info(self._connection, subjects.JOBS_STREAM, name)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
-
-    async def shed_newest(self, model: str, count: int) -> list[Job]:
-        await self._puller(model).ensure()
-        async with self._shedding.setdefault(model, asyncio.Lock()):
+    async def shed_newest(self, line: Line, count: int) -> list[Job]:
+        open_line = self._opened(line)
+        await open_line.puller.ensure()
+        async with open_line.shedding:
             try:
-                taken = await shedding.take_newest(self._connection, model, count)
+                taken = await shedding.take_newest(self._connection, line, count)
             except JetStreamError as error:
-                raise jetstream.unexpected(error) from error
+                if error.number != jetstream.CONSUMER_NOT_FOUND:
+                    raise jetstream.unexpected(error) from error
+                return []  # the line was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
             content_type = message.header(CONTENT_TYPE)
-            stored_ns = _epoch_ns(message.time)
+            stored_ns = jetstream.epoch_ns(message.time)
             try:
                 job = intake.read_job(message.subject, message.payload, content_type, stored_ns)
             except MalformedMessageError as error:
-                await self._refuse_unreadable(
-                    message.subject,
-                    message.payload,
-                    content_type,
-                    error.message,
-                    Delivery(0, message.seq, stored_ns),
+                delivery = Delivery(0, message.seq, stored_ns)
+                await self._dead_letters.refuse_unreadable(
+                    message.subject, message.payload, content_type, error.message, delivery
                 )
                 continue
             shed.append(job)
@@ -192,85 +259,6 @@ class NatsJobQueue:
         delay = msgspec.json.encode({"delay": nanoseconds(delay_s)})
         await self._connection.publish(lease, NAK + b" " + delay if delay_s > 0 else NAK)
 
-    # --- dead letters ---
-
     async def bury(self, dead: DeadJob, lease: str) -> None:
-        await self._store_dead(dead, read_lease(lease).stream_sequence)
+        await self._dead_letters.store(dead, read_lease(lease).stream_sequence)
         await self.ack(lease)
-
-    async def _store_dead(self, dead: DeadJob, sequence: int) -> None:
-        subject = subjects.dead_job(dead.reason)
-        headers = {MESSAGE_ID: f"{sequence}:{subjects.token(dead.reason)}"}
-        try:
-            payload = codec.encode(dead)
-            try:
-                await jetstream.store(self._connection, subject, payload, headers)
-            except PayloadTooLargeError:
-                # The job filled a message by itself; its envelope does not fit with it.
-                note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
-                smaller = msgspec.structs.replace(dead, payload=b"", message=note)
-                await jetstream.store(self._connection, subject, codec.encode(smaller), headers)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
-
-    async def _refuse_unreadable(
-        self,
-        subject: str,
-        payload: bytes,
-        content_type: str | None,
-        cause: str,
-        delivery: Delivery,
-    ) -> None:
-        dead = DeadJob(
-            reason=intake.MALFORMED,
-            message=cause,
-            subject=subject,
-            payload=payload,
-            request_id=intake.read_owner(payload, content_type).request_id,
-            num_deliveries=delivery.num_deliveries,
-            died_ns=self._clock.now_ns(),
-        )
-        self._log_dead(dead, delivery)
-        await self._store_dead(dead, delivery.stream_sequence)
-        await self._refusals.refuse_unreadable(
-            payload, content_type, MalformedMessageError.code, cause
-        )
-
-    async def _refuse_worn_out(self, job: Job, message: Msg, delivery: Delivery) -> None:
-        held = delivery.num_deliveries - 1
-        dead = DeadJob(
-            reason=intake.TOO_MANY_DELIVERIES,
-            message=f"The job was delivered {held} times without an answer.",
-            subject=message.subject,
-            payload=message.data,
-            request_id=job.request_id,
-            num_deliveries=delivery.num_deliveries,
-            died_ns=self._clock.now_ns(),
-        )
-        self._log_dead(dead, delivery)
-        await self._store_dead(dead, delivery.stream_sequence)
-        await self._refusals.refuse(job, dead.reason, dead.message, delivery.num_deliveries)
-        await self._forget(message.reply)
-
-    def _log_dead(self, dead: DeadJob, delivery: Delivery) -> None:
-        logger.warning(
-            "a job goes to the dead letters",
-            extra={
-                "reason": dead.reason,
-                "subject": dead.subject,
-                "sequence": delivery.stream_sequence,
-            },
-        )
-
-    async def _forget(self, lease: str) -> None:
-        """Ack a buried message; if the server is away just now, it is buried again later."""
-        try:
-            await self.ack(lease)
-        except BusUnavailableError:
-            logger.warning("a dead job stays in the queue until the server is back")
-
-
-def _epoch_ns(timestamp: str) -> int:
-    """UTC epoch of an RFC 3339 time; finer than microseconds is cut."""
-    whole = datetime.fromisoformat(timestamp)
-    return round(whole.timestamp() * 1_000_000) * 1_000

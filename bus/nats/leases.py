@@ -26,3 +26,11 @@ def read_lease(lease: str) -> Delivery:
     if parts[:2] == ["$JS", "ACK"] and len(fields) >= 5 and all(map(str.isdecimal, fields[:4])):
         return Delivery(int(fields[0]), int(fields[1]), int(fields[3]))
     raise MalformedMessageError("a lease is the reply subject of a delivery")
+
+
+def consumer_of(lease: str) -> str:
+    """``<stream>.<consumer>`` that a delivery came from; empty for what is no lease."""
+    parts = lease.split(".")
+    if len(parts) == 9:
+        return f"{parts[2]}.{parts[3]}"
+    return f"{parts[4]}.{parts[5]}" if len(parts) > 9 else ""

@@ -1,4 +1,4 @@
-"""Taking the newest waiting jobs out of a queue that others pull from at the same time."""
+"""Taking waiting jobs, or the queue itself, away from those who pull from it at the same time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from datetime import UTC, datetime, timedelta
 
 from bus import subjects
+from bus.api import Line
 from bus.codec import CONTENT_TYPE
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
@@ -13,30 +14,30 @@ from bus.nats.jetstream import RawMessage
 
 logger = logging.getLogger(__name__)
 
-# A shedder that dies holds its model's deliveries up for no longer than this.
+# Whoever dies meanwhile holds a line's deliveries up for no longer than this.
 _PAUSE_S = 2.0
 _PAST = datetime.fromtimestamp(0, UTC)
 
 
-async def take_newest(connection: Connection, model: str, count: int) -> list[RawMessage]:
+async def take_newest(connection: Connection, line: Line, count: int) -> list[RawMessage]:
     """Up to ``count`` of the newest messages that nobody holds, newest first; they are ours now.
 
     Waiting are the messages behind the newest one that was delivered. Whoever deletes a message
     has it, but a deletion does not stop a delivery that is under way, so deliveries are paused
     meanwhile. Raises JetStreamError or BusUnavailableError; what was deleted before is put back.
     """
-    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(model)
+    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
     await jetstream.pause(connection, stream, consumer, pause_until)
     taken: list[RawMessage] = []
     try:
-        await _delete_newest(connection, model, count, taken)
+        await _delete_newest(connection, line, count, taken)
         info = await jetstream.consumer_info(connection, stream, consumer)
     except BaseException:
         await _put_back(connection, taken)
         raise
     # If another shedder paused it again, the end of the pause is that one's to tell.
-    if info.config.pause_until and _is_same(info.config.pause_until, pause_until):
+    if _is_same(info.config.pause_until, pause_until):
         await jetstream.pause(connection, stream, consumer, _PAST)
     # The pause may have ended before we had: what may have been delivered is not ours. Put back,
     # it may run twice, which epochs and record identities allow for; dropped, it might never run.
@@ -45,14 +46,37 @@ async def take_newest(connection: Connection, model: str, count: int) -> list[Ra
     return [message for message in taken if message.seq > delivered]
 
 
+async def remove_idle(connection: Connection, line: Line) -> bool:
+    """Remove a line's consumer, unless it has jobs. Raises JetStreamError or BusUnavailableError.
+
+    It forgets its deliveries, so there must be none: deliveries are paused, and only then it is
+    looked whether there is anything.
+    """
+    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
+    info = await jetstream.find_consumer(connection, stream, consumer)
+    if info is None:
+        return True
+    if info.has_messages:
+        return False
+    pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
+    await jetstream.pause(connection, stream, consumer, pause_until)
+    info = await jetstream.find_consumer(connection, stream, consumer)
+    if info is not None and not info.has_messages:
+        await jetstream.delete_consumer(connection, stream, consumer, timeout_s=_PAUSE_S / 2)
+        return True
+    if info is not None and _is_same(info.config.pause_until, pause_until):
+        await jetstream.pause(connection, stream, consumer, _PAST)
+    return info is None
+
+
 async def _delete_newest(
-    connection: Connection, model: str, count: int, taken: list[RawMessage]
+    connection: Connection, line: Line, count: int, taken: list[RawMessage]
 ) -> None:
-    stream, job_filter = subjects.JOBS_STREAM, subjects.jobs_of(model)
-    consumer = subjects.jobs_consumer(model)
+    stream, subject = subjects.JOBS_STREAM, subjects.job(line)
+    consumer = subjects.jobs_consumer(line)
     delivered = (await jetstream.consumer_info(connection, stream, consumer)).delivered.stream_seq
     while len(taken) < count:
-        message = await jetstream.newest(connection, stream, job_filter)
+        message = await jetstream.newest(connection, stream, subject)
         if message is None or message.seq <= delivered:
             return
         if await jetstream.delete(connection, stream, message.seq):
@@ -70,4 +94,4 @@ async def _put_back(connection: Connection, messages: list[RawMessage]) -> None:
 
 
 def _is_same(timestamp: str, moment: datetime) -> bool:
-    return datetime.fromisoformat(timestamp) == moment
+    return bool(timestamp) and datetime.fromisoformat(timestamp) == moment

@@ -15,6 +15,7 @@ from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
 from bus.nats.leases import read_lease
+from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
 from bus.results import watch_results
 from schemas.errors import BusUnavailableError
@@ -62,10 +63,11 @@ class NatsResults:
 class NatsOutbox:
     """See ``bus.api.Outbox``."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
         self._puller = Puller(
             connection,
+            inbox,
             subjects.OUTBOX_STREAM,
             subjects.BRIDGE_CONSUMER,
             lambda: topology.ensure_bridge(connection),

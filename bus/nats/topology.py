@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from bus import subjects
+from bus.api import Line
 from bus.directory import ENTRY_TTL_S
 from bus.nats import jetstream
 from bus.nats.connection import Connection
@@ -16,6 +17,11 @@ from schemas.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S = 600.0
+# A line's consumer that nobody pulls from for so long is removed by the server: no scheduler is
+# left to forget the line, and consumers cost memory.
+LINE_IDLE_S = 3_600.0
+# Of a tier and a tenant each; without a bound of its own, a stream may have no more than 1,000.
+MAX_LINES = 100_000
 DEAD_MAX_AGE_S = 30 * 86_400.0
 DEAD_MAX_MESSAGES = 100_000
 BRIDGE_ACK_WAIT_S = 30.0
@@ -24,11 +30,11 @@ BRIDGE_ACK_WAIT_S = 30.0
 def streams(config: NatsConfig) -> list[Json]:
     """The configuration of every stream."""
 
-    def stream(name: str, subject: str, max_age_s: float = 0.0, **more: object) -> Json:
+    def stream(name: str, *names: str, max_age_s: float = 0.0, **more: object) -> Json:
         window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
         return {
             "name": name,
-            "subjects": [subject],
+            "subjects": names,
             "retention": "limits",
             "storage": "file",
             "discard": "old",
@@ -39,28 +45,36 @@ def streams(config: NatsConfig) -> list[Json]:
             **more,
         }
 
+    stored, told = subjects.STORED_JOBS
     return [
         stream(
             subjects.JOBS_STREAM,
-            subjects.ALL_JOBS,
+            *subjects.ALL_JOBS,
             retention="workqueue",
             discard="new",
             max_msgs=config.max_stored_jobs,
+            max_consumers=MAX_LINES,
+            republish={"src": stored, "dest": told, "headers_only": True},
         ),
-        stream(subjects.DEAD_STREAM, subjects.ALL_DEAD, DEAD_MAX_AGE_S, max_msgs=DEAD_MAX_MESSAGES),
-        stream(subjects.RESULTS_STREAM, subjects.ALL_RESULTS, config.results_ttl_s),
-        stream(subjects.OUTBOX_STREAM, subjects.ALL_RECORDS, config.outbox_max_age_s),
-        stream(subjects.FILES_STREAM, subjects.ALL_FILES, config.files_ttl_s),
+        stream(
+            subjects.DEAD_STREAM,
+            subjects.ALL_DEAD,
+            max_age_s=DEAD_MAX_AGE_S,
+            max_msgs=DEAD_MAX_MESSAGES,
+        ),
+        stream(subjects.RESULTS_STREAM, subjects.ALL_RESULTS, max_age_s=config.results_ttl_s),
+        stream(subjects.OUTBOX_STREAM, subjects.ALL_RECORDS, max_age_s=config.outbox_max_age_s),
+        stream(subjects.FILES_STREAM, subjects.ALL_FILES, max_age_s=config.files_ttl_s),
         stream(
             subjects.BATCHES_STREAM,
             subjects.ALL_BATCHES,
-            config.files_ttl_s,
+            max_age_s=config.files_ttl_s,
             allow_rollup_hdrs=True,
         ),
         stream(
             subjects.WORKERS_STREAM,
             subjects.ALL_WORKERS,
-            ENTRY_TTL_S,
+            max_age_s=ENTRY_TTL_S,
             storage="memory",
             max_msgs_per_subject=1,
             allow_rollup_hdrs=True,
@@ -87,27 +101,44 @@ async def _ensure_stream(connection: Connection, body: Json) -> None:
         raise ConfigError(f"the stream {name} cannot be set up: {error}") from error
 
 
-async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, model: str) -> None:
-    """One durable pull consumer a model. No BackOff: it would override AckWait. Deliveries are
-    counted when they are pulled, as the server would leave a job over its limit in the queue."""
-    name = subjects.jobs_consumer(model)
-    job_filter = subjects.jobs_of(model)
-    await _create_consumer(
-        connection,
-        subjects.JOBS_STREAM,
-        f"{name}.{job_filter}",
-        {
-            "name": name,
-            "durable_name": name,
-            "filter_subject": job_filter,
-            "deliver_policy": "all",
-            "ack_policy": "explicit",
-            "ack_wait": nanoseconds(config.ack_wait_s),
-            "max_deliver": -1,
-            "max_ack_pending": -1,
-            "replay_policy": "instant",
-        },
-    )
+async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line: Line) -> int:
+    """One durable pull consumer a line; the UTC epoch at which it was made, in ns.
+
+    No BackOff: it would override AckWait. Deliveries are counted when they are pulled, as the
+    server would leave a job over its limit in the queue.
+    """
+    name = subjects.jobs_consumer(line)
+    body = {
+        "filter_subject": subjects.job(line),
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(config.ack_wait_s),
+        "max_deliver": -1,
+        "max_ack_pending": -1,
+        "replay_policy": "instant",
+        "inactive_threshold": nanoseconds(LINE_IDLE_S),
+    }
+    try:
+        try:
+            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+        except JetStreamError as error:
+            if error.number != jetstream.CONSUMER_NOT_UNIQUE:
+                raise
+            await _remove_outdated_consumers(connection)
+            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+    except JetStreamError as error:
+        raise jetstream.unexpected(error) from error
+    return jetstream.epoch_ns(info.created)
+
+
+async def _remove_outdated_consumers(connection: Connection) -> None:
+    """Once there was one consumer a model, for all its lines. Jobs that were held by one come
+    again as ``uncertain``."""
+    stream = subjects.JOBS_STREAM
+    for name in await jetstream.consumer_names(connection, stream):
+        if subjects.is_outdated_consumer(name):
+            logger.warning("an outdated consumer of the jobs is removed", extra={"consumer": name})
+            await jetstream.delete_consumer(connection, stream, name)
 
 
 async def ensure_bridge(connection: Connection, after_sequence: int | None = None) -> None:
@@ -115,47 +146,26 @@ async def ensure_bridge(connection: Connection, after_sequence: int | None = Non
     start again."""
     name = subjects.BRIDGE_CONSUMER
     stream = subjects.OUTBOX_STREAM
-    if after_sequence is not None:
-        await _delete_consumer(connection, stream, name)
-    else:
-        try:
-            await jetstream.consumer_info(connection, stream, name)
-        except JetStreamError as error:
-            if error.number != jetstream.CONSUMER_NOT_FOUND:
-                raise jetstream.unexpected(error) from error
-        else:
-            return
     start: Json = {"deliver_policy": "all"}
     if after_sequence:
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_sequence + 1}
-    await _create_consumer(
-        connection,
-        stream,
-        name,
-        {
-            "name": name,
-            "durable_name": name,
-            "ack_policy": "explicit",
-            "ack_wait": nanoseconds(BRIDGE_ACK_WAIT_S),
-            "max_deliver": -1,
-            "max_ack_pending": -1,
-            "replay_policy": "instant",
-            **start,
-        },
-    )
-
-
-async def _create_consumer(connection: Connection, stream: str, path: str, config: Json) -> None:
-    body = {"stream_name": stream, "config": config, "action": ""}
     try:
-        await jetstream.call(connection, f"CONSUMER.CREATE.{stream}.{path}", body)
+        if after_sequence is not None:
+            await jetstream.delete_consumer(connection, stream, name)
+        elif await jetstream.find_consumer(connection, stream, name) is not None:
+            return
+        await jetstream.create_consumer(
+            connection,
+            stream,
+            name,
+            {
+                "ack_policy": "explicit",
+                "ack_wait": nanoseconds(BRIDGE_ACK_WAIT_S),
+                "max_deliver": -1,
+                "max_ack_pending": -1,
+                "replay_policy": "instant",
+                **start,
+            },
+        )
     except JetStreamError as error:
         raise jetstream.unexpected(error) from error
-
-
-async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
-    try:
-        await jetstream.call(connection, f"CONSUMER.DELETE.{stream}.{name}")
-    except JetStreamError as error:
-        if error.number != jetstream.CONSUMER_NOT_FOUND:
-            raise jetstream.unexpected(error) from error

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from bus import asyncapi, subjects
+from bus.api import Line
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Job, Tier
 
@@ -60,7 +61,8 @@ def test_its_addresses_are_the_ones_on_the_wire() -> None:
         if channel["address"] is not None
     ]
     used = [
-        subjects.job("m/1", Tier.PRO),
+        subjects.job(Line("m/1", Tier.PRO, None)),
+        subjects.job(Line("m/1", Tier.PRO, "t 1")),
         subjects.frames("g 1", "r.1"),
         subjects.envelope("g 1"),
         subjects.cancel("r.1"),
@@ -72,6 +74,7 @@ def test_its_addresses_are_the_ones_on_the_wire() -> None:
         subjects.ended("w.1"),
         subjects.queue_status("m/1"),
         subjects.heartbeat("w.1"),
+        subjects.prefix_report("w.1"),
         subjects.TELEMETRY,
         *subjects.RECORD_TOPICS,
     ]

@@ -8,18 +8,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.api import Bus, LeasedJob
+from bus.api import Bus, LeasedJob, Line
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError
 from schemas.frames import Accepted, Frame
-from schemas.jobs import Job, JobResult
+from schemas.jobs import Job, JobResult, Tier
 from schemas.records import RequestRecord
 from tests.support.nats_streams import delete_streams
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 
 ACK_WAIT_S = 1.0
+LINE = Line("demo", Tier.FREE, "local")
 
 
 def job(number: int) -> Job:
@@ -47,25 +48,25 @@ def restart(server: NatsServer) -> None:
 async def test_queued_jobs_survive(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
     one, two = buses
     await asyncio.gather(*(one.jobs.publish(job(number)) for number in range(100)))
-    held = await two.jobs.pull("demo", 10, 1.0)
+    held = await two.jobs.pull(LINE, 10, 1.0)
     restart(nats_server)
     await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in held))
     pulled: list[LeasedJob] = []
     while len(pulled) < 90:
-        more = await two.jobs.pull("demo", 50, 5.0)
+        more = await two.jobs.pull(LINE, 50, 5.0)
         assert more
         pulled += more
         await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in more))
     ids = {leased.job.request_id for leased in (*held, *pulled)}
     assert ids == {f"r{number}" for number in range(100)}
     assert all(leased.num_deliveries == 1 for leased in pulled)
-    assert await two.jobs.pull("demo", 1, 0.1) == []
+    assert await two.jobs.pull(LINE, 1, 0.1) == []
     assert (await one.jobs.publish(job(5))).duplicate
 
 
 async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
     one, two = buses
-    waiting = asyncio.ensure_future(two.jobs.pull("demo", 1, 30.0))
+    waiting = asyncio.ensure_future(two.jobs.pull(LINE, 1, 30.0))
     outbox = asyncio.ensure_future(two.outbox.pull(1, 30.0))
     await asyncio.sleep(0.05)
     restart(nats_server)
@@ -91,7 +92,7 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
     await eventually(lambda: not one.connected)
     nats_server.start()
     await asyncio.gather(*tasks)
-    assert len(await two.jobs.pull("demo", 5, 1.0)) == 1
+    assert len(await two.jobs.pull(LINE, 5, 1.0)) == 1
     assert len(await two.outbox.pull(5, 1.0)) == 1
     assert await two.results.fetch("t", "r1") == result
 
@@ -118,8 +119,8 @@ async def test_a_server_that_lost_its_store(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
-    assert await two.jobs.pull("demo", 1, 0.05) == []
-    waiting = asyncio.ensure_future(two.jobs.pull("demo", 1, 30.0))
+    assert await two.jobs.pull(LINE, 1, 0.05) == []
+    waiting = asyncio.ensure_future(two.jobs.pull(LINE, 1, 30.0))
     nats_server.kill()
     nats_server.wipe()
     nats_server.start()
@@ -136,7 +137,7 @@ async def test_a_hung_server_is_an_error_in_time(
     try:
         with pytest.raises(BusUnavailableError):
             await bus.jobs.publish(job(1))
-        assert await bus.jobs.pull("demo", 1, 0.1) == []
+        assert await bus.jobs.pull(LINE, 1, 0.1) == []
     finally:
         nats_server.resume()
     await bus.close()
@@ -152,7 +153,7 @@ async def test_close_while_the_server_is_away(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, _ = buses
-    pulling = asyncio.ensure_future(one.jobs.pull("demo", 1, 0.5))
+    pulling = asyncio.ensure_future(one.jobs.pull(LINE, 1, 0.5))
     nats_server.kill()
     await eventually(lambda: not one.connected)
     await one.frames.publish("g", [("r", Accepted())])
@@ -170,12 +171,12 @@ async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> 
     await delete_streams(nats_server)
     first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
     await first.jobs.publish(job(1))
-    await first.jobs.pull("demo", 1, 1.0)
+    await first.jobs.pull(LINE, 1, 1.0)
     config = NatsConfig(url=nats_server.url, ack_wait_s=0.3, max_stored_jobs=7)
     second = await connect(config, "second")
     await second.jobs.publish(job(2))
-    assert len(await second.jobs.pull("demo", 1, 1.0)) == 1
-    (again,) = await second.jobs.pull("demo", 1, 2.0)
+    assert len(await second.jobs.pull(LINE, 1, 1.0)) == 1
+    (again,) = await second.jobs.pull(LINE, 1, 2.0)
     assert again.num_deliveries == 2
     await first.close()
     await second.close()

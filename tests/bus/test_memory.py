@@ -6,15 +6,18 @@ import asyncio
 
 import pytest
 
+from bus.api import Line
 from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import NatsConfig
 from schemas.control import WorkerStatus
 from schemas.errors import BusUnavailableError
 from schemas.frames import Accepted, Frame
-from schemas.jobs import Job, JobResult
+from schemas.jobs import Job, JobResult, Tier
 
 JOB = Job(request_id="r1", model="demo", prompt="x")
+LINE = Line.of(JOB)
+OTHER = Line("none", Tier.FREE, "local")
 
 
 @pytest.fixture
@@ -29,8 +32,8 @@ def bus(clock: ManualClock) -> MemoryBus:
 
 async def test_a_lease_lasts_as_long_as_the_clock_says(bus: MemoryBus, clock: ManualClock) -> None:
     await bus.jobs.publish(JOB)
-    await bus.jobs.pull("demo", 1, 0.0)
-    waiting = asyncio.ensure_future(bus.jobs.pull("demo", 1, 100.0))
+    await bus.jobs.pull(LINE, 1, 0.0)
+    waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 100.0))
     await clock.advance(5.9)
     assert not waiting.done()
     await clock.advance(0.2)
@@ -39,11 +42,11 @@ async def test_a_lease_lasts_as_long_as_the_clock_says(bus: MemoryBus, clock: Ma
     await clock.advance(5.0)
     await bus.jobs.extend(leased.lease)
     await clock.advance(5.0)
-    assert await bus.jobs.pull("demo", 1, 0.0) == []
+    assert await bus.jobs.pull(LINE, 1, 0.0) == []
 
 
 async def test_an_empty_pull_ends_at_its_time(bus: MemoryBus, clock: ManualClock) -> None:
-    waiting = asyncio.ensure_future(bus.jobs.pull("demo", 1, 3.0))
+    waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 3.0))
     await clock.advance(2.9)
     assert not waiting.done()
     await clock.advance(0.1)
@@ -71,13 +74,15 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
     await other.frames.subscribe("g", lambda *pair: seen.append(pair))
     other.on_reconnect(lambda: reconnects.append(other.connected))
     await bus.jobs.publish(JOB)
-    waiting = asyncio.ensure_future(other.jobs.pull("none", 1, 50.0))
+    waiting = asyncio.ensure_future(other.jobs.pull(OTHER, 1, 50.0))
     bus.broker.stop()
     assert not bus.connected
     for call in (
         bus.jobs.publish(JOB),
-        bus.jobs.depth("demo"),
-        bus.jobs.shed_newest("demo", 1),
+        bus.jobs.depth(LINE),
+        bus.jobs.shed_newest(LINE, 1),
+        bus.jobs.lines(),
+        bus.jobs.forget_line(LINE),
         bus.results.fetch("t", "r"),
         bus.outbox.last_sequence(),
         bus.workers.watch(lambda status: None),
@@ -86,7 +91,7 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
             await call
     await bus.frames.publish("g", [("lost", Accepted())])
     assert await bus.control.resume_point("g", "r", 1.0) is None
-    pulling = asyncio.ensure_future(bus.jobs.pull("demo", 1, 50.0))
+    pulling = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 50.0))
     await clock.advance(1.0)
     assert not pulling.done()
     bus.broker.start()

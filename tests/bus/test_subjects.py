@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import subjects
+from bus.api import Line
 from schemas.jobs import Source, Tier
 from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
 
 LEGAL = re.compile(r"[A-Za-z0-9_%-]+")
 FREE_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
+LINES = st.builds(Line, FREE_TEXT, st.sampled_from(Tier), st.none() | FREE_TEXT)
 
 
 @given(FREE_TEXT)
@@ -27,7 +29,6 @@ def test_a_token_is_legal_and_reversible(text: str) -> None:
 @given(FREE_TEXT, FREE_TEXT)
 def test_tokens_differ_where_texts_do(one: str, other: str) -> None:
     assert (subjects.token(one) == subjects.token(other)) == (one == other)
-    assert (subjects.jobs_consumer(one) == subjects.jobs_consumer(other)) == (one == other)
     assert (subjects.worker_entry(one) == subjects.worker_entry(other)) == (one == other)
 
 
@@ -46,11 +47,38 @@ def test_known_bad_tokens(encoded: str) -> None:
         subjects.untoken(encoded)
 
 
-@given(FREE_TEXT, st.sampled_from(Tier))
-def test_a_job_subject_says_model_and_tier(model: str, tier: Tier) -> None:
-    subject = subjects.job(model, tier)
-    assert subject.count(".") == 2
-    assert subjects.model_and_tier(subject) == (model, tier.value)
+@given(LINES)
+def test_a_job_subject_says_its_line(line: Line) -> None:
+    subject = subjects.job(line)
+    assert subject.count(".") == (2 if line.tenant is None else 3)
+    assert subjects.line_of(subject) == line
+    assert subjects.stored_line_of(subjects.stored_job(subject)) == line
+
+
+@given(LINES, LINES)
+def test_each_line_has_a_consumer_of_its_own(one: Line, other: Line) -> None:
+    assert (subjects.jobs_consumer(one) == subjects.jobs_consumer(other)) == (one == other)
+    assert LEGAL.fullmatch(subjects.jobs_consumer(one))
+    assert not subjects.is_outdated_consumer(subjects.jobs_consumer(one))
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "jobs",
+        "jobs.m",
+        "jobs.m.gold",
+        "jobs.m.free.t.x",
+        "jobs.m.free.",
+        "jobs.%zz.free",
+        "jobs.m.free.%zz",
+        "dead.jobs.free",
+        "stored.jobs.m.free",
+    ],
+)
+def test_a_subject_of_no_line_is_refused(subject: str) -> None:
+    with pytest.raises(ValueError, match=r"subject|token|Tier"):
+        subjects.line_of(subject)
 
 
 @given(FREE_TEXT, FREE_TEXT)
@@ -61,15 +89,11 @@ def test_a_request_is_told_from_an_envelope(reply: str, request_id: str) -> None
 
 
 def test_plain_names_are_as_they_were() -> None:
-    assert subjects.job("qwen3-0_6b", Tier.PRO) == "jobs.qwen3-0_6b.pro"
-    assert subjects.job("meta/Llama 3.1", Tier.FREE) == "jobs.meta%2FLlama%203%2E1.free"
+    assert subjects.job(Line("qwen3-0_6b", Tier.PRO, None)) == "jobs.qwen3-0_6b.pro"
+    llama = Line("meta/Llama 3.1", Tier.FREE, "acme.eu")
+    assert subjects.job(llama) == "jobs.meta%2FLlama%203%2E1.free.acme%2Eeu"
     assert subjects.frames("g1", "r1") == "tok.g1.r1"
     assert subjects.generation_key("r1") == "gen:r1"
-
-
-@given(st.text(min_size=1, max_size=400))
-def test_consumer_names_fit_a_file_name(model: str) -> None:
-    assert len(subjects.jobs_consumer(model)) <= 128
 
 
 def test_each_record_has_its_subject_topic_and_identity() -> None:
