@@ -12,6 +12,8 @@ import msgspec
 import yaml
 
 from registry.pricing import UNPRICED, PriceBook
+from registry.routing import Route, Router
+from schemas.config import TierPolicies
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
 from schemas.pooling import Pooling
@@ -57,10 +59,20 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Catalogue:
-    """The models that can be served, by name. Immutable."""
+    """The models that can be served, by name, and the routes that choose among them. Immutable.
 
-    def __init__(self, entries: Mapping[str, ModelEntry]) -> None:
+    A route that leads to a model which is not there is left out.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, ModelEntry], routes: Mapping[str, Route] | None = None
+    ) -> None:
         self._entries = dict(entries)
+        self.routes = {
+            name: route
+            for name, route in (routes or {}).items()
+            if self._entries.keys() >= set(route.models)
+        }
 
     def names(self) -> tuple[str, ...]:
         """In the order of the file."""
@@ -92,7 +104,17 @@ class Catalogue:
         """This catalogue and ``entry_for(path_or_name)``, which takes the place of an entry of
         the same name."""
         entry = self.entry_for(path_or_name)
-        return Catalogue(self._entries | {entry.name: entry})
+        return Catalogue(self._entries | {entry.name: entry}, self.routes)
+
+    def router(self, policies: TierPolicies | None = None) -> Router:
+        """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or
+        what they are by default."""
+        tiers = {name: entry.tiers for name, entry in self._entries.items()}
+        return Router(self.routes, tiers, policies)
+
+    def only(self, entries: Mapping[str, ModelEntry]) -> Catalogue:
+        """These entries, and the routes among them."""
+        return Catalogue(entries, self.routes)
 
     def write(self, file: Path) -> None:
         """Write it in the form that ``load_catalogue`` reads, for other processes."""
@@ -100,7 +122,8 @@ class Catalogue:
             name: {key: value for key, value in msgspec.to_builtins(entry).items() if key != "name"}
             for name, entry in self._entries.items()
         }
-        file.write_text(yaml.safe_dump({"models": models}, sort_keys=False, allow_unicode=True))
+        data = {"models": models, "routes": msgspec.to_builtins(self.routes)}
+        file.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
 def load_catalogue(path: str) -> Catalogue:
@@ -117,10 +140,16 @@ def load_catalogue(path: str) -> Catalogue:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
     if not isinstance(data, dict) or not isinstance(data.get("models"), dict):
         raise ConfigError(f"{file} must hold a mapping `models` from names to models.")
-    unknown = [str(key) for key in data if key != "models"]
+    unknown = [str(key) for key in data if key not in ("models", "routes")]
     if unknown:
-        raise ConfigError(f"{file} has unknown keys: {', '.join(unknown)}; it takes `models` only.")
-    return Catalogue({name: _entry(file, name, raw) for name, raw in data["models"].items()})
+        raise ConfigError(
+            f"{file} has unknown keys: {', '.join(unknown)}; it takes `models` and `routes` only."
+        )
+    entries = {name: _entry(file, name, raw) for name, raw in data["models"].items()}
+    routes = data.get("routes") or {}
+    if not isinstance(routes, dict):
+        raise ConfigError(f"{file}: `routes` must be a mapping from names to routes.")
+    return Catalogue(entries, {name: _route(file, name, routes[name], entries) for name in routes})
 
 
 def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
@@ -132,6 +161,26 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
         return ModelEntry(name=_checked_name(name), **fields)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
+
+
+def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]) -> Route:
+    where = f"{file}: route {name}"
+    try:
+        route = msgspec.convert(raw, Route)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}.") from error
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in entries:
+        raise ConfigError(f"{where}: its name must be text without spaces, and no model's.")
+    unknown = [model for model in route.models if model not in entries]
+    if unknown:
+        raise ConfigError(
+            f"{where}: there is no model {unknown[0]!r:.200}. Models: {', '.join(entries)}."
+        )
+    for tier, rule in route.tiers.items():
+        model = {"small": route.small, "large": route.large}.get(str(rule))
+        if model is not None and tier not in entries[model].tiers:
+            raise ConfigError(f"{where}: the tier {tier} may not use the model {model}.")
+    return route
 
 
 def _source(folder: Path, source: str) -> str:
