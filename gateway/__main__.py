@@ -27,7 +27,7 @@ from gateway.server import Server, listen
 from gateway.tool_catalogue import load_tools
 from registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from registry.served import ServedModel
-from schemas.config import Config, GatewayConfig
+from schemas.config import Config, GatewayConfig, TierPolicies
 from schemas.errors import MillraceError
 from schemas.openai import ModelCard
 
@@ -57,7 +57,7 @@ def _allow_many_sockets() -> None:
 
 async def _run(config: Config) -> None:
     catalogue = load_catalogue(config.catalogue)
-    models = models_of(catalogue)
+    models = models_of(catalogue, config.scheduler.tiers)
     tools = load_tools(config.gateway.tools, os.environ)
     listener = listen(config.gateway)
     try:
@@ -116,10 +116,10 @@ async def _warm_up(models: Models, catalogue: Catalogue) -> None:
             _log.error("a model cannot be served", extra={"model": name, "why": error.message})
 
 
-def models_of(catalogue: Catalogue) -> Models:
-    """The catalogue's models, as the gateway offers them."""
+def models_of(catalogue: Catalogue, policies: TierPolicies | None = None) -> Models:
+    """The catalogue's models and routes, as the gateway offers them."""
     cards = {name: _card(catalogue.get(name)) for name in catalogue.names()}
-    return Models(cards, partial(ServedModel.load, catalogue))
+    return Models(cards, partial(ServedModel.load, catalogue), catalogue.router(policies))
 
 
 def _card(entry: ModelEntry) -> ModelCard:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gateway.caller import Caller
 from gateway.choice import TOOL_CALLS, Choice
 from gateway.errors import Refusal, refusal_of_end
+from gateway.model_choice import route_headers
 from gateway.nobody import INERT, Nobody
 from gateway.parsing import Ask
 from gateway.parts import Part, StepPart
@@ -58,7 +59,7 @@ class Answer:
         self.request_id = request_id
         self.created_s = created_s
         self.session = session
-        self.headers = list(headers)
+        self.headers = [*headers, *route_headers(ask)]
         self.idempotency_key = idempotency_key
         self.first_indices = first_indices
         self.owner = owner

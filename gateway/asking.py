@@ -21,6 +21,7 @@ from gateway.errors import DrainingError
 from gateway.fleet import Fleet
 from gateway.job_maker import JobMaker, with_prompt
 from gateway.latency import GapCounts
+from gateway.model_choice import ModelChoice
 from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
 from gateway.request_index import RequestIndex, RequestState
@@ -53,6 +54,7 @@ class Asker:
         config: GatewayConfig,
         gateway_id: str,
         models: Models,
+        choice: ModelChoice,
         streams: StreamTable,
         fleet: Fleet,
         clock: Clock,
@@ -71,6 +73,7 @@ class Asker:
         self._config = config
         self._gateway_id = gateway_id
         self._models = models
+        self._choice = choice
         self._fleet = fleet
         self._clock = clock
         self._index = index
@@ -118,6 +121,7 @@ class Asker:
         accepted on return. A client that left in the meantime is for the caller to notice."""
         self._check_stays()
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
+        ask = await self._choice.resolve(ask, caller.tenant, tier_of(ask, caller))
         model = await self._models.get(ask.model)
         async with self._in_session(ask, caller, model, request_id) as (session, ask):
             state = RequestState(
@@ -308,7 +312,8 @@ class Asker:
             session_id=ask.session_id,
             tier=state.tier,
             source=state.source,
-            model_requested=ask.model,
+            model_requested=ask.model_requested or ask.model,
+            route_reason=ask.route_reason,
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
         )

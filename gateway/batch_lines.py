@@ -137,11 +137,17 @@ class GenerationKind(LineKind):
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
     ) -> LineOrder:
         prepared = await self._endpoint.prepare(body, caller)
-        ask = prepared.ask
         _refuse_what_needs_a_client(prepared)
+        ask = self._gateway.choice.resolve_alone(prepared.ask, Tier.BATCH)
+        prepared = replace(prepared, ask=ask)
         model = await self._gateway.models.get(ask.model)
         base = base_job(ask.model, caller, request_id, received_ns, deadline_ns)
-        base = replace(base, user=ask.user)
+        base = replace(
+            base,
+            user=ask.user,
+            model_requested=ask.model_requested or ask.model,
+            route_reason=ask.route_reason,
+        )
         jobs = await self._gateway.asker.maker.jobs(base, ask, model, caller)
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
 

@@ -63,7 +63,7 @@ class ChatRenderer:
             answer.request_id,
             "chat.completion.chunk",
             answer.created_s,
-            request.model,
+            answer.ask.model,
             with_usage=self._with_usage,
         )
         num_choices = len(answer.choices)
@@ -130,7 +130,7 @@ class ChatRenderer:
             ChatCompletion(
                 id=answer.request_id,
                 created=answer.created_s,
-                model=self._request.model,
+                model=answer.ask.model,
                 choices=tuple(self._choice(i) for i in range(len(answer.choices))),
                 usage=usage_info(answer.usage),
                 service_tier=self._request.service_tier or msgspec.UNSET,

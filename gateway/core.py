@@ -21,6 +21,7 @@ from gateway.idempotency import Idempotency
 from gateway.identity import Identity
 from gateway.limits import Limiter
 from gateway.metrics import Metrics
+from gateway.model_choice import ModelChoice
 from gateway.models import Models
 from gateway.quiet import generate_quietly
 from gateway.replays import GenerationIndex
@@ -85,12 +86,14 @@ class Gateway:
         self.sessions = Sessions(
             redis, config, clock, models, self.generate_quietly, self.tools.definitions
         )
+        self.choice = ModelChoice(models, self.fleet, self.sessions)
         index = RequestIndex(redis, config.idempotency_ttl_s)
         self.asker = Asker(
             bus,
             config,
             self.gateway_id,
             models,
+            self.choice,
             self.streams,
             self.fleet,
             clock,

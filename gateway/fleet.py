@@ -59,13 +59,17 @@ class Fleet:
         oldest_s = self._clock.monotonic() - _QUEUE_SILENCE_S
         return [status for status, seen_s in self._queues.values() if seen_s >= oldest_s]
 
-    def check_door(self, model: str) -> None:
-        """Raises QueueFullError while the model's queue is over its bound."""
+    def queue(self, model: str) -> QueueStatus | None:
+        """The queue of a model, if a scheduler has reported on it lately."""
         known = self._queues.get(model)
         if known is None or known[1] < self._clock.monotonic() - _QUEUE_SILENCE_S:
-            return
-        status = known[0]
-        if status.num_queued >= status.bound:
+            return None
+        return known[0]
+
+    def check_door(self, model: str) -> None:
+        """Raises QueueFullError while the model's queue is over its bound."""
+        status = self.queue(model)
+        if status is not None and status.num_queued >= status.bound:
             raise QueueFullError(
                 f"{status.num_queued} requests for {model!r} are waiting and the bound is "
                 f"{status.bound}. Try again later.",

@@ -10,8 +10,9 @@ from typing import Protocol
 import msgspec
 
 from registry.pricing import PriceBook
+from registry.routing import Route, Router
 from registry.served import EmbeddingSettings
-from schemas.errors import ModelNotFoundError
+from schemas.errors import ModelNotFoundError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
 from schemas.tools import ToolDefinition, ToolFormat
@@ -60,22 +61,30 @@ class ServedModelLike(Protocol):
 
 
 class Models:
-    """Loads each model once, in a thread; a load that failed is tried again by the next caller."""
+    """Loads each model once, in a thread; a load that failed is tried again by the next caller.
+    The names of ``router`` can be asked for as well, by those who leave the choice."""
 
     def __init__(
-        self, cards: Mapping[str, ModelCard], load: Callable[[str], ServedModelLike]
+        self,
+        cards: Mapping[str, ModelCard],
+        load: Callable[[str], ServedModelLike],
+        router: Router | None = None,
     ) -> None:
+        self.router = router or Router()
         self._cards = dict(cards)
         self._load = load
         self._loaded: dict[str, ServedModelLike] = {}
         self._locks = {name: asyncio.Lock() for name in cards}
 
     def cards(self) -> list[ModelCard]:
-        """All models, as clients see them."""
-        return [self.card(name) for name in self._cards]
+        """All models, as clients see them, then the names that choose one."""
+        return [self.card(name) for name in (*self._cards, *self.router.routes)]
 
     def card(self, name: str) -> ModelCard:
         """Raises ModelNotFoundError."""
+        route = self.router.routes.get(name)
+        if route is not None:
+            return self._card_of(name, route)
         known = self._cards.get(name)
         if known is None:
             raise ModelNotFoundError(
@@ -87,12 +96,32 @@ class Models:
         return msgspec.structs.replace(known, max_model_len=model.context_window_tokens)
 
     async def get(self, name: str) -> ServedModelLike:
-        """Raises ModelNotFoundError, or CheckpointError if its files cannot be used."""
+        """Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
+        CheckpointError if its files cannot be used."""
         model = self._loaded.get(name)
         if model is not None:
             return model
+        route = self.router.routes.get(name)
+        if route is not None:
+            raise ParameterError(
+                "model",
+                f"{name} chooses a model for each completion; name one here: "
+                f"{route.small} or {route.large}.",
+            )
         self.card(name)
         async with self._locks[name]:
             if name not in self._loaded:
                 self._loaded[name] = await asyncio.to_thread(self._load, name)
             return self._loaded[name]
+
+    def _card_of(self, name: str, route: Route) -> ModelCard:
+        """A route has the longer window of its two models, and is as old as the newer one."""
+        cards = [self.card(model) for model in route.models]
+        windows = [card.max_model_len for card in cards if card.max_model_len is not None]
+        return ModelCard(
+            id=name,
+            created=max(card.created for card in cards),
+            max_model_len=max(windows) if len(windows) == len(cards) else None,
+            description=route.description
+            or f"{route.small} or {route.large}, by what is asked of it",
+        )

@@ -72,6 +72,16 @@ _RATE_LIMITS: dict[str, Schema] = {
         ("reset", "When all {what} are back, such as 6m0s."),
     )
 }
+_ROUTED: dict[str, Schema] = {
+    "x-millrace-model": {
+        "description": "The model that answers.",
+        "schema": {"type": "string"},
+    },
+    "x-millrace-route-reason": {
+        "description": "Why it is that one, if the request left the choice.",
+        "schema": {"type": "string"},
+    },
+}
 _GENERATION_HEADERS: list[Schema] = [
     {
         "name": "Idempotency-Key",
@@ -135,7 +145,12 @@ def openapi_document() -> dict[str, Any]:
         "components": {
             "schemas": components,
             "responses": {str(status): _error(status) for status in _ERRORS},
-            "headers": {"x-request-id": _REQUEST_ID, "Retry-After": _RETRY_AFTER, **_RATE_LIMITS},
+            "headers": {
+                "x-request-id": _REQUEST_ID,
+                "Retry-After": _RETRY_AFTER,
+                **_RATE_LIMITS,
+                **_ROUTED,
+            },
             "securitySchemes": {
                 "key": {
                     "type": "http",
@@ -191,6 +206,8 @@ def _operation(one: Operation, schema_of: dict[Any, Schema]) -> Schema:
     headers = ["x-request-id"]
     if one.is_generation or one.tag == "embeddings":
         headers += _RATE_LIMITS
+    if one.is_generation:
+        headers += _ROUTED
     answer = {
         "description": _STREAMED if one.is_generation else "Done.",
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},

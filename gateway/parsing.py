@@ -71,10 +71,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
     further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
     None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
-    those that the gateway runs.
+    those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
+    asked for and ``route_reason`` why it is this one.
     """
 
     model: str
+    model_requested: str = ""
+    route_reason: str = ""
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None

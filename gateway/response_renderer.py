@@ -152,7 +152,7 @@ class ResponseRenderer:
             id=answer.request_id,
             created_at=answer.created_s,
             status=status,
-            model=request.model,
+            model=answer.ask.model,
             output=self._items.items(),
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,

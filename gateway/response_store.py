@@ -49,6 +49,7 @@ class PreviousResponseNotFoundError(MillraceError):
 
 
 class _Output(msgspec.Struct, frozen=True):
+    model: str
     output: tuple[Item, ...]
 
 
@@ -60,6 +61,11 @@ _output_decoder = msgspec.json.Decoder(_Output)
 def conversation_of(stored: StoredResponse) -> tuple[Item, ...]:
     """All items up to the end of an answer."""
     return (*stored.input, *_output_decoder.decode(stored.response).output)
+
+
+def model_of(stored: StoredResponse) -> str:
+    """The model that answered."""
+    return _output_decoder.decode(stored.response).model
 
 
 class ResponseStore:

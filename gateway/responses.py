@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from bus.redis_link import RedisAwayError
+from gateway.asking import tier_of
 from gateway.caller import Caller
 from gateway.core import Gateway
 from gateway.http import json_response
@@ -31,6 +32,7 @@ from gateway.response_store import (
     ResponseNotFoundError,
     ResponseStore,
     conversation_of,
+    model_of,
 )
 from gateway.response_window import fit_window
 from schemas.errors import ParameterError, PayloadTooLargeError
@@ -69,11 +71,14 @@ class ResponsesEndpoint(Endpoint):
         """Raises MillraceError for a body that cannot be honoured."""
         request = decode(self._decoder, body)
         check_fields(request)
-        earlier = await self._earlier(request.previous_response_id, caller)
+        previous = await self._previous(request.previous_response_id, caller)
+        earlier = () if previous is None else conversation_of(previous)
         given = given_items(request.input)
         items = (*earlier, *given)
         ask = ask_of(request, messages_of(items, request.instructions))
         tools = self._all_tools(ask)
+        former = "" if previous is None else model_of(previous)
+        ask = await self._gateway.choice.resolve(ask, caller.tenant, tier_of(ask, caller), former)
         if request.truncation == "auto":
             model = await self._gateway.models.get(ask.model)
             ask = await fit_window(ask, tools, model, caller, self._gateway.config)
@@ -88,13 +93,13 @@ class ResponsesEndpoint(Endpoint):
         except ParameterError as error:
             raise ParameterError("tools", error.message) from error
 
-    async def _earlier(self, previous_id: str | None, caller: Caller) -> tuple[Item, ...]:
+    async def _previous(self, previous_id: str | None, caller: Caller) -> StoredResponse | None:
         if previous_id is None:
-            return ()
+            return None
         stored = await self._store.get(caller.tenant, previous_id)
         if stored is None:
             raise PreviousResponseNotFoundError(previous_id)
-        return conversation_of(stored)
+        return stored
 
     async def _keeps(self, request: ResponsesRequest, items: tuple[Item, ...]) -> bool:
         """Whether the answer is to be kept. Raises if it cannot be and must."""

@@ -163,7 +163,8 @@ class Resuming:
             session_id=ask.session_id,
             tier=state.tier,
             source=state.source,
-            model_requested=ask.model,
+            model_requested=ask.model_requested or ask.model,
+            route_reason=ask.route_reason,
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
         )

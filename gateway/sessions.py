@@ -148,6 +148,12 @@ class Sessions:
             self._late.add(task)
             task.add_done_callback(self._committed)
 
+    async def last_model(self, tenant: str, session_id: str) -> str:
+        """The model that a conversation was with last; empty if there is none. Raises
+        SessionUnreadableError and RedisAwayError."""
+        session = await self._store.load(tenant, session_id)
+        return session.messages[-1].model if session.messages else ""
+
     async def history(self, tenant: str, session_id: str) -> SessionHistory:
         """The conversation as it is kept. Raises SessionNotFoundError, SessionUnreadableError and
         RedisAwayError."""

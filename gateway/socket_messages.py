@@ -12,6 +12,7 @@ from gateway.logprobs import logprob_infos
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from gateway.stream import OpenStream
 from schemas.websocket import (
+    Accepted,
     ChoiceDone,
     Done,
     Error,
@@ -52,6 +53,16 @@ class Generation:
         self.is_plain = len(answer.choices) == 1 and answer.ask.sampling.logprobs is None
         names = _encode({"id": self.id, "request_id": self.request_id})
         self._delta_head = b'{"type":"delta",%b,"index":' % names[1:-1]
+
+    def accepted(self, answer: Answer) -> Accepted:
+        """The first message of an answer."""
+        return Accepted(
+            id=self.id,
+            request_id=answer.request_id,
+            session=answer.session,
+            model=answer.ask.model,
+            route_reason=answer.ask.route_reason,
+        )
 
     def notes_of(self, stream: OpenStream, payloads: list[bytes]) -> None:
         """Append what there is to say about the first choice's way to a worker."""

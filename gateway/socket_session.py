@@ -22,7 +22,7 @@ from gateway.wires import Wire
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
 from schemas.jobs import Source
-from schemas.websocket import Accepted, Error, Generate, GoingAway, Resume, ServerMessage
+from schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
 
 if TYPE_CHECKING:
     from gateway.core import Gateway
@@ -193,7 +193,7 @@ class SocketSession(Client):
         if self._closed:
             self._part_with(answer)
             return
-        self.say(Accepted(id=generation.id, request_id=answer.request_id, session=answer.session))
+        self.say(generation.accepted(answer))
         if generation.cancelled:
             answer.cancel(CancelReason.CLIENT)
         # Frames may have come before the queue's answer did.

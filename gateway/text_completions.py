@@ -52,7 +52,7 @@ class CompletionRenderer:
             answer.request_id,
             "text_completion",
             answer.created_s,
-            request.model,
+            answer.ask.model,
             with_usage=self._with_usage,
         )
         num_choices = len(answer.choices)
@@ -107,7 +107,7 @@ class CompletionRenderer:
             Completion(
                 id=answer.request_id,
                 created=answer.created_s,
-                model=self._request.model,
+                model=answer.ask.model,
                 choices=tuple(self._choice(i) for i in range(len(answer.choices))),
                 usage=usage_info(answer.usage),
             )

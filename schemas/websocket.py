@@ -106,11 +106,14 @@ class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticate
 
 class Accepted(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
     """The request is stored and will be answered, whatever dies. ``session`` says how the kept
-    conversation was fitted into the context window."""
+    conversation was fitted into the context window. ``model`` answers; ``route_reason`` says why,
+    if the choice was left to the gateway."""
 
     id: str
     request_id: str
     session: SessionInfo | None = None
+    model: str = ""
+    route_reason: str = ""
 
 
 class Queued(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="queued"):
