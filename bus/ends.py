@@ -21,6 +21,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         tier=job.tier,
         model_requested=job.model_requested or job.model,
         model_served=job.model,
+        route_reason=job.route_reason,
         prompt_tokens=len(job.prompt_token_ids or ()),
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,

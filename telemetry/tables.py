@@ -130,6 +130,7 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("tier", _STRING, lambda r: r.tier.value),
         Column("model_requested", _STRING, lambda r: r.model_requested),
         Column("model_served", _STRING, lambda r: r.model_served),
+        Column("route_reason", _STRING, lambda r: r.route_reason),
         Column("worker", _STRING, lambda r: r.worker_id),
         Column("adapter", _STRING, lambda r: r.adapter),
         Column("prompt_tokens", "UInt32", lambda r: r.prompt_tokens),

@@ -8,6 +8,8 @@ SELECT
     source,
     tier,
     if(model_served = '', model_requested, model_served) AS model,
+    model_requested,
+    route_reason,
     worker,
     status,
     finish_reason,
