@@ -30,6 +30,18 @@ return 1
 )
 
 
+# KEYS: the request's. ARGV: a model, why it was chosen, TTL in s. Gives the choice that was first.
+_SETTLE = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'model', 'route_reason')
+if known[1] then return known end
+redis.call('HSET', KEYS[1], 'model', ARGV[1], 'route_reason', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return {ARGV[1], ARGV[2]}
+"""
+)
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Who ran a request last, at what epoch, and whether it is answered."""
 
@@ -63,6 +75,16 @@ class GenerationIndex:
         return Generation(
             worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
         )
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        """The model that was first chosen for a request, and why: this one, if none was or nobody
+        can say."""
+        key = subjects.generation_key(request_id)
+        try:
+            found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
+        except (RedisAwayError, ResponseError):
+            return model, reason
+        return found[0].decode(), found[1].decode()
 
     async def close(self) -> None:
         """Calls that still wait end as if Redis were away."""
