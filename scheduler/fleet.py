@@ -166,6 +166,22 @@ class Fleet:
         """Requests that the workers of a model run or have waiting."""
         return sum([worker.num_held for worker in self.of_model(model)])
 
+    def num_taking(self, model: str) -> int:
+        """Workers of a model that do not drain."""
+        return sum(not worker.status.draining for worker in self.of_model(model))
+
+    def num_slots(self, model: str) -> int:
+        """How many sequences one worker of a model runs at a time, on the average."""
+        slots = [worker.status.max_num_sequences for worker in self.of_model(model)]
+        return round(sum(slots) / len(slots)) if slots else 0
+
+    def kv_share(self, model: str) -> float:
+        """How much of the KV blocks of a model's workers is used."""
+        workers = list(self.of_model(model))
+        num_blocks = sum(worker.status.num_blocks for worker in workers)
+        num_free = sum(worker.status.num_free_blocks for worker in workers)
+        return 1 - num_free / num_blocks if num_blocks else 0.0
+
     def doubtful(self) -> Iterable[WorkerView]:
         """Workers that keep reporting fewer requests than we think they hold."""
         return [worker for worker in self._workers.values() if worker.is_doubtful]

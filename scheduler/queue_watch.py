@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping
 
 from bus.api import Line
+from scheduler.autoscaler import Autoscaler, Signals
 from scheduler.fair_queue import weights_of
 from scheduler.intake import Intake
 from scheduler.lane import Lane
@@ -44,6 +45,7 @@ class QueueWatch:
         self._answers = answers
         self._outlooks = outlooks
         self._weights = weights_of(parts.config.tiers)
+        self._autoscalers = {model: Autoscaler(parts.config.autoscale) for model in lanes}
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -81,7 +83,17 @@ class QueueWatch:
             num_queued -= await self._shed(model, num_queued, per_s)
         outlook = self._outlooks[model]
         outlook.look()
-        now_ns = parts.clock.now_ns()
+        ttft_ms, oldest_wait_s = outlook.ttft_ms(), outlook.oldest_wait_s()
+        signals = Signals(
+            num_workers=parts.fleet.num_taking(model),
+            num_queued=num_queued,
+            num_held=parts.fleet.num_held(model),
+            num_slots=parts.fleet.num_slots(model),
+            kv_share=parts.fleet.kv_share(model),
+            per_s=per_s,
+            wait_s=eta_s(num_queued, per_s),
+            oldest_wait_s=oldest_wait_s,
+        )
         await parts.bus.control.publish_queue_status(
             QueueStatus(
                 model=model,
@@ -90,9 +102,10 @@ class QueueWatch:
                 retry_after_s=retry_after_s(num_queued, bound, per_s),
                 num_workers=parts.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
-                ttft_ms=outlook.ttft_ms(),
-                oldest_wait_s=outlook.oldest_wait_s(),
-                sent_ns=now_ns,
+                ttft_ms=ttft_ms,
+                oldest_wait_s=oldest_wait_s,
+                desired_workers=self._autoscalers[model].desired(signals, parts.clock.monotonic()),
+                sent_ns=parts.clock.now_ns(),
             )
         )
 

@@ -162,8 +162,8 @@ class AutoscaleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     """How many workers a model should have: enough that jobs are predicted to wait no longer than
     ``target_wait_s`` and the KV cache is no fuller than ``target_kv_share``, between
     ``min_workers`` (0: a model that nobody asks for has none) and ``max_workers`` (0: no
-    autoscaling). ``cold_start_s`` is what a worker takes to be there until one was measured. More
-    are wanted as soon as the need is seen; fewer when it was not seen for ``scale_down_after_s``,
+    autoscaling). ``cold_start_s`` is what a worker takes to be there. More are wanted as soon as
+    the need is seen; fewer when it was not seen for ``scale_down_after_s``,
     none when nothing came for ``idle_s``."""
 
     min_workers: int = 1
@@ -173,7 +173,6 @@ class AutoscaleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     cold_start_s: float = 10.0
     scale_down_after_s: float = 60.0
     idle_s: float = 300.0
-    interval_s: float = 1.0
 
 
 class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
