@@ -20,6 +20,7 @@ from workers.flusher import Flusher
 from workers.index import Generations, IndexWriter
 from workers.leases import LeaseKeeper
 from workers.notices import EndedNotices
+from workers.prefix_reports import PrefixReporter
 from workers.requests import Requests
 from workers.status import StatusReporter
 
@@ -81,6 +82,7 @@ class Worker:
             lambda: self.requests.num_running,
             self.requests.num_held_by_tier,
         )
+        self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
@@ -90,10 +92,12 @@ class Worker:
         """
         subscriptions: list[Subscription] = []
         self._engine.on_outputs = self.requests.on_outputs
+        self._engine.on_prefixes = self._prefixes.note
         self._engine.on_lost = self.requests.on_engine_lost
         self._engine.on_replaced = self.requests.on_engine_replaced
         self._bus.on_reconnect(self._leases.hurry)
         self._bus.on_reconnect(self._status.hurry)
+        self._bus.on_reconnect(self._prefixes.report_whole)
         self._bus.on_reconnect(self.requests.tenure.note_cut)
         try:
             async with asyncio.TaskGroup() as group:
@@ -112,6 +116,7 @@ class Worker:
                 ]
                 await self._subscribe(subscriptions)
                 services.append(group.create_task(self._status.run(), name="status"))
+                services.append(group.create_task(self._prefixes.run(), name="prefixes"))
                 self.ready.set()
                 await stopping.wait()
                 self._stop_taking()
