@@ -1,31 +1,36 @@
 """What the bus costs above its client library, on a nats-server of its own.
 
 ``python -m benchmarks.bus`` prints, from the same run, publish to pull latency through the job
-queue and frames relayed per second, each beside bare nats-py doing the same.
+queue and frames relayed per second, each beside bare nats-py doing the same; then what many lines
+cost: to open them, to pull one job of each in turn, and to forget them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import nats
+import psutil
 import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.api import Bus
+from bus.api import Bus, LeasedJob, Line
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.frames import Delta, Frame
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from tests.support.servers import NatsServer
 
 MODEL = "bench"
+LINE = Line(MODEL, Tier.FREE, "local")
 PROMPT = tuple(range(256))
 _BATCH = 64
 
@@ -44,7 +49,7 @@ async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
     """Seconds from the call of publish to the job in the puller's hands, one job at a time."""
     samples: list[float] = []
     for number in range(num_jobs):
-        pulling = asyncio.ensure_future(receiver.jobs.pull(MODEL, 8, 5.0))
+        pulling = asyncio.ensure_future(receiver.jobs.pull(LINE, 8, 5.0))
         await asyncio.sleep(0.002)
         started_s = time.perf_counter()
         job = Job(request_id=f"bench-{number}", model=MODEL, prompt_token_ids=PROMPT)
@@ -73,6 +78,51 @@ async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[
         await publishing
         await message.ack_sync()
     return samples
+
+
+async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) -> list[str]:
+    """What a row of tenants cost, one after another, as lines to print."""
+    tenants = [f"tenant-{number}" for number in range(num_lines)]
+    lines = [Line(MODEL, Tier.PRO, tenant) for tenant in tenants]
+    before_bytes = memory_bytes()
+    costs: list[str] = []
+
+    async def each(what: str, work: Callable[[Line], Awaitable[object]]) -> None:
+        started_s = time.perf_counter()
+        for line in lines:
+            await work(line)
+        each_ms = (time.perf_counter() - started_s) / num_lines * 1e3
+        costs.append(f"  {what:<29} {each_ms:6.2f} ms each")
+
+    held: deque[LeasedJob] = deque()
+    numbers = itertools.count()
+
+    async def publish(line: Line) -> None:
+        job = Job(
+            request_id=f"line-{next(numbers)}",
+            model=MODEL,
+            tier=line.tier,
+            tenant=line.tenant or "",
+            prompt_token_ids=PROMPT,
+        )
+        await bus.jobs.publish(job)
+
+    async def pull(line: Line) -> None:
+        held.extend(await bus.jobs.pull(line, 1, 0.0))
+
+    async def ack(_line: Line) -> None:
+        await bus.jobs.ack(held.popleft().lease)
+
+    await each("publish", publish)
+    await each("open and pull its job", pull)
+    grown_bytes = memory_bytes() - before_bytes
+    await each("acknowledge", ack)
+    await each("publish the next", publish)
+    await each("pull it", pull)
+    await each("acknowledge it", ack)
+    await each("forget", bus.jobs.forget_line)
+    costs.append(f"  server memory                 {grown_bytes / num_lines / 1024:6.1f} KiB each")
+    return costs
 
 
 async def frame_rate(sender: Bus, receiver: Bus, num_frames: int, *, batch: bool) -> float:
@@ -139,13 +189,15 @@ async def _rate(
     return rate
 
 
-async def measure(url: str, num_jobs: int, num_frames: int) -> None:
-    """Prints the table."""
+async def measure(
+    url: str, num_jobs: int, num_frames: int, num_lines: int, memory_bytes: Callable[[], int]
+) -> None:
+    """Prints the tables."""
     num_frames -= num_frames % _BATCH
     config = NatsConfig(url=url)
     sender, receiver = await connect(config, "sender"), await connect(config, "receiver")
     bare_sender, bare_receiver = await nats.connect(url), await nats.connect(url)
-    await receiver.jobs.depth(MODEL)
+    await receiver.jobs.pull(LINE, 1, 0.0)
     bare_samples = await bare_latency(bare_sender, bare_receiver, num_jobs)
     samples = await job_latency(sender, receiver, num_jobs)
     print(f"publish to pull, one job at a time, {num_jobs} jobs")
@@ -158,6 +210,9 @@ async def measure(url: str, num_jobs: int, num_frames: int) -> None:
     print(f"  nats-py raw     {bare:9,.0f} messages/s")
     print(f"  frames, single  {single:9,.0f} frames/s   {single / bare:.0%} of raw")
     print(f"  frames, {_BATCH} each {batched:9,.0f} frames/s   {batched / bare:.0%} of raw")
+    costs = await line_costs(receiver, num_lines, memory_bytes)
+    print(f"{num_lines} lines, a tenant each, one request at a time")
+    print("\n".join(costs))
     for client in (bare_sender, bare_receiver):
         await client.close()
     await sender.close()
@@ -169,12 +224,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--frames", type=int, default=50_000)
+    parser.add_argument("--lines", type=int, default=200)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         server = NatsServer(Path(directory))
         server.start()
         try:
-            uvloop.run(measure(server.url, arguments.jobs, arguments.frames))
+            process = psutil.Process(server.pid)
+            measuring = measure(
+                server.url,
+                arguments.jobs,
+                arguments.frames,
+                arguments.lines,
+                lambda: process.memory_info().rss,
+            )
+            uvloop.run(measuring)
         finally:
             server.stop()
 

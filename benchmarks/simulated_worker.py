@@ -24,6 +24,7 @@ from schemas.config import NatsConfig
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started, Usage
 from schemas.jobs import Job
+from tests.support.model_queue import ModelQueue
 
 MODEL = "demo"
 WORKER_ID = "simulated-1"
@@ -81,11 +82,13 @@ class LockstepWorker:
 async def take_jobs(bus: NatsBus, num_jobs: int) -> list[Job]:
     """Take that many jobs off the queue. Raises TimeoutError if they do not come."""
     jobs: list[Job] = []
+    queue = ModelQueue(bus, MODEL)
     async with asyncio.timeout(_TAKE_TIMEOUT_S):
         while len(jobs) < num_jobs:
-            for leased in await bus.jobs.pull(MODEL, num_jobs - len(jobs), 1.0):
+            for leased in await queue.pull(num_jobs - len(jobs), 1.0):
                 jobs.append(leased.job)
                 await bus.jobs.ack(leased.lease)
+    await queue.close()
     return jobs
 
 
@@ -105,6 +108,7 @@ class SimulatedWorker:
 
     def __init__(self, bus: Bus, tokens_per_s: float) -> None:
         self._bus = bus
+        self._queue = ModelQueue(bus, MODEL)
         self._sequences: dict[str, _Sequence] = {}
         num_slots = max(1, round(1 / (tokens_per_s * _STEP_S)))
         # The streams that get a token in the same step: each has its turn once a token's time.
@@ -124,7 +128,7 @@ class SimulatedWorker:
                 tasks.create_task(self._step_forever())
                 tasks.create_task(self._beat_forever())
         finally:
-            for subscription in subscriptions:
+            for subscription in (*subscriptions, self._queue):
                 await subscription.close()
 
     async def adopt(self, jobs: list[Job]) -> None:
@@ -136,7 +140,7 @@ class SimulatedWorker:
 
     async def _take_forever(self) -> None:
         while True:
-            leased = await self._bus.jobs.pull(MODEL, _PULL_JOBS, _PULL_S)
+            leased = await self._queue.pull(_PULL_JOBS, _PULL_S)
             await self.adopt([one.job for one in leased])
             for one in leased:
                 await self._bus.jobs.ack(one.lease)

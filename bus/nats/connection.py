@@ -100,6 +100,12 @@ class Connection:
     def max_payload_bytes(self) -> int:
         return self._client.max_payload
 
+    @property
+    def server_version(self) -> tuple[int, int]:
+        """Major and minor."""
+        version = self._client.connected_server_version
+        return version.major, version.minor
+
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._on_reconnect_calls.append(callback)
 

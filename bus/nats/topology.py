@@ -20,15 +20,17 @@ DUPLICATE_WINDOW_S = 600.0
 # A line's consumer that nobody pulls from for so long is removed by the server: no scheduler is
 # left to forget the line, and consumers cost memory.
 LINE_IDLE_S = 3_600.0
-# Of a tier and a tenant each; without a bound of its own, a stream may have no more than 1,000.
+# Since 2.15 a stream without a bound of its own may have 1,000 consumers; before, any number, and
+# the bound of a stream could not be changed.
 MAX_LINES = 100_000
+_BOUNDED_SINCE = (2, 15)
 DEAD_MAX_AGE_S = 30 * 86_400.0
 DEAD_MAX_MESSAGES = 100_000
 BRIDGE_ACK_WAIT_S = 30.0
 
 
-def streams(config: NatsConfig) -> list[Json]:
-    """The configuration of every stream."""
+def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
+    """The configuration of every stream on a server of that version."""
 
     def stream(name: str, *names: str, max_age_s: float = 0.0, **more: object) -> Json:
         window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
@@ -53,7 +55,7 @@ def streams(config: NatsConfig) -> list[Json]:
             retention="workqueue",
             discard="new",
             max_msgs=config.max_stored_jobs,
-            max_consumers=MAX_LINES,
+            **({"max_consumers": MAX_LINES} if server_version >= _BOUNDED_SINCE else {}),
             republish={"src": stored, "dest": told, "headers_only": True},
         ),
         stream(
@@ -84,7 +86,8 @@ def streams(config: NatsConfig) -> list[Json]:
 
 async def ensure_streams(connection: Connection, config: NatsConfig) -> None:
     """Raises ConfigError if a stream is there that cannot be changed into ours."""
-    await asyncio.gather(*(_ensure_stream(connection, body) for body in streams(config)))
+    wanted = streams(config, connection.server_version)
+    await asyncio.gather(*(_ensure_stream(connection, body) for body in wanted))
 
 
 async def _ensure_stream(connection: Connection, body: Json) -> None:

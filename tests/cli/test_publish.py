@@ -17,6 +17,7 @@ from schemas.config import NatsConfig
 from schemas.control import Replay, WorkerCommand, WorkerReply
 from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame, Started, Usage
 from schemas.jobs import Job, JobResult
+from tests.support.model_queue import pull_one
 from tests.support.waiting import eventually
 
 
@@ -29,7 +30,7 @@ async def bus(nats_config: NatsConfig) -> AsyncIterator[Bus]:
 
 async def answer_one(bus: Bus, frames: Sequence[Frame], result: JobResult | None = None) -> Job:
     """Pull the next job, send it these frames, store the result and let go of the job."""
-    (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+    leased = await pull_one(bus, "demo")
     job = leased.job
     if job.reply:
         await bus.frames.publish(job.reply, [(job.request_id, frame) for frame in frames])
@@ -147,7 +148,7 @@ async def test_a_gap_is_filled_by_the_worker_that_runs_it(
         return WorkerReply(ok=True)
 
     async def lose_one() -> Job:
-        (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+        leased = await pull_one(bus, "demo")
         job = leased.job
         frames = (
             Started(worker_id="w1"),
@@ -180,7 +181,7 @@ async def test_a_failed_request_is_exit_code_1(
     bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail() -> None:
-        (leased,) = await bus.jobs.pull("demo", 1, timeout_s=20.0)
+        leased = await pull_one(bus, "demo")
         failed = JobResult(
             request_id=leased.job.request_id,
             tenant="local",

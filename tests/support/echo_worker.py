@@ -31,6 +31,7 @@ from schemas.frames import (
 )
 from schemas.jobs import Job, JobResult
 from schemas.records import Status
+from tests.support.model_queue import ModelQueue
 
 Script = Callable[[Job], Sequence[str]]
 EMBEDDING_SIZE = 8
@@ -82,6 +83,7 @@ class EchoWorker:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._subscriptions: list[Subscription] = []
+        self._queue = ModelQueue(bus, model)
 
     async def start(self) -> None:
         await self.announce()
@@ -99,7 +101,7 @@ class EchoWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for subscription in self._subscriptions:
+        for subscription in (*self._subscriptions, self._queue):
             await subscription.close()
 
     @property
@@ -127,7 +129,7 @@ class EchoWorker:
     async def _pull_forever(self) -> None:
         while True:
             try:
-                pulled = await self.bus.jobs.pull(self.model, 16, _PULL_S)
+                pulled = await self._queue.pull(16, _PULL_S)
             except BusUnavailableError:
                 await self.clock.sleep(_AWAY_S)
                 continue
