@@ -146,7 +146,7 @@ def load_catalogue(path: str) -> Catalogue:
             f"{file} has unknown keys: {', '.join(unknown)}; it takes `models` and `routes` only."
         )
     entries = {name: _entry(file, name, raw) for name, raw in data["models"].items()}
-    routes = data.get("routes") or {}
+    routes = {} if data.get("routes") is None else data["routes"]
     if not isinstance(routes, dict):
         raise ConfigError(f"{file}: `routes` must be a mapping from names to routes.")
     return Catalogue(entries, {name: _route(file, name, routes[name], entries) for name in routes})

@@ -26,6 +26,14 @@ async def index(redis_server: RedisServer) -> AsyncIterator[GenerationIndex]:
     await made.close()
 
 
+async def test_the_first_model_that_is_chosen_stays(index: GenerationIndex) -> None:
+    assert await index.settle_model("r 1", "large", "code") == ("large", "code")
+    assert await index.lookup("r 1") is None
+    await index.start("r 1", "w1", 65)
+    assert await index.settle_model("r 1", "small", "short") == ("large", "code")
+    assert await index.lookup("r 1") == Generation(worker_id="w1", epoch=65, finished=False)
+
+
 async def test_a_life_of_a_request(index: GenerationIndex, redis_server: RedisServer) -> None:
     assert await index.lookup("r 1") is None
     await index.start("r 1", "w1", 65)
@@ -62,6 +70,7 @@ async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) 
             await index.start("r1", "w1", 1)
             assert await index.lookup("r1") is None
             await index.finish("r1", "w1", 1)
+            assert await index.settle_model("r1", "small", "short") == ("small", "short")
     assert len(caplog.records) == 1
     await index.close()
     await index.close()

@@ -1,0 +1,87 @@
+"""Jobs that other services publish without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from registry.routing import ModelState, Route, Router
+from scheduler.routing import AutoRouter
+from schemas.errors import ParameterError
+from schemas.jobs import ChatMessage, Job, Tier
+from schemas.pooling import Pooling
+
+HARD = "Prove that the wheel turns, step by step."
+THERE = ModelState(num_workers=1)
+
+
+class FakeChoices:
+    """The index without Redis."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, tuple[str, str]] = {}
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        return self.made.setdefault(request_id, (model, reason))
+
+
+class Models:
+    """How they stand, for a test to change."""
+
+    def __init__(self) -> None:
+        self.states = {"s": THERE, "l": THERE}
+
+    def state_of(self, model: str, _tier: Tier) -> ModelState:
+        return self.states[model]
+
+
+@pytest.fixture
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture
+def router(models: Models) -> AutoRouter:
+    routes = Router({"auto": Route(small="s", large="l")})
+    return AutoRouter(routes, models.state_of, FakeChoices())
+
+
+def test_a_job_gets_a_model_and_says_what_it_asked_for(router: AutoRouter) -> None:
+    job = router.route(Job(request_id="r", model="auto", prompt=HARD))
+    assert (job.model, job.model_requested, job.route_reason) == ("l", "auto", "reason")
+    messages = (ChatMessage("user", "hi"),)
+    job = router.route(Job(request_id="r", model="auto", messages=messages, model_requested="best"))
+    assert (job.model, job.model_requested, job.route_reason) == ("s", "best", "short")
+    assert set(router.names) == {"auto"}
+    assert router.models_of("auto") == ("s", "l")
+
+
+def test_a_job_with_a_model_is_left_as_it_is(router: AutoRouter) -> None:
+    job = Job(request_id="r", model="l", prompt_token_ids=(1,))
+    assert router.route(job) is job
+
+
+@pytest.mark.parametrize(
+    ("job", "param"),
+    [
+        (Job(request_id="r", model="auto", prompt_token_ids=(1,)), "prompt"),
+        (Job(request_id="r", model="auto", prompt="x", pooling=Pooling.MEAN), "model"),
+    ],
+)
+def test_what_only_one_model_can_do_is_refused(router: AutoRouter, job: Job, param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        router.route(job)
+    assert caught.value.param == param
+
+
+async def test_the_first_choice_holds_for_every_delivery(
+    router: AutoRouter, models: Models
+) -> None:
+    job = Job(request_id="r", model="auto", prompt=HARD)
+    first = await router.settled(router.route(job))
+    models.states["l"] = ModelState()
+    changed = router.route(job)
+    assert (changed.model, changed.route_reason) == ("s", "reason:absent")
+    assert await router.settled(changed) == first
+    assert (await router.settled(router.route(Job(request_id="q", model="auto", prompt=HARD)))) == (
+        router.route(Job(request_id="q", model="auto", prompt=HARD))
+    )
