@@ -1,0 +1,237 @@
+"""``python -m benchmarks.fairness``: whether one tenant's load can hurt another.
+
+On real servers with one scheduler process and simulated workers. First a quiet tenant alone; then
+it beside three that ask for more than there is, one of them ten times as much as another, and one
+in requests four times as large. What counts is the work that each of the backlogged was given: a
+token of a prompt is 1, one that was made is 2. Its gap between any two of them, over any part of
+the time, has the bound of VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024): twice the weight of what can run at a time. Equal shares are what a perfect scheduler gives.
+
+Then one tenant's backlog of many jobs, and what the first job of each of several others waits for
+behind it, beside what it waits for with nobody there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import uvloop
+
+from benchmarks.bus_client import Answer, Service
+from benchmarks.figures import percentile
+from benchmarks.simulated_system import SimulatedSystem, simulated_system
+from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+
+_OUTPUT_WEIGHT = 2.0
+_NUM_WORKERS, _NUM_SLOTS = 2, 16
+# A worker's own queue is first come, first served: it is kept short.
+_WORKER = WorkerConfig(
+    name="simulated",
+    max_num_waiting=1,
+    engine=EngineConfig(
+        kind="simulated",
+        max_num_sequences=_NUM_SLOTS,
+        simulation=SimulationConfig(prefill_tokens_per_s=10_000.0),
+    ),
+)
+_SAMPLE_S = 0.05
+_WARM_UP_SHARE = 0.15
+_JAIN_GOAL, _TTFT_GOAL = 0.98, 1.5
+_NUM_FIRSTS = 20
+_TIMEOUT_S = 900.0
+
+
+class _Load(NamedTuple):
+    """Requests at random times."""
+
+    tenant: str
+    per_s: float
+    prompt_tokens: int
+    max_tokens: int
+
+
+_QUIET = _Load("quiet", 2.0, 1_024, 16)
+_BACKLOGGED = (
+    _Load("noisy", 400.0, 64, 32),
+    _Load("steady", 40.0, 64, 32),
+    _Load("large", 10.0, 256, 128),
+)
+
+
+def jain_index(shares: Sequence[float]) -> float:
+    """1 when all are equal, 1/n when one has everything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
+
+
+def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of what was served to two, sampled at the same times: by how much one got more than the
+    other over whichever part of the time."""
+    ahead = [a - b for a, b in zip(one, other, strict=True)]
+    return max(ahead) - min(ahead)
+
+
+def vtc_bound(loads: Sequence[_Load]) -> float:
+    """The bound of the gap of two that are backlogged: twice the weight of the largest prompt, or
+    of what can run at a time if that is more, all of it the largest requests."""
+    running_tokens = _NUM_WORKERS * _NUM_SLOTS * max(x.prompt_tokens + x.max_tokens for x in loads)
+    return 2 * max(max(x.prompt_tokens for x in loads), _OUTPUT_WEIGHT * running_tokens)
+
+
+class _Prompts:
+    """Prompts that share nothing."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random(7)
+
+    def make(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._chance.choices(range(5, 4_000), k=num_tokens))
+
+
+async def _offer(
+    service: Service, prompts: _Prompts, load: _Load, duration_s: float
+) -> list[Answer]:
+    chance = random.Random(load.tenant)
+    due_s = time.perf_counter()
+    end_s = due_s + duration_s
+    sending: list[asyncio.Task[Answer]] = []
+    while True:
+        due_s += chance.expovariate(load.per_s)
+        if due_s > end_s:
+            break
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        prompt = prompts.make(load.prompt_tokens)
+        sending.append(asyncio.create_task(service.send(load.tenant, prompt, load.max_tokens)))
+    return await asyncio.gather(*sending)
+
+
+async def _ttfts_ms(answers: Sequence[Answer]) -> list[float]:
+    await asyncio.gather(*(answer.ended for answer in answers))
+    return [answer.ttft_s * 1e3 for answer in answers]
+
+
+class _Watch:
+    """What the backlogged have been served, and the fewest jobs that one of them had waiting."""
+
+    def __init__(self, service: Service, tenants: Sequence[str]) -> None:
+        self.served: dict[str, list[float]] = {tenant: [] for tenant in tenants}
+        self.fewest_waiting = 1 << 62
+        self._service = service
+
+    async def run(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s * _WARM_UP_SHARE)
+        end_s = time.perf_counter() + duration_s * (1 - _WARM_UP_SHARE)
+        while time.perf_counter() < end_s:
+            for tenant, samples in self.served.items():
+                samples.append(self._service.charged.get(tenant, 0.0))
+                waiting = self._service.num_unstarted.get(tenant, 0)
+                self.fewest_waiting = min(self.fewest_waiting, waiting)
+            await asyncio.sleep(_SAMPLE_S)
+
+    def gained(self) -> dict[str, float]:
+        return {tenant: samples[-1] - samples[0] for tenant, samples in self.served.items()}
+
+
+async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
+    """Whether the goals were kept."""
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
+    await service.open()
+    await _ttfts_ms(await _offer(service, prompts, _QUIET._replace(tenant="warm"), 1.0))
+    alone_ms = await _ttfts_ms(await _offer(service, prompts, _QUIET, duration_s))
+    watch = _Watch(service, [load.tenant for load in _BACKLOGGED])
+    watching = asyncio.create_task(watch.run(duration_s))
+    offering = [
+        asyncio.create_task(_offer(service, prompts, load, duration_s)) for load in _BACKLOGGED
+    ]
+    await asyncio.sleep(duration_s * _WARM_UP_SHARE)
+    quiet = await _offer(service, prompts, _QUIET, duration_s * (1 - _WARM_UP_SHARE))
+    beside_ms = await _ttfts_ms(quiet)
+    await watching
+    await asyncio.gather(*offering)
+    gained, bound = watch.gained(), vtc_bound(_BACKLOGGED)
+    gap = max(largest_gap(watch.served[a], watch.served[b]) for a, b in combinations(gained, 2))
+    jain = jain_index(list(gained.values()))
+    ratio = percentile(beside_ms, 0.99) / max(percentile(alone_ms, 0.99), 1e-9)
+    print(f"three backlogged tenants beside a quiet one, {duration_s:g} s")
+    for load in _BACKLOGGED:
+        share = gained[load.tenant] / max(sum(gained.values()), 1e-9)
+        print(
+            f"  {load.tenant:<8} asks {load.per_s:5g}/s of {load.prompt_tokens} + {load.max_tokens}"
+            f" tokens: {share:6.1%} of the work (an equal share: {1 / len(gained):.1%})"
+        )
+    print(f"  fewest jobs that one of them had waiting: {watch.fewest_waiting}")
+    print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
+    print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
+    print(f"  quiet tenant, TTFT alone:  {_latency(alone_ms)}")
+    print(f"                TTFT beside: {_latency(beside_ms)}")
+    print(f"  p99 {ratio:.2f} times that of alone (goal: at most {_TTFT_GOAL})")
+    backlogged = watch.fewest_waiting > 0
+    if not backlogged:
+        print("  one of them was not backlogged all the time: shares and gap say nothing")
+    return backlogged and jain >= _JAIN_GOAL and gap <= bound and ratio <= _TTFT_GOAL
+
+
+async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
+    await service.open()
+
+    async def firsts(name: str) -> list[float]:
+        waits_ms: list[float] = []
+        for number in range(_NUM_FIRSTS):
+            answer = await service.send(f"{name}-{number}", prompts.make(64), 4)
+            waits_ms += await _ttfts_ms([answer])
+        return waits_ms
+
+    alone_ms = await firsts("alone")
+    begun_s = time.perf_counter()
+    prompt = prompts.make(64)
+    await service.send_many("hoarder", [prompt] * num_jobs, 64)
+    published_s = time.perf_counter() - begun_s
+    waiting = service.num_unstarted["hoarder"]
+    beside_ms = await firsts("beside")
+    print(
+        f"the first job of {_NUM_FIRSTS} tenants behind {waiting:,} jobs of another "
+        f"({num_jobs:,} published in {published_s:.0f} s)"
+    )
+    print(f"  TTFT alone:  {_latency(alone_ms)}")
+    print(f"  TTFT behind: {_latency(beside_ms)}")
+
+
+def _latency(latencies_ms: Sequence[float]) -> str:
+    p50, p99 = percentile(latencies_ms, 0.5), percentile(latencies_ms, 0.99)
+    return f"p50 {p50:7.1f} ms   p99 {p99:7.1f} ms"
+
+
+async def _measure(arguments: argparse.Namespace) -> bool:
+    async with simulated_system(worker=_WORKER) as system:
+        await system.start_scheduler()
+        await system.start_workers(_NUM_WORKERS)
+        kept = await _neighbours(system, arguments.seconds)
+    async with simulated_system(worker=_WORKER) as system:
+        await system.start_scheduler()
+        await system.start_workers(_NUM_WORKERS)
+        await _behind_a_backlog(system, arguments.backlog)
+    return kept
+
+
+def main() -> int:
+    """1 if a goal was missed; a smoke run has none."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--backlog", type=int, default=100_000, help="jobs of the one tenant")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.seconds, arguments.backlog = 2.0, 300
+    kept = uvloop.run(asyncio.wait_for(_measure(arguments), _TIMEOUT_S))
+    return 0 if kept or arguments.smoke else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

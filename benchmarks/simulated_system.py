@@ -1,0 +1,120 @@
+"""All that is between a published job and its tokens, as processes of their own, on engines that
+compute nothing: nats-server, Redis, schedulers, and workers in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import yaml
+
+from bus import nats
+from bus.api import Bus
+from schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
+from schemas.control import WorkerStatus
+from tests.support.servers import NatsServer, RedisServer, die_with_parent
+from tests.support.waiting import eventually
+
+MODEL = "demo"
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+# Backlogs are what is measured: nothing of them is to be shed.
+_MAX_QUEUED = 1_000_000
+
+
+class SimulatedSystem:
+    """Runs until its ``simulated_system`` block ends. ``bus`` is the measuring process's own
+    connection."""
+
+    def __init__(self, directory: Path, config: Config, bus: Bus) -> None:
+        self.config = config
+        self.bus = bus
+        self.statuses: dict[str, WorkerStatus] = {}
+        self.schedulers: list[subprocess.Popen[bytes]] = []
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._directory = directory
+        self._file = directory / "config.yaml"
+        self._file.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+
+    async def start_scheduler(self) -> None:
+        """One more; it serves once its queue's state is heard."""
+        heard = asyncio.Event()
+        subscription = await self.bus.control.subscribe_queue_status(lambda _: heard.set())
+        self.schedulers.append(self._start("scheduler", len(self.schedulers), ()))
+        await asyncio.wait_for(heard.wait(), _START_TIMEOUT_S)
+        await subscription.close()
+
+    async def start_workers(self, count: int) -> None:
+        """``count`` of them in one process; returns when all have announced themselves."""
+        options = ("--engine", "simulated", "--count", str(count))
+        self._workers.append(self._start("workers", len(self._workers), options))
+        await self.bus.workers.watch(self._note)
+        await eventually(lambda: len(self.statuses) >= count, timeout_s=_START_TIMEOUT_S)
+
+    def _note(self, status: WorkerStatus) -> None:
+        self.statuses[status.worker_id] = status
+
+    def scheduler_cpu_s(self) -> float:
+        """Processor time of all schedulers so far."""
+        times = [psutil.Process(process.pid).cpu_times() for process in self.schedulers]
+        return sum(time.user + time.system for time in times)
+
+    def _start(
+        self, package: str, number: int, options: tuple[str, ...]
+    ) -> subprocess.Popen[bytes]:
+        with (self._directory / f"{package}-{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", package, "--config", str(self._file), *options],
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+            )
+
+    def stop(self) -> None:
+        processes = [*self._workers, *self.schedulers]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.asynccontextmanager
+async def simulated_system(
+    scheduler: SchedulerConfig | None = None, worker: WorkerConfig | None = None
+) -> AsyncIterator[SimulatedSystem]:
+    """The servers, and schedulers and workers as far as the block starts them. Their files and
+    logs go when it ends."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        directory = Path(folder)
+        servers = (NatsServer(directory / "nats"), RedisServer(directory / "redis"))
+        for server in servers:
+            server.start()
+            stack.callback(server.stop)
+        config = Config(
+            log_level="warning",
+            nats=NatsConfig(url=servers[0].url, max_stored_jobs=_MAX_QUEUED),
+            redis=RedisConfig(url=f"{servers[1].url}/0"),
+            scheduler=msgspec.structs.replace(
+                scheduler or SchedulerConfig(), models=(MODEL,), max_queued_jobs=_MAX_QUEUED
+            ),
+            worker=worker or WorkerConfig(),
+        )
+        bus = await nats.connect(config.nats, "benchmark")
+        system = SimulatedSystem(directory, config, bus)
+        stack.callback(system.stop)
+        try:
+            yield system
+        finally:
+            await bus.close()

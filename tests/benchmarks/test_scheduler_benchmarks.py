@@ -1,0 +1,47 @@
+"""The benchmarks of the scheduler run from end to end, on real servers; what they measure then says
+nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fairness import jain_index, largest_gap
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SAID = {
+    "dispatch": ("Millrace, 1 tenants", "/s of one core"),
+    "fairness": ("Jain index of the work", "VTC's bound", "TTFT behind"),
+    "affinity": ("affine / least_loaded", "ceiling"),
+}
+
+
+@pytest.mark.parametrize("name", _SAID)
+def test_a_smoke_run_says_everything(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--smoke"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90.0,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in _SAID[name]:
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shares", "index"),
+    [([5.0, 5.0, 5.0], 1.0), ([9.0, 0.0, 0.0], 1 / 3), ([3.0, 1.0], 0.8), ([0.0, 0.0], 1.0)],
+)
+def test_jains_index(shares: list[float], index: float) -> None:
+    assert jain_index(shares) == pytest.approx(index)
+
+
+def test_a_gap_is_of_whichever_part_of_the_time() -> None:
+    # Behind by 4 first, ahead by 6 later: it got 10 more in between.
+    assert largest_gap([0, 1, 20, 20], [0, 5, 14, 15]) == 10
+    assert largest_gap([0, 5, 9], [0, 5, 9]) == 0
