@@ -10,6 +10,8 @@ from schemas.config import AutoscaleConfig
 
 # Slots that are used beyond this share leave too little for a burst.
 _TARGET_SLOT_SHARE = 0.8
+# What ends more seldom than this says nothing of how fast a worker is.
+_SLOWEST_PER_S = 1e-3
 
 
 class Signals(NamedTuple):
@@ -76,7 +78,7 @@ class Autoscaler:
         wait_s = max(signals.wait_s or 0.0, signals.oldest_wait_s)
         if wait_s <= config.target_wait_s:
             return 0
-        if signals.per_s <= 0:
+        if signals.per_s < _SLOWEST_PER_S:
             return signals.num_workers + 1
         grown_per_s = 0.0
         if before is not None and now_s > before[0]:

@@ -11,8 +11,10 @@ from bus.api import Line
 if TYPE_CHECKING:
     from scheduler.entry import Entry
 
-# Jobs of a line that are not found when it is pulled are somebody else's; their lease may lapse.
+# Jobs of a line that are not found when it is pulled are somebody else's, for so long.
 _BELIEVE_OTHERS_S = 5.0
+# All jobs of a line seem to be held: a lease may have lapsed, so it is tried now and then.
+_TRY_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class _State:
     others_s: float = 0.0
     total: int = 0
     is_pulled: bool = False
+    pulled_s: float = 0.0
+    is_due: bool = False
     idle_since_s: float | None = None
 
 
@@ -56,6 +60,7 @@ class Backlog:
             if now_s - state.others_s > _BELIEVE_OTHERS_S:
                 state.num_others = 0
             state.num_waiting = max(0, state.total - state.num_ours - state.num_others)
+            state.is_due = bool(state.total) and now_s - state.pulled_s >= _TRY_AGAIN_S
             if state.total or state.num_ours:
                 state.idle_since_s = None
             elif state.idle_since_s is None:
@@ -67,7 +72,8 @@ class Backlog:
     def pulled(self, line: Line, num_wanted: int, num_got: int, now_s: float) -> None:
         """What a pull brought, before those that it brought are ours."""
         state = self._of(line)
-        state.is_pulled = False
+        state.is_pulled = state.is_due = False
+        state.pulled_s = now_s
         state.num_waiting = max(0, state.num_waiting - num_got)
         if not num_got:
             state.num_waiting = 0
@@ -110,10 +116,17 @@ class Backlog:
         """All that are known."""
         return list(self._lines)
 
+    def num_to_pull(self, line: Line) -> int:
+        """How many jobs a pull may bring: one where a lease may have lapsed."""
+        state = self._of(line)
+        return max(state.num_waiting, state.is_due)
+
     def to_pull(self) -> Iterator[Line]:
-        """Lines with jobs in the queue that are not being pulled."""
+        """Lines that a pull may bring jobs of, unless one is under way."""
         return (
-            line for line, state in self._lines.items() if state.num_waiting and not state.is_pulled
+            line
+            for line, state in self._lines.items()
+            if (state.num_waiting or state.is_due) and not state.is_pulled
         )
 
     def waiting(self) -> dict[Line, int]:

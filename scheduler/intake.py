@@ -50,6 +50,7 @@ class Intake:
         self._pulls = Tasks()
         self._num_asked: dict[bool, int] = {True: 0, False: 0}
         self._resting_until_s = float("-inf")
+        self._failure: Exception | None = None
 
     def published(self, line: Line) -> None:
         """A job has come, or will in a moment."""
@@ -65,12 +66,14 @@ class Intake:
         self._lanes[0].wake.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Runs until it is cancelled. Raises what ends a pull but an outage."""
         wake = self._lanes[0].wake
         try:
             while True:
                 await wake.wait()
                 wake.clear()
+                if self._failure is not None:
+                    raise self._failure
                 self._pull_all()
         finally:
             await self._pulls.close()
@@ -107,7 +110,7 @@ class Intake:
         room = max(room, 0)
         return min(
             _MAX_JOBS_PER_PULL,
-            self.backlog.num_waiting(line),
+            self.backlog.num_to_pull(line),
             config.window_jobs_per_tenant + room - self.backlog.num_here(line),
             config.window_jobs + room - num_here - num_asked,
         )
@@ -119,6 +122,8 @@ class Intake:
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
             self._resting_until_s = parts.clock.monotonic() + _RETRY_S
+        except Exception as error:
+            self._failure = error
         finally:
             self._num_asked[_is_batch(line)] -= num_wanted
             self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
@@ -192,11 +197,9 @@ class Intake:
             return
         if entry.uncertain and not entry.ran_before:
             entry.ran_before = await self._sender.is_known(entry)
-            if entry.is_ended:
-                return
         if entry.ran_before:
             await self._make_ready_again(entry, lane)
-        else:
+        elif entry.state is State.PREPARING:
             lane.enqueue(entry)
 
     async def _make_ready_again(self, entry: Entry, lane: Lane) -> None:

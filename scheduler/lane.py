@@ -49,7 +49,7 @@ class Lane:
     @property
     def is_served(self) -> bool:
         """There are workers, and jobs may be sent to them."""
-        return not self._stopped and self._parts.fleet.num_workers(self.model) > 0
+        return not self._stopped and self._parts.fleet.num_taking(self.model) > 0
 
     def num_here(self, *, is_batch: bool) -> int:
         """Jobs that were pulled and not sent so far, of batches or of the others."""

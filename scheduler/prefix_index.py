@@ -18,15 +18,16 @@ _SLACK = 256
 
 class _Holder:
     """One worker. ``order`` has its keys, the longest unused first; some may be there twice, or not
-    be its own any more. ``number`` is that of its last report, and ``missed``: one before that did
-    not come."""
+    be its own any more. ``number`` is that of its last report, ``missed``: one before that did not
+    come, ``trimmed``: it has more than is known here."""
 
-    __slots__ = ("bit", "missed", "num_keys", "number", "order")
+    __slots__ = ("bit", "missed", "num_keys", "number", "order", "trimmed")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.number = 0
         self.missed = True
+        self.trimmed = False
         self.num_keys = 0
         self.order = array("Q")
 
@@ -35,8 +36,8 @@ class PrefixIndex:
     """Keys by the set of workers that have them. Pure.
 
     At most ``max_keys`` are known, each counted once for every worker that has it; where workers
-    have more, each is left an equal share, those that it used last. 85 to 105 bytes for a key that
-    one worker has, 10 to 20 for each further one.
+    have more, each is left an equal share, those that it used last as far as it said. 80 to 100
+    bytes for a key that one worker has, 10 to 20 for each further one.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -54,28 +55,31 @@ class PrefixIndex:
     def apply(self, report: PrefixReport) -> None:
         """Take in a report. After one that was missed, a worker has nothing as far as ``match``
         goes, until it tells the whole."""
-        try:
-            added, removed = read_keys(report.added), read_keys(report.removed)
-        except ValueError:
-            logger.warning(
-                "dropped a report of prefixes that could not be read",
-                extra={"worker_id": report.worker_id},
-            )
-            return
         holder = self._holders.get(report.worker_id)
         if holder is None:
             holder = self._add(report.worker_id)
         if report.number <= holder.number:
             return
-        if report.whole:
-            holder.missed = False
-        elif report.number != holder.number + 1:
-            holder.missed = True
+        is_next = report.number == holder.number + 1
         holder.number = report.number
+        if report.whole and is_next and not holder.missed and not holder.trimmed:
+            return  # nothing that was not told already
+        holder.missed = not report.whole and (holder.missed or not is_next)
+        if holder.missed:
+            return
+        try:
+            added, removed = read_keys(report.added), read_keys(report.removed)
+        except ValueError:
+            holder.missed = True
+            logger.warning(
+                "dropped a report of prefixes that could not be read",
+                extra={"worker_id": report.worker_id},
+            )
+            return
         if report.whole:
             added.reverse()
             self._replace(holder, added)
-        elif not holder.missed:
+        else:
             self._change(holder, added, removed)
         if self._num_keys > self._max_keys:
             self._trim()
@@ -89,13 +93,14 @@ class PrefixIndex:
         return holder
 
     def _replace(self, holder: _Holder, keys: list[int]) -> None:
-        fresh = set(keys)
-        for key in holder.order:
-            if key not in fresh:
-                self._clear(holder, key)
-        for key in fresh:
+        last = dict.fromkeys(keys)
+        for key in [key for key in holder.order if key not in last]:
+            self._clear(holder, key)
+        has, bit = self._masks.get, holder.bit
+        for key in [key for key in last if not has(key, 0) & bit]:
             self._set(holder, key)
-        holder.order = array("Q", dict.fromkeys(keys))
+        holder.order = array("Q", last)
+        holder.trimmed = False
 
     def _change(self, holder: _Holder, added: list[int], removed: list[int]) -> None:
         for key in removed:
@@ -137,11 +142,14 @@ class PrefixIndex:
         share = self._max_keys // len(self._holders)
         for holder in self._holders.values():
             if holder.num_keys > share:
-                self._compact(holder)
-                num_over = holder.num_keys - share
-                for key in holder.order[:num_over]:
+                num_looked_at = 0
+                for key in holder.order:
+                    if holder.num_keys == share:
+                        break
+                    num_looked_at += 1
                     self._clear(holder, key)
-                del holder.order[:num_over]
+                del holder.order[:num_looked_at]
+                holder.trimmed = True
 
     # --- who goes ---
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bus.api import LeasedJob
 from scheduler import placement
+from scheduler.backlog import Backlog
 from scheduler.cancels import CancelMemory
 from scheduler.entry import Entry
 from scheduler.fleet import Departure, Fleet
@@ -14,7 +15,7 @@ from scheduler.need import Need
 from scheduler.throughput import Throughput, eta_s, retry_after_s
 from scheduler.worker_view import WorkerView
 from schemas.control import CancelReason, WorkerStatus
-from tests.scheduler.world import job
+from tests.scheduler.world import LINE, job
 
 _NOW_NS = 1_700_000_000_000_000_000
 
@@ -212,8 +213,8 @@ def test_throughput_over_the_last_seconds() -> None:
 
 
 def test_epochs_rise_over_attempts_and_deliveries() -> None:
-    leased = LeasedJob(job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1)
-    entry = Entry.of(leased, 0.0)
+    leased = LeasedJob(job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1, line=LINE)
+    entry = Entry.of(leased, Backlog(), 0.0)
     epochs = []
     for _ in range(3):
         entry.begin_run(0.0)

@@ -18,7 +18,7 @@ from bus.nats import connect
 from scheduler.scheduler import Scheduler
 from schemas.config import NatsConfig
 from tests.scheduler.scripted_worker import ScriptedWorker
-from tests.scheduler.world import CONFIG, FakeGenerations, job, load_fake
+from tests.scheduler.world import CONFIG, LINE, FakeGenerations, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
 from tests.support.waiting import eventually
 
@@ -73,13 +73,13 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
     for number in range(6):
         await bus.jobs.publish(job(f"r{number}"))
     await eventually(lambda: len(worker.running) == 2)
-    assert (await bus.jobs.depth("m")).num_queued == 4
+    assert (await bus.jobs.depth(LINE)).num_queued == 4 - CONFIG.window_jobs_per_tenant
     for _ in range(3):
         await eventually(lambda: len(worker.running) == 2)
         await worker.finish_all()
 
     async def empty() -> bool:
-        depth = await bus.jobs.depth("m")
+        depth = await bus.jobs.depth(LINE)
         return depth.num_queued == depth.num_leased == 0
 
     await eventually(empty)
@@ -110,18 +110,18 @@ async def test_a_job_of_an_unknown_model_is_answered(
     await bus.frames.subscribe("client", lambda _id, frame: frames.append(frame))
     await bus.jobs.publish(job("r1", model="no such/model"))
     await eventually(lambda: len(frames) == 1)
-    assert await bus.jobs.waiting_models() == []
+    assert await bus.jobs.lines() == {}
 
 
 async def test_the_queue_says_what_is_open(bus: Bus, config: NatsConfig) -> None:
     published = await bus.jobs.publish(job("r1"))
     assert await bus.jobs.is_open(published.stream_sequence)
-    assert await bus.jobs.waiting_models() == ["m"]
-    (leased,) = await bus.jobs.pull("m", 1, 2.0)
+    assert await bus.jobs.lines() == {LINE: 1}
+    (leased,) = await bus.jobs.pull(LINE, 1, 2.0)
     assert await bus.jobs.is_open(published.stream_sequence)
     await bus.jobs.ack(leased.lease)
     assert not await bus.jobs.is_open(published.stream_sequence)
-    assert await bus.jobs.waiting_models() == []
+    assert await bus.jobs.lines() == {}
 
 
 async def test_a_restart_of_the_server_loses_nothing(
@@ -141,7 +141,7 @@ async def test_a_restart_of_the_server_loses_nothing(
 
     async def all_answered() -> bool:
         await worker.finish_all()
-        depth = await bus.jobs.depth("m")
+        depth = await bus.jobs.depth(LINE)
         return depth.num_queued == depth.num_leased == 0
 
     await eventually(all_answered, timeout_s=15.0)

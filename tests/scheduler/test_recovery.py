@@ -132,10 +132,15 @@ async def test_no_answer_counts_as_a_run_that_may_have_begun(world: World) -> No
 
 async def test_attempts_are_bounded(world: World) -> None:
     world.schedulers[0].parts.config = msgspec.structs.replace(CONFIG, max_attempts=3)
+    read: list[int] = []
+    await world.client.control.serve_resume_points(
+        "client", lambda _id: ResumePoint(token_ids=tuple(read))
+    )
     for number in range(3):
+        read.append(number)  # it gets on each time, so it is not to blame
         worker = await world.add_worker("a")
         if number == 0:
-            await world.client.jobs.publish(job("r1", reply="", store_result=True))
+            await world.client.jobs.publish(job("r1", store_result=True))
         await world.until(lambda worker=worker: "r1" in worker.running)  # type: ignore[misc]
         await worker.kill()
     await world.until(lambda: world.num_stored == 0)
@@ -146,6 +151,43 @@ async def test_attempts_are_bounded(world: World) -> None:
     result = await world.client.results.fetch("local", "r1")
     assert result is not None
     assert result.status == "failed"
+
+
+async def test_a_job_that_kills_its_workers_is_not_run_a_third_time(world: World) -> None:
+    await world.client.control.serve_resume_points("client", lambda _id: ResumePoint())
+    await world.client.jobs.publish(job("bad"))
+    for _ in range(2):
+        worker = await world.add_worker("a")
+        await world.until(lambda worker=worker: "bad" in worker.running)  # type: ignore[misc]
+        await worker.kill()
+    worker = await world.add_worker("a")
+    await world.until(lambda: world.num_stored == 0)
+    assert not worker.history
+    record, frame = world.record("bad"), world.terminal("bad")
+    assert record is not None
+    assert (record.status, record.error_code) == (Status.FAILED, "poison")
+    assert isinstance(frame, Failed)
+    assert (frame.code, frame.retryable) == ("poison", False)
+    assert [dead.reason for dead in world.broker.dead] == ["poison"]
+
+
+async def test_jobs_that_live_through_deaths_are_not_blamed(world: World) -> None:
+    read = {"bad": 0, "good": 1}
+    await world.client.control.serve_resume_points(
+        "client", lambda name: ResumePoint(token_ids=tuple(range(read[name])))
+    )
+    for name in read:
+        await world.client.jobs.publish(job(name))
+    for _ in range(2):
+        worker = await world.add_worker("a")
+        await world.until(lambda worker=worker: len(worker.running) == 2)  # type: ignore[misc]
+        await worker.kill()
+        read["good"] += 1
+    worker = await world.add_worker("a")
+    await world.until(lambda: world.terminal("bad") is not None)
+    await world.until(lambda: "good" in worker.running)
+    assert worker.running["good"].resume_token_ids == (0, 1, 2)
+    assert [dead.request_id for dead in world.broker.dead] == ["bad"]
 
 
 async def test_giving_up_says_that_asking_again_may_help(world: World) -> None:
@@ -205,7 +247,7 @@ async def test_a_lease_that_lapsed_here_goes_on_under_the_new_one(world: World) 
     await world.until(lambda: "r1" in worker.running)
     worker._tasks[1].cancel()
     await world.until(lambda: worker.running["r1"].epoch == 66, within_s=7.0)
-    assert worker.running["r1"].lease.split(".")[2] == "2"
+    assert worker.running["r1"].lease.split(".")[1] == "2"
 
 
 async def test_a_redelivered_job_whose_client_left_stops_where_it_runs(world: World) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from bus.api import Line
 from bus.clock import ManualClock
 from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
@@ -17,13 +18,16 @@ from schemas.config import NatsConfig, SchedulerConfig
 from schemas.control import QueueStatus
 from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
 from schemas.frames import TERMINAL_FRAMES, Frame
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from schemas.records import RequestRecord
 from schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
 
 CONTEXT_TOKENS = 1_000
-CONFIG = SchedulerConfig(models=("m",), dispatch_timeout_s=0.05, resume_timeout_s=0.05)
+LINE = Line("m", Tier.FREE, "local")
+CONFIG = SchedulerConfig(
+    models=("m",), dispatch_timeout_s=0.05, resume_timeout_s=0.05, window_jobs_per_tenant=2
+)
 _STEP_S = 0.05
 
 
