@@ -90,14 +90,13 @@ class MemoryJobQueue:
         )
 
     async def _refuse_unreadable(self, stored: StoredJob, cause: str) -> None:
-        self._bury_stored(stored, intake.MALFORMED, cause)
+        owner = intake.read_owner(stored.subject, stored.payload, stored.content_type)
+        self._bury_stored(stored, intake.MALFORMED, cause, owner.request_id)
         await self._refusals.refuse_unreadable(
             stored.subject, stored.payload, stored.content_type, cause
         )
 
-    def _bury_stored(
-        self, stored: StoredJob, reason: str, message: str, request_id: str = ""
-    ) -> None:
+    def _bury_stored(self, stored: StoredJob, reason: str, message: str, request_id: str) -> None:
         logger.warning(
             "a job goes to the dead letters",
             extra={"reason": reason, "subject": stored.subject, "sequence": stored.sequence},

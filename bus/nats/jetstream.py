@@ -224,7 +224,7 @@ async def subjects_in(connection: Connection, stream: str, subject_filter: str) 
 
 async def create_consumer(
     connection: Connection, stream: str, name: str, config: Mapping[str, object]
-) -> ConsumerInfo:
+) -> None:
     """Make a durable consumer, or bring the one that is there up to date."""
     # The filter may stand in the subject too, but then a long one makes the request too long.
     body = {
@@ -232,8 +232,7 @@ async def create_consumer(
         "config": {"name": name, "durable_name": name, **config},
         "action": "",
     }
-    data = await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
-    return msgspec.json.decode(data, type=ConsumerInfo)
+    await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
 
 
 async def consumer_names(connection: Connection, stream: str) -> list[str]:

@@ -181,14 +181,13 @@ class NatsJobQueue:
 
     async def forget_line(self, line: Line) -> bool:
         try:
-            gone = await shedding.remove_idle(self._connection, line)
+            has_consumer = await shedding.remove_idle(self._connection, line)
+            if has_consumer or await self._count(line):
+                return False
         except JetStreamError as error:
-            if error.number != jetstream.CONSUMER_NOT_FOUND:
-                raise jetstream.unexpected(error) from error
-            gone = True
-        if gone:
-            self._open_lines.pop(line, None)
-        return gone
+            raise jetstream.unexpected(error) from error
+        self._open_lines.pop(line, None)
+        return True
 
     async def depth(self, line: Line) -> QueueDepth:
         stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
@@ -196,11 +195,15 @@ class NatsJobQueue:
             info = await jetstream.find_consumer(self._connection, stream, consumer)
             if info is not None:
                 return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
-            subject = subjects.job(line)
-            found = await jetstream.subjects_in(self._connection, stream, subject)
+            return QueueDepth(num_queued=await self._count(line), num_leased=0)
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
-        return QueueDepth(num_queued=found.get(subject, 0), num_leased=0)
+
+    async def _count(self, line: Line) -> int:
+        """Jobs that the stream has of a line."""
+        subject = subjects.job(line)
+        found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, subject)
+        return found.get(subject, 0)
 
     async def is_open(self, stream_sequence: int) -> bool:
         try:

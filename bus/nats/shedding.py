@@ -10,7 +10,7 @@ from bus.api import Line
 from bus.codec import CONTENT_TYPE
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
-from bus.nats.jetstream import RawMessage
+from bus.nats.jetstream import JetStreamError, RawMessage
 
 logger = logging.getLogger(__name__)
 
@@ -47,26 +47,28 @@ async def take_newest(connection: Connection, line: Line, count: int) -> list[Ra
 
 
 async def remove_idle(connection: Connection, line: Line) -> bool:
-    """Remove a line's consumer, unless it has jobs. Raises JetStreamError or BusUnavailableError.
+    """Remove a line's consumer, unless it has jobs; whether it has. Raises JetStreamError or
+    BusUnavailableError.
 
     It forgets its deliveries, so there must be none: deliveries are paused, and only then it is
     looked whether there is anything.
     """
     stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
-    info = await jetstream.find_consumer(connection, stream, consumer)
-    if info is None:
-        return True
-    if info.has_messages:
-        return False
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
-    await jetstream.pause(connection, stream, consumer, pause_until)
-    info = await jetstream.find_consumer(connection, stream, consumer)
-    if info is not None and not info.has_messages:
-        await jetstream.delete_consumer(connection, stream, consumer, timeout_s=_PAUSE_S / 2)
-        return True
-    if info is not None and _is_same(info.config.pause_until, pause_until):
-        await jetstream.pause(connection, stream, consumer, _PAST)
-    return info is None
+    try:
+        if (await jetstream.consumer_info(connection, stream, consumer)).has_messages:
+            return True
+        await jetstream.pause(connection, stream, consumer, pause_until)
+        info = await jetstream.consumer_info(connection, stream, consumer)
+        if not info.has_messages:
+            await jetstream.delete_consumer(connection, stream, consumer, timeout_s=_PAUSE_S / 2)
+        elif _is_same(info.config.pause_until, pause_until):
+            await jetstream.pause(connection, stream, consumer, _PAST)
+    except JetStreamError as error:
+        if error.number != jetstream.CONSUMER_NOT_FOUND:
+            raise
+        return False  # somebody else removed it, or nobody ever pulled from it
+    return info.has_messages
 
 
 async def _delete_newest(

@@ -123,12 +123,14 @@ async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line:
     }
     try:
         try:
-            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+            await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
         except JetStreamError as error:
             if error.number != jetstream.CONSUMER_NOT_UNIQUE:
                 raise
             await _remove_outdated_consumers(connection)
-            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+            await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+        # A restarted server answers a creation with the time of its start for what was there.
+        info = await jetstream.consumer_info(connection, subjects.JOBS_STREAM, name)
     except JetStreamError as error:
         raise jetstream.unexpected(error) from error
     return jetstream.epoch_ns(info.created)

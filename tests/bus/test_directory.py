@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from bus.api import Bus
-from schemas.control import WorkerStatus
+from schemas.control import PrefixReport, WorkerStatus
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 
@@ -63,3 +63,23 @@ async def test_garbage_does_not_end_the_watch(bus: Bus, broker: Broker) -> None:
     await broker.publish("hb.w1", b"\xc1")
     await broker.publish("hb.w1", msgspec.msgpack.encode(status("w1")))
     await eventually(lambda: seen == [status("w1")])
+
+
+async def test_prefixes_are_told_to_all_who_watch(bus: Bus, broker: Broker) -> None:
+    seen: list[PrefixReport] = []
+    also_seen: list[PrefixReport] = []
+    await bus.workers.watch_prefixes(seen.append)
+    watcher = await broker.connect("scheduler")
+    subscription = await watcher.workers.watch_prefixes(also_seen.append)
+    reports = [
+        PrefixReport(worker_id="w.1", model="demo", number=1, whole=True, added=b"k" * 16),
+        PrefixReport(worker_id="w.1", model="demo", number=2, removed=b"k" * 8),
+    ]
+    await broker.publish("prefix.w1", b"\xc1")
+    for report in reports:
+        await bus.workers.report_prefixes(report)
+    await eventually(lambda: seen == also_seen == reports)
+    await subscription.close()
+    await bus.workers.report_prefixes(reports[0])
+    await eventually(lambda: len(seen) == 3)
+    assert also_seen == reports

@@ -1,0 +1,151 @@
+"""What the server keeps for a line comes and goes, and no job goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from bus import subjects
+from bus.api import Bus, Line
+from bus.nats import connect, topology
+from schemas.config import NatsConfig
+from schemas.jobs import Job
+from tests.support.nats_streams import delete_streams
+from tests.support.servers import NatsServer
+from tests.support.waiting import eventually
+
+JOB = Job(request_id="r1", model="demo", prompt="hi")
+LINE = Line.of(JOB)
+SECOND = 1_000_000_000
+
+
+class Api:
+    """JetStream as an operator sees it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def call(self, request: str, body: object = None) -> dict[str, object]:
+        payload = b"" if body is None else msgspec.json.encode(body)
+        answer = await self.client.request(f"$JS.API.{request}", payload)
+        decoded: dict[str, object] = msgspec.json.decode(answer.data)
+        return decoded
+
+    async def consumers(self) -> list[str]:
+        names = (await self.call("CONSUMER.NAMES.JOBS"))["consumers"]
+        assert isinstance(names, list)
+        return names
+
+
+@pytest.fixture
+async def api(nats_server: NatsServer) -> AsyncIterator[Api]:
+    await delete_streams(nats_server)
+    client = await nats.connect(nats_server.url)
+    yield Api(client)
+    await client.close()
+
+
+@pytest.fixture
+async def bus(api: Api, nats_server: NatsServer) -> AsyncIterator[Bus]:
+    bus = await connect(NatsConfig(url=nats_server.url), "test")
+    yield bus
+    await bus.close()
+
+
+async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
+    api: Api, nats_server: NatsServer
+) -> None:
+    stream = {
+        "name": "JOBS",
+        "subjects": ["jobs.*.*"],
+        "retention": "workqueue",
+        "storage": "file",
+        "discard": "new",
+        "max_msgs": 100,
+        "num_replicas": 1,
+        "duplicate_window": 600 * SECOND,
+        "allow_direct": True,
+    }
+    assert "error" not in await api.call("STREAM.CREATE.JOBS", stream)
+    consumer = {"durable_name": "model-demo", "filter_subject": "jobs.demo.*"}
+    consumer |= {"ack_policy": "explicit", "deliver_policy": "all"}
+    body = {"stream_name": "JOBS", "config": consumer}
+    assert "error" not in await api.call("CONSUMER.DURABLE.CREATE.JOBS.model-demo", body)
+    for request_id in ("held", "waiting"):
+        payload = msgspec.msgpack.encode(msgspec.structs.replace(JOB, request_id=request_id))
+        await api.client.jetstream().publish("jobs.demo.free", payload)
+    held = await api.client.subscribe("held")
+    await api.client.publish("$JS.API.CONSUMER.MSG.NEXT.JOBS.model-demo", b"1", "held")
+    assert (await held.next_msg(5.0)).reply
+
+    bus = await connect(NatsConfig(url=nats_server.url), "new")
+    line = Line("demo", JOB.tier, None)
+    assert await bus.jobs.lines() == {line: 2}
+    pulled = await bus.jobs.pull(line, 2, 1.0)
+    assert [leased.job.request_id for leased in pulled] == ["held", "waiting"]
+    assert all(leased.uncertain for leased in pulled)
+    await bus.jobs.publish(JOB)
+    assert len(await bus.jobs.pull(LINE, 1, 1.0)) == 1
+    expected = {subjects.jobs_consumer(line), subjects.jobs_consumer(LINE)}
+    assert set(await api.consumers()) == expected
+    await bus.close()
+
+
+async def test_the_server_removes_what_nobody_pulls_from(
+    api: Api, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "LINE_IDLE_S", 0.1)
+    await bus.jobs.pull(LINE, 1, 0.0)
+    assert await api.consumers() == [subjects.jobs_consumer(LINE)]
+
+    async def gone() -> bool:
+        return not await api.consumers()
+
+    await eventually(gone)
+    await bus.jobs.publish(JOB)
+    assert len(await bus.jobs.pull(LINE, 1, 0.0)) == 1
+
+
+async def test_a_count_that_is_lost_is_told(api: Api, bus: Bus) -> None:
+    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.publish(JOB)
+    (held,) = await bus.jobs.pull(LINE, 1, 1.0)
+    assert not held.uncertain
+    await api.call(f"CONSUMER.DELETE.JOBS.{subjects.jobs_consumer(LINE)}")
+    (again,) = await bus.jobs.pull(LINE, 1, 1.0)
+    assert (again.stream_sequence, again.num_deliveries) == (held.stream_sequence, 1)
+    assert again.uncertain
+    await bus.jobs.ack(held.lease)
+    assert not await bus.jobs.is_open(held.stream_sequence)
+
+
+async def test_a_count_outlives_the_server(bus: Bus, nats_server: NatsServer) -> None:
+    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.publish(JOB)
+    nats_server.kill()
+    nats_server.start()
+    (leased,) = await bus.jobs.pull(LINE, 1, 5.0)
+    assert (leased.num_deliveries, leased.uncertain) == (1, False)
+    await bus.jobs.release(leased.lease)
+    (again,) = await bus.jobs.pull(LINE, 1, 5.0)
+    assert (again.num_deliveries, again.uncertain) == (2, False)
+
+
+async def test_looking_at_a_line_keeps_nothing_on_the_server(api: Api, bus: Bus) -> None:
+    await bus.jobs.publish(JOB)
+    await bus.jobs.depth(LINE)
+    await bus.jobs.lines()
+    assert not await bus.jobs.forget_line(LINE)
+    assert await api.consumers() == []
+    assert (await bus.jobs.depth(LINE)).num_queued == 1
+
+
+async def test_lines_beyond_a_default_of_the_server(api: Api, bus: Bus) -> None:
+    info = await api.call("STREAM.INFO.JOBS")
+    config = info["config"]
+    assert isinstance(config, dict)
+    assert config["max_consumers"] == topology.MAX_LINES

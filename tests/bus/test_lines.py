@@ -1,0 +1,234 @@
+"""Jobs of different tenants wait apart, on memory and on nats-server alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from bus import codec
+from bus.api import Bus, Line
+from schemas.frames import Failed, Frame
+from schemas.jobs import Job, Tier
+from tests.bus.conftest import ACK_WAIT_S, Broker
+from tests.support.waiting import eventually
+
+ACME = Line("demo", Tier.FREE, "acme.eu")
+OTHER = Line("demo", Tier.FREE, "other")
+ANYBODY = Line("demo", Tier.FREE, None)
+
+
+def job(request_id: str, line: Line = ACME) -> Job:
+    return Job(
+        request_id=request_id,
+        model=line.model,
+        tier=line.tier,
+        tenant=line.tenant or "local",
+        prompt="hi",
+    )
+
+
+async def ids(bus: Bus, line: Line, max_jobs: int = 20, timeout_s: float = 0.0) -> list[str]:
+    return [leased.job.request_id for leased in await bus.jobs.pull(line, max_jobs, timeout_s)]
+
+
+async def store(broker: Broker, subject: str, **body: object) -> None:
+    payload = msgspec.json.encode({"request_id": "r1", "model": "demo", "prompt": "x", **body})
+    await broker.store(subject, payload, codec.JSON_HEADERS)
+
+
+class TestLines:
+    async def test_one_backlog_hides_no_other(self, bus: Bus) -> None:
+        for number in range(10):
+            await bus.jobs.publish(job(f"a{number}"))
+        await bus.jobs.publish(job("o", OTHER))
+        await bus.jobs.publish(job("p", Line("demo", Tier.PRO, "acme.eu")))
+        assert await ids(bus, OTHER) == ["o"]
+        assert await ids(bus, ACME, 2) == ["a0", "a1"]
+        assert await ids(bus, Line("demo", Tier.PRO, "acme.eu")) == ["p"]
+        assert await ids(bus, ANYBODY) == []
+
+    async def test_which_have_jobs(self, bus: Bus, broker: Broker) -> None:
+        assert await bus.jobs.lines() == {}
+        for request_id in ("a", "b"):
+            await bus.jobs.publish(job(request_id))
+        await bus.jobs.publish(job("o", OTHER))
+        await store(broker, "jobs.demo.free")
+        assert await bus.jobs.lines() == {ACME: 2, OTHER: 1, ANYBODY: 1}
+        (leased,) = await bus.jobs.pull(OTHER, 1, 1.0)
+        assert (await bus.jobs.lines())[OTHER] == 1
+        await bus.jobs.ack(leased.lease)
+        assert await bus.jobs.lines() == {ACME: 2, ANYBODY: 1}
+
+    async def test_depth_of_one_that_nobody_pulled_from(self, bus: Bus) -> None:
+        await bus.jobs.publish(job("a"))
+        depth = await bus.jobs.depth(ACME)
+        assert (depth.num_queued, depth.num_leased) == (1, 0)
+        depth = await bus.jobs.depth(OTHER)
+        assert (depth.num_queued, depth.num_leased) == (0, 0)
+
+    async def test_a_long_name_is_a_line_too(self, bus: Bus) -> None:
+        line = Line("m" * 256, Tier.BATCH, "ü" * 128)
+        await bus.jobs.publish(job("r1", line))
+        assert await bus.jobs.lines() == {line: 1}
+        assert await ids(bus, line) == ["r1"]
+
+
+class TestTenants:
+    async def test_the_subjects_fills_an_absent_one(self, bus: Bus, broker: Broker) -> None:
+        await store(broker, "jobs.demo.pro.acme%2Eeu")
+        (leased,) = await bus.jobs.pull(Line("demo", Tier.PRO, "acme.eu"), 1, 1.0)
+        assert (leased.job.tenant, leased.job.tier) == ("acme.eu", Tier.PRO)
+
+    async def test_without_one_in_the_subject_the_body_says(self, bus: Bus, broker: Broker) -> None:
+        await store(broker, "jobs.demo.free", tenant="other")
+        (leased,) = await bus.jobs.pull(ANYBODY, 1, 1.0)
+        assert (leased.job.tenant, leased.line) == ("other", ANYBODY)
+
+    @pytest.mark.parametrize(
+        ("tenant", "body"),
+        [("acme", {"tenant": "local"}), ("acme", {"tenant": "other"}), ("t" * 200, {})],
+    )
+    async def test_nobody_publishes_for_another(
+        self, bus: Bus, broker: Broker, tenant: str, body: dict[str, object]
+    ) -> None:
+        line = Line("demo", Tier.FREE, tenant)
+        await store(broker, f"jobs.demo.free.{tenant}", store_result=True, **body)
+        assert await bus.jobs.pull(line, 1, 0.2) == []
+        (dead,) = await broker.dead_jobs()
+        assert dead.reason == "malformed"
+        assert "tenant" in dead.message
+        if body:
+            # Their result is refused to them, not put in the place of another's.
+            assert await bus.results.fetch("acme", "r1") is not None
+            assert await bus.results.fetch(str(body["tenant"]), "r1") is None
+
+    @pytest.mark.parametrize(
+        "subject", ["jobs.demo.gold", "jobs.demo.gold.acme", "jobs.a%zz.free", "jobs.demo.free.%2e"]
+    )
+    async def test_what_waits_in_no_line_is_buried(
+        self, bus: Bus, broker: Broker, subject: str
+    ) -> None:
+        frames: list[tuple[str, Frame]] = []
+        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
+        for number in range(3):
+            await store(broker, subject, request_id=f"r{number}", reply="svc")
+        await store(broker, "jobs.demo.free", request_id="good")
+        two = await broker.connect("other scheduler")
+        found = await asyncio.gather(bus.jobs.lines(), two.jobs.lines())
+        assert list(found) == [{ANYBODY: 1}] * 2
+        letters = await broker.dead_jobs()
+        assert sorted(dead.request_id for dead in letters) == ["r0", "r1", "r2"]
+        assert {dead.subject for dead in letters} == {subject}
+        await eventually(lambda: len(frames) == 3)
+        assert all(isinstance(frame, Failed) for _, frame in frames)
+        assert await bus.jobs.lines() == {ANYBODY: 1}
+
+
+class TestWatch:
+    async def test_each_job_tells_its_line_once(self, bus: Bus, broker: Broker) -> None:
+        told: list[Line] = []
+        watcher = await broker.connect("scheduler")
+        subscription = await watcher.jobs.watch(told.append)
+        await bus.jobs.publish(job("a"))
+        await bus.jobs.publish(job("a"))
+        await bus.jobs.publish(job("o", OTHER))
+        await store(broker, "jobs.demo.gold", request_id="of no line")
+        await store(broker, "jobs.demo.free")
+        await eventually(lambda: len(told) == 3)
+        assert told == [ACME, OTHER, ANYBODY]
+        assert await ids(watcher, ACME) == ["a"]
+        await subscription.close()
+        await bus.jobs.publish(job("later"))
+        await watcher.jobs.lines()
+        assert len(told) == 3
+
+    async def test_what_is_told_can_be_pulled_at_once(self, bus: Bus, broker: Broker) -> None:
+        watcher = await broker.connect("scheduler")
+        pulls: list[asyncio.Task[list[str]]] = []
+
+        def on_published(line: Line) -> None:
+            pulls.append(asyncio.ensure_future(ids(watcher, line, 1)))
+
+        await watcher.jobs.watch(on_published)
+        for number in range(10):
+            await bus.jobs.publish(job(f"a{number}"))
+        await eventually(lambda: len(pulls) == 10)
+        pulled = await asyncio.gather(*pulls)
+        assert sorted(pulled) == [[f"a{number}"] for number in range(10)]
+
+    async def test_a_watcher_that_fails_is_told_on(self, bus: Bus) -> None:
+        told: list[Line] = []
+
+        def on_published(line: Line) -> None:
+            told.append(line)
+            raise RuntimeError("of no concern to the bus")
+
+        await bus.jobs.watch(on_published)
+        await bus.jobs.publish(job("a"))
+        await bus.jobs.publish(job("b"))
+        await eventually(lambda: len(told) == 2)
+
+
+class TestForgetting:
+    async def test_an_idle_line_is_forgotten(self, bus: Bus) -> None:
+        assert await bus.jobs.forget_line(ACME)
+        await bus.jobs.publish(job("a"))
+        (leased,) = await bus.jobs.pull(ACME, 1, 1.0)
+        await bus.jobs.ack(leased.lease)
+        assert await bus.jobs.forget_line(ACME)
+        assert await bus.jobs.forget_line(ACME)
+        await bus.jobs.publish(job("b"))
+        assert await ids(bus, ACME) == ["b"]
+
+    async def test_one_with_jobs_is_not(self, bus: Bus) -> None:
+        await bus.jobs.publish(job("o", OTHER))
+        assert not await bus.jobs.forget_line(OTHER)
+        await bus.jobs.pull(ACME, 1, 0.0)
+        await bus.jobs.publish(job("a"))
+        assert not await bus.jobs.forget_line(ACME)
+        (leased,) = await bus.jobs.pull(ACME, 1, 1.0)
+        assert not await bus.jobs.forget_line(ACME)
+        assert await ids(bus, ACME, timeout_s=ACK_WAIT_S * 2) == ["a"]
+        await bus.jobs.ack(leased.lease)
+        assert await bus.jobs.forget_line(ACME)
+
+    async def test_deliveries_go_on_where_there_is_something(self, bus: Bus) -> None:
+        await bus.jobs.pull(ACME, 1, 0.0)
+        forgetting = asyncio.ensure_future(bus.jobs.forget_line(ACME))
+        await bus.jobs.publish(job("a"))
+        await forgetting
+        assert await ids(bus, ACME, timeout_s=1.0) == ["a"]
+
+    async def test_others_find_what_comes_later(self, bus: Bus, broker: Broker) -> None:
+        """Also at once, and while they wait."""
+        other = await broker.connect("other scheduler")
+        assert await ids(other, ACME) == []
+        waiting = asyncio.ensure_future(ids(other, OTHER, timeout_s=10.0))
+        await bus.jobs.pull(OTHER, 1, 0.05)
+        assert await bus.jobs.forget_line(ACME)
+        assert await bus.jobs.forget_line(OTHER)
+        await bus.jobs.publish(job("a"))
+        await bus.jobs.publish(job("o", OTHER))
+        assert await ids(other, ACME) == ["a"]
+        assert await waiting == ["o"]
+
+
+class TestUncertainty:
+    async def test_jobs_older_than_what_counts_their_deliveries(self, bus: Bus) -> None:
+        await bus.jobs.publish(job("a"))
+        (leased,) = await bus.jobs.pull(ACME, 1, 1.0)
+        assert leased.uncertain
+        await bus.jobs.publish(job("b"))
+        (leased,) = await bus.jobs.pull(ACME, 1, 1.0)
+        assert leased.job.request_id == "b"
+        assert not leased.uncertain
+
+    async def test_after_the_line_was_forgotten(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.pull(ACME, 1, 0.0)
+        assert await bus.jobs.forget_line(ACME)
+        await bus.jobs.publish(job("a"))
+        other = await broker.connect("other scheduler")
+        (leased,) = await other.jobs.pull(ACME, 1, 1.0)
+        assert leased.uncertain
