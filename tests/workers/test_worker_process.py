@@ -7,162 +7,49 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-import yaml
 
-from bus import nats
-from bus.api import Bus, Line
-from bus.codec import RECORD
 from schemas.config import NatsConfig
-from schemas.control import Cancel, Dispatch, Replay, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.frames import TERMINAL_FRAMES, Cancelled, Delta, Done, FinishReason, Frame, Usage
-from schemas.jobs import Job, Tier
+from schemas.control import Cancel, Replay
+from schemas.frames import Cancelled, Delta, Done, FinishReason, Usage
 from schemas.records import RequestRecord, Status
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from tests.support.checkpoints_made import write_checkpoint
-from tests.support.servers import free_port
+from schemas.sampling import Grammar, GrammarKind
 from tests.support.waiting import eventually
+from tests.workers.worker_process import (
+    LINE,
+    NUM_BLOCKS,
+    ROOT,
+    HandScheduler,
+    WorkerProcess,
+    hand_scheduler,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
-_ROOT = Path(__file__).resolve().parents[2]
-_NUM_BLOCKS = 64
-_LINE = Line("tiny", Tier.FREE, "local")
-
-
-class _Process:
-    """A worker's process and its log."""
-
-    def __init__(self, folder: Path, nats_url: str, **worker: object) -> None:
-        self.checkpoint = write_checkpoint(folder / "tiny", max_position_embeddings=4096)
-        settings = {
-            "nats": {"url": nats_url},
-            "redis": {"url": f"redis://127.0.0.1:{free_port()}/0"},
-            "worker": {
-                "name": "w1",
-                "model": str(self.checkpoint),
-                "engine": {"num_blocks": _NUM_BLOCKS, "num_threads": 1, "device": "cpu"},
-                **worker,
-            },
-        }
-        config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(settings))
-        self.log = folder / "worker.log"
-        with self.log.open("wb") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "workers", "--config", str(config)],
-                stdout=log,
-                stderr=log,
-                cwd=_ROOT,
-            )
-
-    def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.popen.pid).children()
-        return child
-
-    def engine_pid(self) -> int | None:
-        children = psutil.Process(self.popen.pid).children()
-        return children[0].pid if children else None
-
-    def stop(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.wait()
-
-
-class _Scheduler:
-    """Stands in for scheduler and gateway: dispatches by hand and collects what streams back."""
-
-    def __init__(self, bus: Bus) -> None:
-        self.bus = bus
-        self.statuses: list[WorkerStatus] = []
-        self.frames: dict[str, list[Frame]] = {}
-
-    @property
-    def worker(self) -> WorkerStatus:
-        return self.statuses[-1]
-
-    def on_frame(self, request_id: str, frame: Frame) -> None:
-        self.frames.setdefault(request_id, []).append(frame)
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [
-            token
-            for frame in self.frames.get(request_id, [])
-            if isinstance(frame, Delta)
-            for token in frame.token_ids
-        ]
-
-    def end(self, request_id: str) -> Frame | None:
-        frames = self.frames.get(request_id, [])
-        return frames[-1] if frames and isinstance(frames[-1], TERMINAL_FRAMES) else None
-
-    async def command(self, command: WorkerCommand) -> WorkerReply:
-        reply = await self.bus.control.command(self.worker.worker_id, command, 5.0)
-        assert reply is not None
-        return reply
-
-    async def dispatch(self, request_id: str, max_tokens: int, **sampling: Any) -> None:
-        job = Job(
-            request_id=request_id,
-            model="tiny",
-            prompt_token_ids=(10, 20, 30),
-            sampling=SamplingParams(
-                max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True, **sampling
-            ),
-            reply="gw",
-            batch_frames=True,
-        )
-        await self.bus.jobs.publish(job)
-        (leased,) = await self.bus.jobs.pull(_LINE, 1, 5.0)
-        reply = await self.command(Dispatch(job=leased.job, epoch=1, lease=leased.lease))
-        assert reply.ok, reply
-
-    async def records(self) -> list[RequestRecord]:
-        pulled = await self.bus.outbox.pull(1000, 1.0)
-        await self.bus.outbox.ack(pulled)
-        items = [RECORD.decode(message.payload) for message in pulled]
-        return [item for item in items if isinstance(item, RequestRecord)]
-
-
-@asynccontextmanager
-async def _scheduler(config: NatsConfig) -> AsyncIterator[_Scheduler]:
-    bus = await nats.connect(config, "test")
-    scheduler = _Scheduler(bus)
-    await bus.frames.subscribe("gw", scheduler.on_frame)
-    await bus.workers.watch(scheduler.statuses.append)
-    try:
-        yield scheduler
-    finally:
-        await bus.close()
-
 
 @pytest.fixture
-def worker(tmp_path: Path, nats_config: NatsConfig) -> Iterator[_Process]:
-    process = _Process(tmp_path, nats_config.url, drain_timeout_s=1.0)
+def worker(tmp_path: Path, nats_config: NatsConfig) -> Iterator[WorkerProcess]:
+    process = WorkerProcess(tmp_path, nats_config.url, drain_timeout_s=1.0)
     yield process
     process.stop()
 
 
 async def test_a_worker_from_its_first_heartbeat_to_its_last(
-    worker: _Process, nats_config: NatsConfig
+    worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    async with _scheduler(nats_config) as scheduler:
+    async with hand_scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
-        assert scheduler.worker.num_free_blocks == _NUM_BLOCKS
+        assert scheduler.worker.num_free_blocks == NUM_BLOCKS
         await _serves(scheduler)
         await _cancel_frees_the_pool(scheduler)
         await _drains(scheduler, worker)
 
 
-async def _serves(scheduler: _Scheduler) -> None:
+async def _serves(scheduler: HandScheduler) -> None:
     names = [f"r{i}" for i in range(8)]
     await asyncio.gather(*(scheduler.dispatch(name, 40) for name in names))
     await eventually(lambda: all(scheduler.end(name) for name in names))
@@ -177,7 +64,7 @@ async def _serves(scheduler: _Scheduler) -> None:
 
     async def all_recorded() -> bool:
         records.extend(await scheduler.records())
-        depth = await scheduler.bus.jobs.depth(_LINE)
+        depth = await scheduler.bus.jobs.depth(LINE)
         return len(records) == 8 and depth.num_leased == depth.num_queued == 0
 
     await eventually(all_recorded, what="a record each, and an empty queue")
@@ -192,7 +79,7 @@ async def _serves(scheduler: _Scheduler) -> None:
     assert scheduler.tokens("r0") == before
 
 
-async def _cancel_frees_the_pool(scheduler: _Scheduler) -> None:
+async def _cancel_frees_the_pool(scheduler: HandScheduler) -> None:
     await scheduler.dispatch("long", 900)
     await eventually(lambda: len(scheduler.tokens("long")) > 20)
     await scheduler.bus.control.cancel(Cancel(request_id="long"))
@@ -204,7 +91,7 @@ async def _cancel_frees_the_pool(scheduler: _Scheduler) -> None:
     await eventually(
         lambda: (
             scheduler.worker.sent_ns > cancelled_ns
-            and scheduler.worker.num_free_blocks == _NUM_BLOCKS
+            and scheduler.worker.num_free_blocks == NUM_BLOCKS
             and scheduler.worker.num_running == 0
         ),
         what="the pool at its baseline",
@@ -213,7 +100,7 @@ async def _cancel_frees_the_pool(scheduler: _Scheduler) -> None:
     assert (record.status, record.completion_tokens) == (Status.CANCELLED, terminal.num_tokens)
 
 
-async def _drains(scheduler: _Scheduler, worker: _Process) -> None:
+async def _drains(scheduler: HandScheduler, worker: WorkerProcess) -> None:
     await scheduler.dispatch("rest", 900)
     await eventually(lambda: len(scheduler.tokens("rest")) > 5)
     engine = worker.engine()
@@ -223,13 +110,15 @@ async def _drains(scheduler: _Scheduler, worker: _Process) -> None:
     assert scheduler.worker.retired
     assert not engine.is_running()
     if scheduler.end("rest") is None:
-        (leased,) = await scheduler.bus.jobs.pull(_LINE, 1, 2.0)
+        (leased,) = await scheduler.bus.jobs.pull(LINE, 1, 2.0)
         assert leased.job.request_id == "rest"
         assert leased.num_deliveries == 2
 
 
-async def test_kill_9_leaves_no_engine_behind(worker: _Process, nats_config: NatsConfig) -> None:
-    async with _scheduler(nats_config) as scheduler:
+async def test_kill_9_leaves_no_engine_behind(
+    worker: WorkerProcess, nats_config: NatsConfig
+) -> None:
+    async with hand_scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
         await scheduler.dispatch("r", 900)
         await eventually(lambda: len(scheduler.tokens("r")) > 5)
@@ -240,7 +129,7 @@ async def test_kill_9_leaves_no_engine_behind(worker: _Process, nats_config: Nat
 
 
 async def test_a_dead_engine_is_replaced_under_its_streams(
-    worker: _Process, nats_config: NatsConfig
+    worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
     """Twice; then its checkpoint is gone, no other can start, and the worker ends with an error."""
     formed = {
@@ -250,7 +139,7 @@ async def test_a_dead_engine_is_replaced_under_its_streams(
     }
     plain, by_form = [f"s{i}" for i in range(16)], [f"f{i}" for i in range(4)]
     names = [*plain, *by_form]
-    async with _scheduler(nats_config) as scheduler:
+    async with hand_scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
         await scheduler.dispatch("plain", 200)
         await scheduler.dispatch("formed", 200, **formed)
@@ -292,7 +181,7 @@ def test_a_bad_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
     config.write_text("worker: {nmae: w1}")
     ended = subprocess.run(
         [sys.executable, "-m", "workers", "--config", str(config)],
-        cwd=_ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
+from workers.engine.background import immune, is_background
 from workers.engine.block_tables import BlockTables, PrefixHit
 from workers.engine.cost_model import CostModel, StepWork
+from workers.engine.draft import Draft
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.waiting import WaitingQueue
 
@@ -47,6 +49,10 @@ class Planner:
     slot and blocks from those below it. Nobody is preempted more than ``MAX_PREEMPTIONS`` times:
     after that it gets its blocks for good. So the highest rank, or one that has all its blocks,
     always gets on, and everybody ends.
+
+    Background work, of a priority below 0, ranks behind all other work however long it waits. It
+    gets what the others leave of a step, and a newcomer that is none of it begins with the next
+    step if it fits beside the others. Some of it gets its blocks for good too: see ``immune``.
 
     ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
     ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
@@ -107,7 +113,11 @@ class Planner:
     def _set_rank(self, sequence: Sequence) -> None:
         priority = sequence.request.priority
         if self._ageing_s > 0:
-            sequence.rank = (0, sequence.added_s - priority * self._ageing_s, sequence.arrival)
+            sequence.rank = (
+                int(priority < 0),
+                sequence.added_s - priority * self._ageing_s,
+                sequence.arrival,
+            )
         else:
             sequence.rank = (-priority, 0.0, sequence.arrival)
 
@@ -161,20 +171,22 @@ class Planner:
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
         self.tables.offload_idle(self._now_s)
-        draft = _Draft(self.max_batch_tokens)
+        draft = Draft(self.max_batch_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
             num_tokens = len(sequence.token_ids)
             if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
-                draft.num_ending += 1
+                draft.ending.append(sequence)
             elif num_tokens - sequence.num_computed_tokens == 1:
                 decoding.append(sequence)
             else:
                 prefilling.append(sequence)
+        num_urgent = bisect_left(prefilling, True, key=is_background)
+        kept_tokens = self.max_batch_tokens // 2 if num_urgent or self._has_urgent_newcomer else 0
         size = self._pool.block_size_tokens
         for sequence in decoding:
-            if draft.budget == 0:
+            if draft.budget <= (kept_tokens if is_background(sequence) else 0):
                 break
             if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
                 self._schedule(sequence, 1, draft)
@@ -182,39 +194,59 @@ class Planner:
                 draft.put(sequence, 1)  # its last block has room
         if draft.counts and (prefilling or self._waiting):
             self._bound_chunks(draft, prefilling)
+        self._go_on(prefilling[:num_urgent], draft)
+        if num_urgent < len(prefilling):
+            self._admit(draft, background=False)
+            self._go_on(prefilling[num_urgent:], draft)
+        self._admit(draft)
+        return list(map(ScheduledSequence._make, draft.counts.items()))
+
+    @property
+    def _has_urgent_newcomer(self) -> bool:
+        first = self._waiting.first()
+        return first is not None and not is_background(first)
+
+    def _go_on(self, prefilling: list[Sequence], draft: Draft) -> None:
         for sequence in prefilling:
             if draft.budget == 0:
                 break
             behind = len(sequence.token_ids) - sequence.num_computed_tokens
             self._schedule(sequence, min(behind, draft.budget), draft)
-        if self._waiting and not draft.short_of_blocks:
-            self._admit(draft)
-        return list(map(ScheduledSequence._make, draft.counts.items()))
 
-    def _schedule(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> None:
+    def _schedule(self, sequence: Sequence, num_tokens: int, draft: Draft) -> None:
         """Plan a running sequence if there is room, if need be by preempting lower ranks; but
         where others give up their blocks as soon as they are read, it waits for those."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was planned before it
         while not self.tables.grow(sequence, num_tokens):
             draft.short_of_blocks = True
-            victim = None if draft.num_ending else self._lowest_below(sequence)
+            victim = None if draft.ending else self._lowest_below(sequence)
             if victim is None:
                 return
             self._preempt(victim, draft)
         draft.put(sequence, num_tokens)
 
     def _lowest_below(self, sequence: Sequence) -> Sequence | None:
+        kept = self._kept_from(sequence)
         for other in reversed(self.running):
             if other is sequence:
                 return None
-            if not other.reserved:
+            if other not in kept:
                 return other
         return None
 
-    def _bound_chunks(self, draft: _Draft, prefilling: list[Sequence]) -> None:
-        """Cut the budget to what keeps the predicted step under the bound."""
+    def _kept_from(self, sequence: Sequence) -> set[Sequence]:
+        """Whom it may not preempt, whatever the ranks."""
+        if is_background(sequence):
+            return {other for other in self.running if other.reserved}
+        return immune(self.running, self.max_num_sequences, self._pool.num_blocks)
+
+    def _bound_chunks(self, draft: Draft, prefilling: list[Sequence]) -> None:
+        """Cut the budget to what keeps the predicted step under the bound, for the sake of those
+        who decode, unless all of them are background work."""
         if self._itl_bound_s <= 0 or not self._costs.is_warm:
+            return
+        if is_background(next(iter(draft.counts))):
             return
         beside = StepWork(
             decodes=len(draft.counts),
@@ -224,13 +256,16 @@ class Planner:
         chunk = self._costs.largest_chunk(self._itl_bound_s, beside, context)
         draft.budget = min(draft.budget, max(chunk, self._pool.block_size_tokens))
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft, *, background: bool = True) -> None:
         held: list[Sequence] = []
         while draft.budget > 0 and len(held) < _MAX_HELD:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            if self._is_full and self.running[-1].rank < sequence.rank:
+            if not background and is_background(sequence):
+                held.append(sequence)
+                break
+            if (self._is_full or draft.short_of_blocks) and not self._may_displace(sequence, draft):
                 held.append(sequence)  # nobody gives way to it, so do not even look
                 break
             hit = self.tables.match(sequence)
@@ -238,7 +273,7 @@ class Planner:
                 held.append(sequence)
                 continue
             if not self._fits(sequence, hit):
-                victims = [] if draft.num_ending else self._victims_for(sequence, hit)
+                victims = self._victims_for(sequence, hit, draft)
                 if not victims:
                     held.append(sequence)
                     break
@@ -250,6 +285,15 @@ class Planner:
             self._schedule(sequence, min(behind, draft.budget), draft)
         for sequence in held:
             self._waiting.add(sequence)
+
+    def _may_displace(self, sequence: Sequence, draft: Draft) -> bool:
+        """Whether there may be somebody who gives way to a newcomer. What those who run are short
+        of, only background work gives to others."""
+        if not self.running or self.running[-1].rank < sequence.rank:
+            return False
+        return not draft.short_of_blocks or (
+            is_background(self.running[-1]) and not is_background(sequence)
+        )
 
     @property
     def _is_full(self) -> bool:
@@ -285,16 +329,21 @@ class Planner:
         free = self._pool.num_free_blocks - self.tables.num_promised_blocks
         return needed <= free + num_blocks
 
-    def _victims_for(self, sequence: Sequence, hit: PrefixHit) -> list[Sequence]:
+    def _victims_for(self, sequence: Sequence, hit: PrefixHit, draft: Draft) -> list[Sequence]:
         """Whom to preempt, the lowest rank first, so that a newcomer of higher priority fits; []
-        if that does not help."""
+        if that does not help, or if it will fit anyway when those who are ending have left."""
+        kept = frozenset(block for block in hit.blocks if block is not None)
+        if draft.ending:
+            num_blocks = sum(self.tables.num_exclusive_blocks(s, kept) for s in draft.ending)
+            if self._fits(sequence, hit, len(draft.ending), num_blocks):
+                return []
         victims: list[Sequence] = []
         num_blocks = 0
-        kept = frozenset(block for block in hit.blocks if block is not None)
+        spared = self._kept_from(sequence).union(draft.ending)
         for other in reversed(self.running):
             if other.rank < sequence.rank:
                 break
-            if other.reserved or other.request.priority >= sequence.request.priority:
+            if other in spared or other.request.priority >= sequence.request.priority:
                 continue
             victims.append(other)
             num_blocks += self.tables.num_exclusive_blocks(other, kept)
@@ -303,7 +352,7 @@ class Planner:
                 return victims
         return []
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         draft.drop(sequence)
         self.outstanding_tokens += sequence.num_computed_tokens
         self._leave_batch(sequence)
@@ -328,30 +377,10 @@ class Planner:
             assert sequence.state is SequenceState.RUNNING
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_tokens <= sequence.max_total_tokens
-            assert sequence.num_preemptions <= MAX_PREEMPTIONS
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS or is_background(sequence)
         ranks = [s.rank for s in self.running]
         assert ranks == sorted(ranks)
         assert len(self.running) <= self.max_num_sequences
         live = [*self.running, *self._waiting]
         live += [fork for sequence in live for fork in sequence.forks]
         assert self.outstanding_tokens == sum(s.outstanding_tokens for s in live)
-
-
-class _Draft:
-    """A plan that is being made: what each sequence computes, and the tokens left to give out;
-    ``num_ending`` sequences of the batch only have their last token to be read."""
-
-    __slots__ = ("budget", "counts", "num_ending", "short_of_blocks")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.counts: dict[Sequence, int] = {}
-        self.num_ending = 0
-        self.short_of_blocks = False
-
-    def put(self, sequence: Sequence, num_tokens: int) -> None:
-        self.counts[sequence] = num_tokens
-        self.budget -= num_tokens
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.counts.pop(sequence, 0)

@@ -63,6 +63,12 @@ class WaitingQueue:
                 return sequence
         return None
 
+    def first(self) -> Sequence | None:
+        """The highest rank of those that are ready; it stays."""
+        while self._heap and self._heap[0][1] not in self._queued:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
     def collect_ready(self) -> None:
         """Queue those that have become ready; another thread may say so at any time."""
         if self._unready:

@@ -81,6 +81,7 @@ class World:
         self.engine = engine
         self.tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], EngineOutput] = {}
+        self.background: set[str] = set()
         self.num_steps = 0
 
     def step(self) -> None:
@@ -90,7 +91,7 @@ class World:
             key = (output.request_id, output.choice)
             assert key not in self.ended, "an output after the last one"
             self.tokens[key] += output.token_ids
-            assert output.num_preemptions <= MAX_PREEMPTIONS
+            assert output.num_preemptions <= MAX_PREEMPTIONS or key[0] in self.background
             if output.finished:
                 self.ended[key] = output
         self.engine.check_integrity()
@@ -107,6 +108,8 @@ class World:
 
         for number, arrival in enumerate(arrivals):
             item = arrival.request(number)
+            if item.priority < 0:
+                self.background.add(item.request_id)
             self.engine.add(item)
             if arrival.cancel_after is not None:
                 due.append((self.num_steps + 1 + arrival.cancel_after, item.request_id))

@@ -1,0 +1,40 @@
+"""Background work, which makes way for all other work, and how much of it need not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workers.engine.sequence import Sequence
+
+# Of slots and blocks, so that arrivals find the rest at once: what all of it may have that is not
+# preempted, and what a single one may.
+_SHARE_OF_ALL = 1 / 4
+_SHARE_OF_ONE = 1 / 2
+
+
+def is_background(sequence: Sequence) -> bool:
+    """Whether it makes way: its priority is below 0. Its rank is behind all others' then."""
+    return sequence.rank[0] > 0
+
+
+def immune(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[Sequence]:
+    """Those of the running, by rank, that nobody may preempt.
+
+    They are the reserved ones: all that are no background work, and of that as many as together
+    have no more than a share of ``num_slots`` and ``num_blocks``, or one that has a larger share
+    alone. So background work that was preempted often gets on too, one after the other, and is
+    never in the way of all.
+    """
+    kept: set[Sequence] = set()
+    slots = blocks = 0
+    share = _SHARE_OF_ONE
+    for sequence in running:
+        if not sequence.reserved:
+            continue
+        if is_background(sequence):
+            own_blocks = len(sequence.block_table) + sequence.num_promised_blocks
+            if slots + 1 > share * num_slots or blocks + own_blocks > share * num_blocks:
+                continue
+            slots, blocks, share = slots + 1, blocks + own_blocks, _SHARE_OF_ALL
+        kept.add(sequence)
+    return kept

@@ -1,0 +1,28 @@
+"""A plan that is being made."""
+
+from __future__ import annotations
+
+from workers.engine.sequence import Sequence
+
+
+class Draft:
+    """What each sequence computes, and the tokens left to give out.
+
+    ``ending`` sequences of the batch only have their last token to be read: they leave before the
+    next plan. ``short_of_blocks``: somebody who runs did not get all that it needs.
+    """
+
+    __slots__ = ("budget", "counts", "ending", "short_of_blocks")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.counts: dict[Sequence, int] = {}
+        self.ending: list[Sequence] = []
+        self.short_of_blocks = False
+
+    def put(self, sequence: Sequence, num_tokens: int) -> None:
+        self.counts[sequence] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.counts.pop(sequence, 0)
