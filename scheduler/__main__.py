@@ -52,6 +52,7 @@ async def serve(config: Config) -> None:
             catalogue.names(),
             partial(ServedModel.load, catalogue),
             index,
+            catalogue.router(config.scheduler.tiers),
         )
         gc.collect()
         gc.freeze()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
-from collections.abc import Callable
 
 from bus.api import LeasedJob, Line
 from scheduler.backlog import Backlog
@@ -16,7 +16,7 @@ from scheduler.sender import Sender
 from scheduler.tasks import Tasks
 from scheduler.verdicts import Verdict, failed, refused
 from schemas.errors import BusUnavailableError, MillraceError
-from schemas.jobs import Job, Tier
+from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +28,19 @@ _RETRY_S = 0.25
 
 
 class Intake:
-    """Pulls from the lines of one model, those who were served least first.
+    """Pulls from the lines of one model, those who were served least first, for its lane, or for
+    the first of several that its jobs may go to."""
 
-    ``lanes`` are where its jobs may go, ``lane_of`` says where one goes, perhaps changed.
-    ``lane_of`` raises MillraceError for a job that cannot be served.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        model: str,
-        lanes: list[Lane],
-        lane_of: Callable[[Job], tuple[Job, Lane]],
-    ) -> None:
+    def __init__(self, parts: Parts, model: str, lanes: list[Lane]) -> None:
         self.model = model
         self.backlog = Backlog()
         self._parts = parts
         self._lanes = lanes
-        self._lane_of = lane_of
         self._sender = Sender(parts)
         self._pulls = Tasks()
         self._num_asked: dict[bool, int] = {True: 0, False: 0}
         self._resting_until_s = float("-inf")
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def published(self, line: Line) -> None:
         """A job has come, or will in a moment."""
@@ -93,7 +83,13 @@ class Intake:
             if num_wanted > 0:
                 self._num_asked[_is_batch(line)] += num_wanted
                 self.backlog.pulling(line)
-                self._pulls.spawn(self._pull(line, num_wanted), f"pull {line}")
+                pull = self._pulls.spawn(self._pull(line, num_wanted), f"pull {line}")
+                pull.add_done_callback(self._note_failure)
+
+    def _note_failure(self, pull: asyncio.Task[None]) -> None:
+        if not pull.cancelled() and (error := pull.exception()) is not None:
+            self._failure = error
+            self._lanes[0].wake.set()
 
     def _is_resting(self) -> bool:
         return self._parts.clock.monotonic() < self._resting_until_s
@@ -122,8 +118,6 @@ class Intake:
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
             self._resting_until_s = parts.clock.monotonic() + _RETRY_S
-        except Exception as error:
-            self._failure = error
         finally:
             self._num_asked[_is_batch(line)] -= num_wanted
             self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
@@ -157,12 +151,12 @@ class Intake:
         if entry is not None:
             # The same id was published anew, so the former job had ended.
             self._parts.lane_of(entry).ended(entry)
-        entry = Entry.of(leased, self.backlog, now_s)
-        try:
-            entry.job, lane = self._lane_of(entry.job)
-        except MillraceError as error:
-            self._parts.tasks.spawn(self._refuse(entry, refused(error)), "refuse a job")
-            return
+        self._take(self._entry(leased), self._lanes[0])
+
+    def _entry(self, leased: LeasedJob) -> Entry:
+        return Entry.of(leased, self.backlog, self._parts.clock.monotonic())
+
+    def _take(self, entry: Entry, lane: Lane) -> None:
         lane.took(entry)
         self._parts.tasks.spawn(self._prepare(entry, lane), f"prepare {entry.request_id}")
 

@@ -40,6 +40,10 @@ class Generations(Protocol):
     async def lookup(self, request_id: str) -> Known | None:
         """None: nothing is known, or nobody can say."""
 
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        """The model that was first chosen for a request, and why: this one, if none was or nobody
+        can say."""
+
 
 @dataclass
 class Parts:

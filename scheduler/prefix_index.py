@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
+from operator import xor
 
 from scheduler.prompt_keys import PromptKeys, read_keys
 from scheduler.worker_view import WorkerView
@@ -18,17 +20,17 @@ _SLACK = 256
 
 class _Holder:
     """One worker. ``order`` has its keys, the longest unused first; some may be there twice, or not
-    be its own any more. ``number`` is that of its last report, ``missed``: one before that did not
-    come, ``trimmed``: it has more than is known here."""
+    be its own any more; ``digest`` is all of them under exclusive or. ``number`` is that of its
+    last report, ``missed``: one before that did not come."""
 
-    __slots__ = ("bit", "missed", "num_keys", "number", "order", "trimmed")
+    __slots__ = ("bit", "digest", "missed", "num_keys", "number", "order")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.number = 0
         self.missed = True
-        self.trimmed = False
         self.num_keys = 0
+        self.digest = 0
         self.order = array("Q")
 
 
@@ -60,11 +62,9 @@ class PrefixIndex:
             holder = self._add(report.worker_id)
         if report.number <= holder.number:
             return
-        is_next = report.number == holder.number + 1
+        has_gap = report.number != holder.number + 1
         holder.number = report.number
-        if report.whole and is_next and not holder.missed and not holder.trimmed:
-            return  # nothing that was not told already
-        holder.missed = not report.whole and (holder.missed or not is_next)
+        holder.missed = not report.whole and (holder.missed or has_gap)
         if holder.missed:
             return
         try:
@@ -93,6 +93,10 @@ class PrefixIndex:
         return holder
 
     def _replace(self, holder: _Holder, keys: list[int]) -> None:
+        if len(keys) == holder.num_keys and reduce(xor, keys, 0) == holder.digest:
+            # As nearly always: nothing that was not told already, but for the order.
+            holder.order = array("Q", keys)
+            return
         last = dict.fromkeys(keys)
         for key in [key for key in holder.order if key not in last]:
             self._clear(holder, key)
@@ -100,7 +104,6 @@ class PrefixIndex:
         for key in [key for key in last if not has(key, 0) & bit]:
             self._set(holder, key)
         holder.order = array("Q", last)
-        holder.trimmed = False
 
     def _change(self, holder: _Holder, added: list[int], removed: list[int]) -> None:
         for key in removed:
@@ -123,6 +126,7 @@ class PrefixIndex:
             return False
         else:
             self._masks[key] = mask | holder.bit
+        holder.digest ^= key
         holder.num_keys += 1
         self._num_keys += 1
         return True
@@ -135,6 +139,7 @@ class PrefixIndex:
             del self._masks[key]
         else:
             self._masks[key] = mask ^ holder.bit
+        holder.digest ^= key
         holder.num_keys -= 1
         self._num_keys -= 1
 
@@ -149,7 +154,6 @@ class PrefixIndex:
                     num_looked_at += 1
                     self._clear(holder, key)
                 del holder.order[:num_looked_at]
-                holder.trimmed = True
 
     # --- who goes ---
 
@@ -226,5 +230,6 @@ class PrefixIndex:
             has = {key for key, mask in self._masks.items() if mask & holder.bit}
             assert len(has) == holder.num_keys
             assert has <= set(holder.order)
+            assert holder.digest == reduce(xor, has, 0)
             bits |= holder.bit
         assert all(mask | bits == bits for mask in self._masks.values()), "a key of one that went"

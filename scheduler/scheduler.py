@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from bus.api import Bus, Line, Subscription
 from bus.clock import Clock
+from registry.routing import Router
+from scheduler.auto_intake import AutoIntake, router_of
 from scheduler.cancels import CancelMemory
 from scheduler.endings import Endings
 from scheduler.entry import Entry, State
@@ -18,6 +20,7 @@ from scheduler.outlook import Outlook
 from scheduler.parts import Generations, Parts
 from scheduler.prefix_index import PrefixIndex
 from scheduler.queue_watch import QueueWatch
+from scheduler.routing import AutoRouter
 from scheduler.shelf import Preparer, Shelf
 from scheduler.strays import Strays
 from scheduler.tasks import Tasks
@@ -52,6 +55,7 @@ class Scheduler:
         known_models: Collection[str],
         load_model: Callable[[str], Preparer],
         generations: Generations,
+        router: Router | None = None,
     ) -> None:
         unknown = set(config.models) - set(known_models)
         if unknown:
@@ -72,8 +76,10 @@ class Scheduler:
         )
         models = config.models or tuple(sorted(known_models))
         self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
-        self.intakes = {model: self._intake(model) for model in models}
         self._outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
+        self.intakes = {model: Intake(self.parts, model, [self.lanes[model]]) for model in models}
+        if router is not None:
+            self._add_routes(router_of(router, self._outlooks, self.parts, generations))
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
@@ -81,15 +87,18 @@ class Scheduler:
         self._queue_watch = QueueWatch(
             self.parts, self.intakes, self.lanes, self._outlooks, self._answers
         )
-        self._strays = Strays(self.parts, known_models)
+        names = () if router is None else router.routes
+        self._strays = Strays(self.parts, (*known_models, *names))
         self._watchman = Watchman(
             self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
         )
         self._warmed: set[str] = set()
 
-    def _intake(self, model: str) -> Intake:
-        lane = self.lanes[model]
-        return Intake(self.parts, model, [lane], lambda job: (job, lane))
+    def _add_routes(self, router: AutoRouter) -> None:
+        """Pull what leaves the model open, if any model that it may get is served here."""
+        for name in router.names:
+            if any(model in self.lanes for model in router.models_of(name)):
+                self.intakes[name] = AutoIntake(self.parts, name, self.lanes, router)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
@@ -14,6 +15,7 @@ from schemas.control import (
     Drain,
     Ended,
     Replay,
+    Served,
     WorkerCommand,
     WorkerReply,
     WorkerStatus,
@@ -101,6 +103,7 @@ class ScriptedWorker:
             model=self.model,
             max_num_sequences=self.num_slots,
             num_running=len(self.running),
+            num_held_by_tier=Counter(d.job.tier for d in self.running.values()),
             block_size_tokens=_BLOCK_TOKENS,
             num_blocks=self.num_blocks,
             num_free_blocks=self.num_blocks - used,
@@ -128,8 +131,30 @@ class ScriptedWorker:
         await self.bus.jobs.ack(dispatch.lease)
         if self.tells_ends:
             await self.bus.control.publish_ended(
-                Ended(worker_id=self.worker_id, request_ids=(request_id,))
+                Ended(
+                    worker_id=self.worker_id,
+                    request_ids=(request_id,),
+                    served=(self._served(dispatch),),
+                )
             )
+
+    def _served(self, dispatch: Dispatch) -> Served:
+        job = dispatch.job
+        return Served(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            tier=job.tier,
+            prompt_tokens=len(job.prompt_token_ids or ()),
+            completion_tokens=job.sampling.max_tokens or 0,
+        )
+
+    async def give_back(self, request_id: str) -> None:
+        """Let others go on with a request, as a worker does that ends before it."""
+        dispatch = self.running.pop(request_id)
+        await self.bus.jobs.release(dispatch.lease)
+        await self.bus.control.publish_ended(
+            Ended(worker_id=self.worker_id, request_ids=(request_id,), released=(request_id,))
+        )
 
     async def finish_all(self) -> None:
         for request_id in list(self.running):

@@ -12,6 +12,7 @@ from bus.api import Line
 from bus.clock import ManualClock
 from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
+from registry.routing import Router
 from scheduler.scheduler import Scheduler
 from scheduler.shelf import Preparer
 from schemas.config import NatsConfig, SchedulerConfig
@@ -52,7 +53,7 @@ class FakeModel:
 
 
 def load_fake(model: str) -> FakeModel:
-    if model != "m":
+    if model not in ("m", "small", "large"):
         raise ModelNotFoundError(f"no {model}")
     return FakeModel()
 
@@ -62,9 +63,13 @@ class FakeGenerations:
 
     def __init__(self) -> None:
         self.known: dict[str, Generation] = {}
+        self.chosen: dict[str, tuple[str, str]] = {}
 
     async def lookup(self, request_id: str) -> Generation | None:
         return self.known.get(request_id)
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        return self.chosen.setdefault(request_id, (model, reason))
 
 
 def job(request_id: str, **changes: object) -> Job:
@@ -82,7 +87,11 @@ class World:
     """Everything in one loop; ``until`` is how time goes on."""
 
     def __init__(
-        self, config: SchedulerConfig = CONFIG, load: Callable[[str], Preparer] = load_fake
+        self,
+        config: SchedulerConfig = CONFIG,
+        load: Callable[[str], Preparer] = load_fake,
+        models: tuple[str, ...] = ("m",),
+        router: Router | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock, NatsConfig())
@@ -93,6 +102,8 @@ class World:
         self.workers: list[ScriptedWorker] = []
         self.config = config
         self._load = load
+        self._models = models
+        self._router = router
         self.schedulers: list[Scheduler] = []
         self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
@@ -103,9 +114,16 @@ class World:
 
     async def add_scheduler(self) -> Scheduler:
         scheduler = Scheduler(
-            MemoryBus(self.broker), self.config, self.clock, ["m"], self._load, self.generations
+            MemoryBus(self.broker),
+            self.config,
+            self.clock,
+            self._models,
+            self._load,
+            self.generations,
+            self._router,
         )
-        await scheduler.parts.shelf.warm("m")
+        for model in self._models:
+            await scheduler.parts.shelf.warm(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
@@ -141,12 +159,18 @@ class World:
             await self.kill_scheduler()
 
     async def add_worker(
-        self, name: str = "w", num_slots: int = 4, num_blocks: int = 1_000, max_tokens: int = 0
+        self,
+        name: str = "w",
+        num_slots: int = 4,
+        num_blocks: int = 1_000,
+        max_tokens: int = 0,
+        model: str = "m",
     ) -> ScriptedWorker:
         worker = ScriptedWorker(
             MemoryBus(self.broker),
             self.clock,
             name,
+            model,
             num_slots=num_slots,
             num_blocks=num_blocks,
             max_tokens_per_request=max_tokens,
