@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     sql = _checked(arguments.query)
     try:
-        answer = _ask(sql, arguments.data, locate(arguments.data).clickhouse)
+        answer = ask(sql, arguments.data)
         rendered = render(parse_rows(answer), arguments.format)
     except QueryError as error:
         print(f"millrace sql: {error.message[:_MAX_SHOWN_CHARS].strip()}", file=sys.stderr)
@@ -75,9 +75,11 @@ def _checked(query: str) -> str:
     return sql
 
 
-def _ask(sql: str, data: Path, config: ClickHouseConfig) -> bytes:
-    """The answer of the server; of the embedded store if none is configured, or if that of the
-    system on ``data`` has ended."""
+def ask(sql: str, data: Path) -> bytes:
+    """The JSONCompact answer to a reading statement: of the server, or of the embedded store if
+    none is configured, or if that of the system on ``data`` has ended. Raises StoreAwayError, and
+    QueryError if the engine refuses the query."""
+    config = locate(data).clickhouse
     store = Path(config.path or data / "clickhouse")
     if config.url:
         try:

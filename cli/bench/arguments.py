@@ -170,7 +170,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     duration_s = None
     if arguments.requests is None:
         asked = arguments.duration
-        duration_s = _DEFAULT_DURATION_S if asked is None else _seconds("--duration", asked)
+        duration_s = _DEFAULT_DURATION_S if asked is None else seconds("--duration", asked)
         if duration_s <= 0:
             raise ConfigError("--duration must be more than nothing")
     key = arguments.api_key
@@ -183,9 +183,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         burstiness=arguments.burstiness,
         duration_s=duration_s,
         num_requests=arguments.requests,
-        warm_up_s=_seconds("--warm-up", arguments.warm_up),
-        drain_s=_seconds("--drain", arguments.drain),
-        timeout_s=_seconds("--timeout", arguments.timeout),
+        warm_up_s=seconds("--warm-up", arguments.warm_up),
+        drain_s=seconds("--drain", arguments.drain),
+        timeout_s=seconds("--timeout", arguments.timeout),
         num_processes=arguments.processes,
         seed=arguments.seed,
         dataset=arguments.dataset,
@@ -231,11 +231,11 @@ def parse_slo(text: str) -> Slo:
         name, _, value = part.strip().lower().partition("=")
         if name not in {"ttft", "tpot", "e2e"}:
             raise ConfigError(f"--slo: {name!r} is none of ttft, tpot and e2e")
-        bounds[f"{name}_ms"] = _seconds(f"--slo {name}", value) * 1e3
+        bounds[f"{name}_ms"] = seconds(f"--slo {name}", value) * 1e3
     return Slo(**bounds)
 
 
-def _seconds(what: str, text: str) -> float:
+def seconds(what: str, text: str) -> float:
     matched = _DURATION.fullmatch(text.strip())
     if matched is None:
         raise ConfigError(f"{what}: {text!r} is no time; write 200ms, 30s or 5m")

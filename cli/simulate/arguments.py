@@ -1,0 +1,220 @@
+"""The command line of ``millrace simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.endpoints import add_data_argument
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cli.simulate.synthesise import Recipe
+    from cli.simulate.trace import TraceRequest
+
+_DESCRIPTION = """\
+Run a trace of requests through the scheduler as it is, with simulated workers, in virtual time, and
+say what came of it: latencies, goodput under an SLO, fairness among tenants, prefix hits, workers'
+utilisation, GPU-hours and what a million tokens cost. Several policies are compared on the same
+trace. The same arguments give the same report.
+"""
+_EPILOG = """\
+examples:
+  millrace simulate synthesise --kind bursty --rate 50 --duration 10m > trace.jsonl
+  millrace simulate --trace trace.jsonl --workers 8 --policy fair,fifo --slo ttft=1s,tpot=50ms
+  millrace simulate --trace trace.jsonl --workers 8 --policy affine,least_loaded --html page.html
+  millrace simulate --trace trace.jsonl --workers 2 --autoscale 1:16 --start-time 30s
+  millrace simulate --trace trace.jsonl --workers 8 --fail worker=3@120s --json report.json
+  millrace simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01 --workers 4
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace simulate``."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="try policies and fleets on a trace, in virtual time",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=run)
+    add_data_argument(parser)
+    _add_trace(parser.add_argument_group("the trace"))
+    _add_policy(parser.add_argument_group("the scheduler"))
+    _add_workers(parser.add_argument_group("the workers"))
+    _add_results(parser.add_argument_group("the results"))
+    commands = parser.add_subparsers(metavar="[synthesise]", dest="simulate_command")
+    _add_synthesise(commands)
+
+
+def _add_trace(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="see docs/simulate.md")
+    group.add_argument(
+        "--from-clickhouse",
+        action="store_true",
+        help="the requests of a time range from the analytics store instead",
+    )
+    group.add_argument("--since", metavar="TIME", help="such as 2026-01-31T18:30:00, in UTC")
+    group.add_argument("--until", metavar="TIME")
+    group.add_argument("--save-trace", type=Path, metavar="FILE.jsonl", help="write it there, too")
+    group.add_argument("--seed", type=int, default=0, help="of failures and texts (default: 0)")
+    group.add_argument(
+        "--drain",
+        default="1h",
+        metavar="TIME",
+        help="how long answers are waited for after the last arrival (default: %(default)s)",
+    )
+
+
+def _add_policy(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--policy",
+        default="fair",
+        metavar="P,…",
+        help="an order (fair, fifo, shortest), a placement (affine, least_loaded), or both joined "
+        "by a plus sign; several are compared (default: %(default)s, which is fair+affine)",
+    )
+    group.add_argument("--config", metavar="FILE", help="settings of scheduler and worker")
+    group.add_argument("--max-queued-jobs", type=int, metavar="N", help="more are shed")
+    group.add_argument(
+        "--autoscale", metavar="MIN:MAX", help="as many workers as the scheduler's autoscaler wants"
+    )
+
+
+def _add_workers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers", default="1", metavar="N", help="of each model, or demo=8,large=2 (default: 1)"
+    )
+    group.add_argument("--prefill-tokens-per-s", type=float, metavar="R")
+    group.add_argument("--step-ms", type=float, metavar="MS", help="of a step that decodes")
+    group.add_argument("--step-ms-per-sequence", type=float, metavar="MS")
+    group.add_argument("--step-ms-per-kv-token", type=float, metavar="MS")
+    group.add_argument("--max-num-sequences", type=int, metavar="N", help="default: 256")
+    group.add_argument("--max-batch-tokens", type=int, metavar="N", help="default: 4096")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="of 16 tokens; default: 16384")
+    group.add_argument(
+        "--start-time", metavar="TIME", help="from a worker's start to its first job"
+    )
+    group.add_argument(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="worker=N@TIME",
+        help="the N-th worker dies then; may be given again",
+    )
+    group.add_argument("--mtbf", metavar="TIME", help="mean time between failures of a worker")
+    group.add_argument(
+        "--restart-time",
+        default="5s",
+        metavar="TIME",
+        help="until a dead worker is started again (default: %(default)s)",
+    )
+    group.add_argument(
+        "--heartbeat", default="1s", metavar="TIME", help="of workers (default: %(default)s)"
+    )
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
+    group.add_argument("--slo-ttft-ms", type=float, metavar="MS")
+    group.add_argument("--slo-tpot-ms", type=float, metavar="MS")
+    group.add_argument("--gpu-hour-price", type=float, default=2.5, metavar="$")
+    group.add_argument("--gpus-per-worker", type=float, default=1.0, metavar="N")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with plots")
+
+
+def _add_synthesise(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    parser = commands.add_parser(
+        "synthesise", help="draw a trace and print it", description="Draw a trace and print it."
+    )
+    parser.set_defaults(handler=run_synthesise)
+    spread = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
+    parser.add_argument(
+        "--kind", choices=("poisson", "bursty", "diurnal", "multiturn"), default="poisson"
+    )
+    parser.add_argument(
+        "--rate", type=float, required=True, metavar="R", help="requests per second"
+    )
+    parser.add_argument("--duration", default="10m", metavar="TIME", help="default: %(default)s")
+    parser.add_argument(
+        "--tenants",
+        default="1",
+        metavar="N|NAME:TIER:WEIGHT,…",
+        help="how many alike, or which and how much of the load each has (default: 1)",
+    )
+    parser.add_argument("--model", default="demo", help="default: %(default)s")
+    parser.add_argument("--input-tokens", default="lognormal:400:0.8:8000", metavar="SPREAD")
+    parser.add_argument(
+        "--output-tokens",
+        default="lognormal:200:0.6:2000",
+        metavar="SPREAD",
+        help=f"likewise {spread} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="what every request states"
+    )
+    parser.add_argument("--deadline", metavar="TIME", help="of every request")
+    parser.add_argument("--burstiness", type=float, default=0.2, metavar="SHAPE", help="of bursty")
+    parser.add_argument("--swing", type=float, default=0.8, metavar="SHARE", help="of diurnal")
+    parser.add_argument("--period", default="24h", metavar="TIME", help="of diurnal")
+    parser.add_argument("--turns", type=float, default=5.0, metavar="N", help="of multiturn")
+    parser.add_argument("--think-time", default="20s", metavar="TIME", help="between turns")
+    parser.add_argument("--system-prompts", type=int, default=0, metavar="N", help="shared ones")
+    parser.add_argument("--system-tokens", type=int, default=500, metavar="N", help="in each")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if every request got its end, 1 if some were unfinished. Raises MillraceError for what
+    cannot be done at all."""
+    from cli.simulate.command import compare
+    from cli.simulate.options import settings_of
+    from cli.simulate.policies import parse_policies
+
+    for path in (arguments.json, arguments.html, arguments.save_trace):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
+    policies = parse_policies(arguments.policy)
+    settings = settings_of(arguments)
+    trace = _trace_of(arguments)
+    return compare(trace, settings, policies, json_file=arguments.json, html_file=arguments.html)
+
+
+def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
+    from cli.simulate.history import read_history
+    from cli.simulate.trace import read_trace, write_trace
+
+    if (arguments.trace is None) != arguments.from_clickhouse:
+        raise ConfigError("give either --trace or --from-clickhouse")
+    if not arguments.from_clickhouse:
+        if arguments.since or arguments.until:
+            raise ConfigError("--since and --until go with --from-clickhouse")
+        trace = read_trace(arguments.trace)
+    elif arguments.since is None or arguments.until is None:
+        raise ConfigError("--from-clickhouse needs --since and --until")
+    else:
+        trace = read_history(arguments.data, arguments.since, arguments.until)
+    if arguments.save_trace is not None:
+        try:
+            with arguments.save_trace.open("w") as file:
+                write_trace(trace, file)
+        except OSError as error:
+            raise ConfigError(f"{arguments.save_trace}: {error.strerror}") from error
+    return trace
+
+
+def run_synthesise(arguments: argparse.Namespace) -> int:
+    """Print a trace; 0. Raises ConfigError, naming the argument at fault."""
+    from cli.simulate.options import recipe_of
+    from cli.simulate.synthesise import synthesise
+    from cli.simulate.trace import write_trace
+
+    recipe: Recipe = recipe_of(arguments)
+    write_trace(synthesise(recipe), sys.stdout)
+    return 0

@@ -1,0 +1,58 @@
+"""What ``millrace simulate`` does once its arguments are read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cli.bench.report import write_file
+from cli.simulate.measure import policy_report, report_of
+from cli.simulate.page import render_page
+from cli.simulate.policies import Policy
+from cli.simulate.report import write_report
+from cli.simulate.settings import Settings
+from cli.simulate.table import render
+from cli.simulate.trace import TraceRequest
+from cli.simulate.world import simulate
+from schemas.errors import ConfigError
+from schemas.jobs import PUBLIC_MODEL_AUTO
+
+
+def compare(
+    trace: Sequence[TraceRequest],
+    settings: Settings,
+    policies: Sequence[Policy],
+    *,
+    json_file: Path | None,
+    html_file: Path | None,
+) -> int:
+    """Run the trace under each policy, and print and write what came of it; 1 if requests were
+    unfinished. Raises ConfigError."""
+    for model in {request.model for request in trace}:
+        if model == PUBLIC_MODEL_AUTO:
+            raise ConfigError("a trace names the models that answered, none of which is auto")
+        settings.workers_of(model)
+    # What the scheduler logs of deaths and refusals is what the report is about.
+    logging.getLogger("scheduler").setLevel(logging.ERROR)
+    logging.getLogger("bus").setLevel(logging.ERROR)
+    reports = []
+    for policy in policies:
+        begun_s = time.perf_counter()
+        result = simulate(trace, settings, policy)
+        took_s = time.perf_counter() - begun_s
+        if sys.stderr.isatty():
+            print(
+                f"{policy.name}: {result.end_s:,.0f} s simulated in {took_s:,.1f} s",
+                file=sys.stderr,
+            )
+        reports.append(policy_report(policy.name, result, settings))
+    report = report_of(trace, settings, reports)
+    sys.stdout.write(render(report))
+    if json_file is not None:
+        write_report(report, json_file)
+    if html_file is not None:
+        write_file(html_file, render_page(report).encode())
+    return 1 if any(one.overall.num_unfinished for one in report.policies) else 0

@@ -1,0 +1,68 @@
+"""Traces of what was really asked: the requests of a time range, from the analytics store."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from cli.rows import parse_rows
+from cli.simulate.trace import TraceRequest
+from cli.sql import ask
+from schemas.errors import ConfigError
+from schemas.jobs import Tier
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?Z?)?")
+_PAGE_ROWS = 10_000
+
+
+def read_history(data: Path, since: str, until: str) -> list[TraceRequest]:
+    """The requests that were received from ``since`` until ``until`` (UTC) and got an answer of
+    some length, as a trace. Prompts are not kept in the store, so what is known to be shared is
+    what the turns of a session share. Raises ConfigError for times that are none, and if there
+    were no requests."""
+    begin, end = _time("--since", since), _time("--until", until)
+    rows: list[tuple[Any, ...]] = []
+    while len(rows) % _PAGE_ROWS == 0:
+        page = parse_rows(ask(_sql(begin, end, len(rows)), data)).rows
+        rows.extend(page)
+        if not page:
+            break
+    if not rows:
+        raise ConfigError(f"the store has no answered requests from {since} until {until}")
+    start_us = int(rows[0][0])
+    return [_request(row, start_us) for row in rows]
+
+
+def _sql(begin: str, end: str, offset: int) -> str:
+    return (
+        "SELECT toUnixTimestamp64Micro(received_at) AS at_us, tenant, tier, model_served, session, "  # noqa: S608 (both times are checked)
+        "prompt_tokens, completion_tokens FROM requests FINAL "
+        f"WHERE received_at >= toDateTime64('{begin}', 6, 'UTC') "
+        f"AND received_at < toDateTime64('{end}', 6, 'UTC') "
+        "AND prompt_tokens > 0 AND completion_tokens > 0 "
+        f"ORDER BY at_us, request_id LIMIT {_PAGE_ROWS} OFFSET {offset}"
+    )
+
+
+def _request(row: tuple[Any, ...], start_us: int) -> TraceRequest:
+    at_us, tenant, tier, model, session, prompt_tokens, completion_tokens = row
+    return TraceRequest(
+        at_s=(int(at_us) - start_us) / 1e6,
+        tenant=str(tenant),
+        tier=Tier(str(tier)),
+        model=str(model),
+        session=str(session),
+        prompt_tokens=int(prompt_tokens),
+        output_tokens=int(completion_tokens),
+    )
+
+
+def _time(name: str, text: str) -> str:
+    """As ClickHouse reads it."""
+    if not _TIME.fullmatch(text):
+        raise ConfigError(f"{name}: {text!r} is no time; write 2026-01-31 or 2026-01-31T18:30:00")
+    plain = text.removesuffix("Z").replace("T", " ")
+    if len(plain) == len("2026-01-31"):
+        return f"{plain} 00:00:00"
+    return plain if plain.count(":") == 2 else f"{plain}:00"

@@ -1,0 +1,199 @@
+"""From the command line's arguments to settings and recipes; each error names its argument."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from typing import Any
+
+import msgspec
+
+from bus.settings import load_config
+from cli.bench.arguments import parse_slo, seconds
+from cli.bench.settings import Slo
+from cli.bench.spread import parse_spread
+from cli.simulate.settings import Failure, Settings
+from cli.simulate.synthesise import Kind, Recipe, parse_tenants
+from schemas.config import AutoscaleConfig, Config, EngineConfig
+from schemas.errors import ConfigError
+from schemas.latency_model import LatencyModel
+
+# What engines of a GPU have where a configuration leaves the choice to the device.
+_ENGINE_DEFAULTS = {"max_num_sequences": 256, "max_batch_tokens": 4_096, "num_blocks": 16_384}
+_SIMULATION = (
+    "prefill_tokens_per_s",
+    "step_ms",
+    "step_ms_per_sequence",
+    "step_ms_per_kv_token",
+)
+# In a simulation nobody dies without our knowing, so leases need not be short, and each extension
+# that is not made is time that the simulation does not take.
+_ACK_WAIT_S, _LEASE_EXTEND_S = 120.0, 40.0
+_FAILURE = re.compile(r"worker=(\d+)@(.+)")
+_MAX_WORKERS = 100_000
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What to simulate. Raises ConfigError."""
+    if not 0 <= arguments.seed < 1 << 63:
+        raise ConfigError("--seed must be between 0 and 2^63 - 1")
+    return Settings(
+        config=_config_of(arguments),
+        num_workers=_workers(arguments.workers),
+        policies=tuple(arguments.policy.split(",")),
+        seed=arguments.seed,
+        failures=tuple(map(_failure, arguments.fail)),
+        mtbf_s=0.0 if arguments.mtbf is None else _above_0("--mtbf", arguments.mtbf),
+        restart_s=seconds("--restart-time", arguments.restart_time),
+        drain_s=seconds("--drain", arguments.drain),
+        slo=_slo(arguments),
+        gpu_hour_price=_at_least_0("--gpu-hour-price", arguments.gpu_hour_price),
+        gpus_per_worker=_at_least_0("--gpus-per-worker", arguments.gpus_per_worker),
+    )
+
+
+def _config_of(arguments: argparse.Namespace) -> Config:
+    config = load_config(arguments.config, os.environ)
+    heartbeat_s = _above_0("--heartbeat", arguments.heartbeat)
+    worker = msgspec.structs.replace(
+        config.worker,
+        engine=_engine(config.worker.engine, arguments),
+        heartbeat_s=heartbeat_s,
+        lease_extend_s=_LEASE_EXTEND_S,
+        prefix_report_s=max(config.worker.prefix_report_s, heartbeat_s),
+    )
+    LatencyModel(worker.engine.simulation)
+    scheduler: dict[str, Any] = {
+        "lease_extend_s": _LEASE_EXTEND_S,
+        "heartbeat_timeout_s": max(config.scheduler.heartbeat_timeout_s, 2 * heartbeat_s),
+    }
+    if arguments.max_queued_jobs is not None:
+        scheduler["max_queued_jobs"] = _count("--max-queued-jobs", arguments.max_queued_jobs)
+    if arguments.autoscale is not None:
+        start_s = worker.engine.simulation.start_s
+        scheduler["autoscale"] = _autoscale(
+            arguments.autoscale, config.scheduler.autoscale, start_s
+        )
+    return msgspec.structs.replace(
+        config,
+        worker=worker,
+        scheduler=msgspec.structs.replace(config.scheduler, **scheduler),
+        nats=msgspec.structs.replace(config.nats, ack_wait_s=_ACK_WAIT_S),
+    )
+
+
+def _engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
+    changes: dict[str, Any] = {"kind": "simulated"}
+    for name, default in _ENGINE_DEFAULTS.items():
+        given = getattr(arguments, name)
+        if given is not None:
+            changes[name] = _count(f"--{name.replace('_', '-')}", given)
+        elif not getattr(engine, name):
+            changes[name] = default
+    simulation = {
+        name: value for name in _SIMULATION if (value := getattr(arguments, name)) is not None
+    }
+    if arguments.start_time is not None:
+        simulation["start_s"] = seconds("--start-time", arguments.start_time)
+    changes["simulation"] = msgspec.structs.replace(engine.simulation, **simulation)
+    return msgspec.structs.replace(engine, **changes)
+
+
+def _autoscale(text: str, config: AutoscaleConfig, start_s: float) -> AutoscaleConfig:
+    matched = re.fullmatch(r"(\d+):(\d+)", text)
+    if matched is None or not 0 <= int(matched[1]) <= int(matched[2]) <= _MAX_WORKERS:
+        raise ConfigError(f"--autoscale: {text!r} is not MIN:MAX")
+    if int(matched[2]) < 1:
+        raise ConfigError("--autoscale: MAX must be at least 1")
+    return msgspec.structs.replace(
+        config,
+        min_workers=int(matched[1]),
+        max_workers=int(matched[2]),
+        cold_start_s=start_s or config.cold_start_s,
+    )
+
+
+def _workers(text: str) -> dict[str, int]:
+    """Of each model by name, "" for those that are not named."""
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, count = part.strip().rpartition("=")
+        if not count.isdecimal() or not 0 < int(count) <= _MAX_WORKERS or name in counts:
+            raise ConfigError(f"--workers: {text!r} is neither a number nor NAME=N,NAME=N")
+        counts[name] = int(count)
+    return counts
+
+
+def _failure(text: str) -> Failure:
+    matched = _FAILURE.fullmatch(text)
+    if matched is None or int(matched[1]) < 1:
+        raise ConfigError(f"--fail: {text!r} does not look like worker=3@120s")
+    return Failure(worker=int(matched[1]), at_s=seconds("--fail", matched[2]))
+
+
+def _slo(arguments: argparse.Namespace) -> Slo | None:
+    slo = Slo() if arguments.slo is None else parse_slo(arguments.slo)
+    changes = {
+        name: bound
+        for name, bound in (("ttft_ms", arguments.slo_ttft_ms), ("tpot_ms", arguments.slo_tpot_ms))
+        if bound is not None
+    }
+    slo = msgspec.structs.replace(slo, **changes)
+    return None if slo == Slo() else slo
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """What to draw. Raises ConfigError."""
+    swing = arguments.swing
+    if not 0 <= swing <= 1:
+        raise ConfigError(f"--swing must be between 0 and 1, got {swing:g}")
+    for name in ("rate", "burstiness"):
+        if not 0 < getattr(arguments, name) < 1e6:
+            raise ConfigError(f"--{name} must be above 0, got {getattr(arguments, name):g}")
+    if not 1 <= arguments.turns < 1e4:
+        raise ConfigError(f"--turns must be at least 1, got {arguments.turns:g}")
+    if min(arguments.max_tokens, arguments.system_prompts, arguments.system_tokens) < 0:
+        raise ConfigError("--max-tokens, --system-prompts and --system-tokens cannot be negative")
+    if not 0 <= arguments.seed < 1 << 32:
+        raise ConfigError("--seed must be between 0 and 2^32 - 1")
+    deadline = arguments.deadline
+    return Recipe(
+        kind=Kind(arguments.kind),
+        rate_per_s=arguments.rate,
+        duration_s=_above_0("--duration", arguments.duration),
+        tenants=parse_tenants(arguments.tenants),
+        input_tokens=parse_spread(arguments.input_tokens),
+        output_tokens=parse_spread(arguments.output_tokens),
+        model=arguments.model,
+        burstiness=arguments.burstiness,
+        swing=swing,
+        period_s=_above_0("--period", arguments.period),
+        turns=arguments.turns,
+        think_s=_above_0("--think-time", arguments.think_time),
+        num_system_prompts=arguments.system_prompts,
+        system_tokens=arguments.system_tokens,
+        max_tokens=arguments.max_tokens,
+        deadline_s=None if deadline is None else _above_0("--deadline", deadline),
+        seed=arguments.seed,
+    )
+
+
+def _above_0(name: str, text: str) -> float:
+    value = seconds(name, text)
+    if value <= 0:
+        raise ConfigError(f"{name} must be more than nothing")
+    return value
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be 0 or more, got {value:g}")
+    return value
+
+
+def _count(name: str, value: int) -> int:
+    if not 1 <= value <= 1 << 40:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+    return value
