@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from bus.clock import Clock, SystemClock
 from bus.codec import CONTENT_TYPE
@@ -20,23 +20,31 @@ DEFAULT_MAX_PAYLOAD_BYTES = 1024 * 1024
 
 
 class Subscriber:
-    """One subscription; the broker calls it until it is closed."""
+    """One subscription; the broker calls it until it is closed. ``number`` counts them."""
 
-    def __init__(self, broker: MemoryBroker, subject: str, on_message: OnMessage, group: str):
+    def __init__(
+        self, broker: MemoryBroker, number: int, subject: str, on_message: OnMessage, group: str
+    ) -> None:
         self._broker = broker
-        self._parts = subject.split(".")
+        self.number = number
+        self.subject = subject
+        self.parts = subject.split(".")
         self.on_message = on_message
         self.group = group
         self.closed = False
 
-    def matches(self, subject: str) -> bool:
-        parts = subject.split(".")
-        for index, wanted in enumerate(self._parts):
+    @property
+    def is_pattern(self) -> bool:
+        return "*" in self.parts or ">" in self.parts
+
+    def matches(self, parts: Sequence[str]) -> bool:
+        """Whether it is for the subject of these parts."""
+        for index, wanted in enumerate(self.parts):
             if wanted == ">":
                 return len(parts) > index
             if index >= len(parts) or wanted not in ("*", parts[index]):
                 return False
-        return len(parts) == len(self._parts)
+        return len(parts) == len(self.parts)
 
     def deliver(self, message: Message) -> None:
         if not self.closed:
@@ -45,6 +53,38 @@ class Subscriber:
     async def close(self) -> None:
         self.closed = True
         self._broker.remove(self)
+
+
+class _Subscribers:
+    """Found by their subject, or by the first part of their pattern, so that hundreds of clients
+    cost a publisher nothing that are not meant."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, list[Subscriber]] = {}
+        self._patterns: dict[str, list[Subscriber]] = {}
+
+    def add(self, subscriber: Subscriber) -> None:
+        self._shelf(subscriber).append(subscriber)
+
+    def remove(self, subscriber: Subscriber) -> None:
+        shelf = self._shelf(subscriber)
+        if subscriber in shelf:
+            shelf.remove(subscriber)
+        if not shelf and not subscriber.is_pattern:
+            del self._exact[subscriber.subject]
+
+    def of(self, subject: str) -> list[Subscriber]:
+        """Those that a message is for, the oldest first."""
+        parts = subject.split(".")
+        found = list(self._exact.get(subject, ()))
+        for first in (parts[0], "*", ">"):
+            found += [one for one in self._patterns.get(first, ()) if one.matches(parts)]
+        return sorted(found, key=lambda one: one.number) if len(found) > 1 else found
+
+    def _shelf(self, subscriber: Subscriber) -> list[Subscriber]:
+        if subscriber.is_pattern:
+            return self._patterns.setdefault(subscriber.parts[0], [])
+        return self._exact.setdefault(subscriber.subject, [])
 
 
 class MemoryBroker:
@@ -68,7 +108,8 @@ class MemoryBroker:
         self.outbox = OutboxLog(self.clock, self.config.outbox_max_age_s)
         self.workers = Entries(self.clock)
         self.on_start: list[Callable[[], None]] = []
-        self._subscribers: list[Subscriber] = []
+        self._subscribers = _Subscribers()
+        self._numbers = itertools.count()
         self._inboxes = itertools.count(1)
         self._turns = itertools.count()
 
@@ -107,7 +148,7 @@ class MemoryBroker:
         self.require_fits(len(payload))
         content_type = headers.get(CONTENT_TYPE) if headers else None
         message = Message(subject, payload, content_type, reply)
-        matching = [one for one in self._subscribers if one.matches(subject)]
+        matching = self._subscribers.of(subject)
         chosen = [one for one in matching if not one.group]
         for group in sorted({one.group for one in matching if one.group}):
             members = [one for one in matching if one.group == group]
@@ -118,13 +159,12 @@ class MemoryBroker:
         return bool(chosen)
 
     def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscriber:
-        subscriber = Subscriber(self, subject, on_message, group)
-        self._subscribers.append(subscriber)
+        subscriber = Subscriber(self, next(self._numbers), subject, on_message, group)
+        self._subscribers.add(subscriber)
         return subscriber
 
     def remove(self, subscriber: Subscriber) -> None:
-        if subscriber in self._subscribers:
-            self._subscribers.remove(subscriber)
+        self._subscribers.remove(subscriber)
 
     def new_inbox(self) -> str:
         return f"_INBOX.{next(self._inboxes)}"

@@ -64,6 +64,33 @@ async def test_queued_jobs_survive(buses: tuple[Bus, Bus], nats_server: NatsServ
     assert (await one.jobs.publish(job(5))).duplicate
 
 
+async def test_the_jobs_of_many_tenants_survive(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, two = buses
+    told: list[Line] = []
+    await two.jobs.watch(told.append)
+    jobs = [
+        Job(request_id=f"{tenant}-{number}", model="demo", tenant=f"t{tenant}", prompt="hi")
+        for tenant in range(20)
+        for number in range(3)
+    ]
+    lines = list(dict.fromkeys(map(Line.of, jobs)))
+    await asyncio.gather(*(one.jobs.publish(job) for job in jobs))
+    await eventually(lambda: len(told) == len(jobs))
+    held = await asyncio.gather(*(two.jobs.pull(line, 1, 0.0) for line in lines))
+    restart(nats_server)
+    rest = await asyncio.gather(*(two.jobs.pull(line, 5, 5.0) for line in lines))
+    ids = [leased.job.request_id for pulled in (*held, *rest) for leased in pulled]
+    assert sorted(ids) == sorted(job.request_id for job in jobs)
+    await asyncio.gather(
+        *(two.jobs.ack(leased.lease) for pulled in (*held, *rest) for leased in pulled)
+    )
+    assert await two.jobs.lines() == {}
+    await one.jobs.publish(Job(request_id="later", model="demo", prompt="hi"))
+    await eventually(lambda: told[-1] == LINE)
+
+
 async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
     one, two = buses
     waiting = asyncio.ensure_future(two.jobs.pull(LINE, 1, 30.0))
