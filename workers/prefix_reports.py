@@ -80,11 +80,12 @@ class PrefixReporter:
             now_s = self._clock.monotonic()
             if now_s - whole_s >= self._config.prefix_whole_s:
                 self._whole_wanted = True
+            if 0 < len(self._changed) <= len(self._keys):
+                await self._send(self._step())
             if self._whole_wanted or len(self._changed) > len(self._keys):
+                # To those who have heard every step it says what they know, which is soon read.
                 whole_s = now_s
                 await self._send(self._whole())
-            elif self._changed:
-                await self._send(self._step())
             await self._clock.sleep(self._config.prefix_report_s)
 
     def _whole(self) -> PrefixReport:

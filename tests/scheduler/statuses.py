@@ -1,0 +1,30 @@
+"""Heartbeats to make views of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.worker_view import WorkerView
+from schemas.control import WorkerStatus
+
+NOW_NS = 1_700_000_000_000_000_000
+
+
+def status(worker_id: str = "w-1", name: str = "", **changes: Any) -> WorkerStatus:
+    """An idle worker with 4 slots and 100 blocks."""
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "name": name or worker_id.split("-")[0],
+        "model": "m",
+        "max_num_sequences": 4,
+        "num_blocks": 100,
+        "num_free_blocks": 100,
+        "started_ns": NOW_NS,
+        "sent_ns": NOW_NS,
+    } | changes
+    return WorkerStatus(**fields)
+
+
+def view(worker_id: str = "w-1", **changes: Any) -> WorkerView:
+    """One that was heard at 0."""
+    return WorkerView(status(worker_id, **changes), 0.0)
