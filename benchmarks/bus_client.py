@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 
@@ -92,14 +93,16 @@ class Service:
         return answer
 
     async def send_many(
-        self, tenant: str, prompts: Sequence[tuple[int, ...]], max_tokens: int
+        self, tenant: str, prompts: Sequence[tuple[int, ...]], max_tokens: tuple[int, int]
     ) -> list[Answer]:
-        """Publish a backlog, in its order as near as several at once can."""
+        """Publish a backlog for completions of random lengths, in its order as near as several at
+        once can."""
+        chance = random.Random(tenant)
         answers: list[Answer] = []
         for start in range(0, len(prompts), _AT_ONCE):
             batch = prompts[start : start + _AT_ONCE]
             answers += await asyncio.gather(
-                *(self.send(tenant, prompt, max_tokens) for prompt in batch)
+                *(self.send(tenant, prompt, chance.randint(*max_tokens)) for prompt in batch)
             )
         return answers
 

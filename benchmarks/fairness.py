@@ -1,11 +1,12 @@
 """``python -m benchmarks.fairness``: whether one tenant's load can hurt another.
 
-On real servers with one scheduler process and simulated workers. First a quiet tenant alone; then
-it beside three that ask for more than there is, one of them ten times as much as another, and one
-in requests four times as large. What counts is the work that each of the backlogged was given: a
-token of a prompt is 1, one that was made is 2. Its gap between any two of them, over any part of
-the time, has the bound of VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI
-2024): twice the weight of what can run at a time. Equal shares are what a perfect scheduler gives.
+On real servers with one scheduler process and simulated workers. First a few quiet tenants alone,
+who ask, read the answer and ask again; then they beside three that ask for more than there is, one
+of them ten times as much as another, and one in requests four times as large. What counts is the
+work that each of the backlogged was given: a token of a prompt is 1, one that was made is 2. The
+gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
+Equal shares are what a perfect scheduler gives.
 
 Then one tenant's backlog of many jobs, and what the first job of each of several others waits for
 behind it, beside what it waits for with nobody there.
@@ -48,15 +49,20 @@ _TIMEOUT_S = 900.0
 
 
 class _Load(NamedTuple):
-    """Requests at random times."""
+    """Requests at random times, for completions of half to one and a half ``mean_tokens``."""
 
     tenant: str
     per_s: float
     prompt_tokens: int
-    max_tokens: int
+    mean_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        return self.prompt_tokens + self.mean_tokens * 3 // 2
 
 
-_QUIET = _Load("quiet", 2.0, 1_024, 16)
+# Each takes a third of an equal share.
+_NUM_QUIET, _QUIET_PROMPT, _QUIET_TOKENS, _QUIET_PAUSE_S = 3, 1_024, 16, (1.0, 2.0)
 _BACKLOGGED = (
     _Load("noisy", 400.0, 64, 32),
     _Load("steady", 40.0, 64, 32),
@@ -80,8 +86,8 @@ def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
 def vtc_bound(loads: Sequence[_Load]) -> float:
     """The bound of the gap of two that are backlogged: twice the weight of the largest prompt, or
     of what can run at a time if that is more, all of it the largest requests."""
-    running_tokens = _NUM_WORKERS * _NUM_SLOTS * max(x.prompt_tokens + x.max_tokens for x in loads)
-    return 2 * max(max(x.prompt_tokens for x in loads), _OUTPUT_WEIGHT * running_tokens)
+    running_tokens = _NUM_WORKERS * _NUM_SLOTS * max(load.most_tokens for load in loads)
+    return 2 * max(*(load.prompt_tokens for load in loads), _OUTPUT_WEIGHT * running_tokens)
 
 
 class _Prompts:
@@ -107,8 +113,26 @@ async def _offer(
             break
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         prompt = prompts.make(load.prompt_tokens)
-        sending.append(asyncio.create_task(service.send(load.tenant, prompt, load.max_tokens)))
+        max_tokens = chance.randint(load.mean_tokens // 2, load.mean_tokens * 3 // 2)
+        sending.append(asyncio.create_task(service.send(load.tenant, prompt, max_tokens)))
     return await asyncio.gather(*sending)
+
+
+async def _ask_quietly(service: Service, prompts: _Prompts, duration_s: float) -> list[float]:
+    """The TTFT of every answer to the quiet, ms."""
+    end_s = time.perf_counter() + duration_s
+
+    async def ask(tenant: str) -> list[float]:
+        chance, ttfts_ms = random.Random(tenant), list[float]()
+        await asyncio.sleep(chance.random())
+        while time.perf_counter() < end_s:
+            answer = await service.send(tenant, prompts.make(_QUIET_PROMPT), _QUIET_TOKENS)
+            ttfts_ms += await _ttfts_ms([answer])
+            await asyncio.sleep(chance.uniform(*_QUIET_PAUSE_S))
+        return ttfts_ms
+
+    asked = await asyncio.gather(*(ask(f"quiet-{number}") for number in range(_NUM_QUIET)))
+    return [ttft_ms for ttfts_ms in asked for ttft_ms in ttfts_ms]
 
 
 async def _ttfts_ms(answers: Sequence[Answer]) -> list[float]:
@@ -142,34 +166,33 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
     """Whether the goals were kept."""
     service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
     await service.open()
-    await _ttfts_ms(await _offer(service, prompts, _QUIET._replace(tenant="warm"), 1.0))
-    alone_ms = await _ttfts_ms(await _offer(service, prompts, _QUIET, duration_s))
+    await _ask_quietly(service, prompts, 1.0)
+    alone_ms = await _ask_quietly(service, prompts, duration_s)
     watch = _Watch(service, [load.tenant for load in _BACKLOGGED])
     watching = asyncio.create_task(watch.run(duration_s))
     offering = [
         asyncio.create_task(_offer(service, prompts, load, duration_s)) for load in _BACKLOGGED
     ]
     await asyncio.sleep(duration_s * _WARM_UP_SHARE)
-    quiet = await _offer(service, prompts, _QUIET, duration_s * (1 - _WARM_UP_SHARE))
-    beside_ms = await _ttfts_ms(quiet)
+    beside_ms = await _ask_quietly(service, prompts, duration_s * (1 - _WARM_UP_SHARE))
     await watching
     await asyncio.gather(*offering)
     gained, bound = watch.gained(), vtc_bound(_BACKLOGGED)
     gap = max(largest_gap(watch.served[a], watch.served[b]) for a, b in combinations(gained, 2))
     jain = jain_index(list(gained.values()))
     ratio = percentile(beside_ms, 0.99) / max(percentile(alone_ms, 0.99), 1e-9)
-    print(f"three backlogged tenants beside a quiet one, {duration_s:g} s")
+    print(f"{len(_BACKLOGGED)} backlogged tenants beside {_NUM_QUIET} quiet ones, {duration_s:g} s")
     for load in _BACKLOGGED:
         share = gained[load.tenant] / max(sum(gained.values()), 1e-9)
+        asks = f"{load.per_s:g}/s of {load.prompt_tokens} + {load.mean_tokens} tokens"
         print(
-            f"  {load.tenant:<8} asks {load.per_s:5g}/s of {load.prompt_tokens} + {load.max_tokens}"
-            f" tokens: {share:6.1%} of the work (an equal share: {1 / len(gained):.1%})"
+            f"  {load.tenant:<8}{asks:<26}{share:6.1%} of the work (equal: {1 / len(gained):.1%})"
         )
     print(f"  fewest jobs that one of them had waiting: {watch.fewest_waiting}")
     print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
     print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
-    print(f"  quiet tenant, TTFT alone:  {_latency(alone_ms)}")
-    print(f"                TTFT beside: {_latency(beside_ms)}")
+    print(f"  TTFT of the quiet alone:  {_latency(alone_ms)}")
+    print(f"  TTFT of the quiet beside: {_latency(beside_ms)}")
     print(f"  p99 {ratio:.2f} times that of alone (goal: at most {_TTFT_GOAL})")
     backlogged = watch.fewest_waiting > 0
     if not backlogged:
@@ -190,8 +213,7 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
 
     alone_ms = await firsts("alone")
     begun_s = time.perf_counter()
-    prompt = prompts.make(64)
-    await service.send_many("hoarder", [prompt] * num_jobs, 64)
+    await service.send_many("hoarder", [prompts.make(64)] * num_jobs, (32, 96))
     published_s = time.perf_counter() - begun_s
     waiting = service.num_unstarted["hoarder"]
     beside_ms = await firsts("beside")
