@@ -29,6 +29,7 @@ from workers.engine_wire import (
     Ready,
     Report,
     Stepped,
+    Stop,
     Unpacker,
     commands_decoder,
     load_decoder,
@@ -105,7 +106,8 @@ class Link:
 
 
 def drive(engine: StepEngine, link: Link) -> NoReturn:
-    """Step as long as the bus side is there; one report a step. Raises EOFError at its end."""
+    """Step as long as the bus side is there; a report a step, and one before it where something was
+    cancelled. Raises EOFError at its end."""
     checked_at = time.monotonic()
     while True:
         if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
@@ -117,11 +119,12 @@ def drive(engine: StepEngine, link: Link) -> NoReturn:
                 engine.add(command.request)
             else:
                 engine.cancel(command.request_id)
+        if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
+            # What a cancel freed is known before the next step is made, not after it.
+            link.send(Stepped([], engine.stats(), engine.take_prefix_changes()))
         if engine.has_work:
             outputs = engine.step()
             link.send(Stepped(outputs, engine.stats(), engine.take_prefix_changes()))
-        elif commands:
-            link.send(Stepped([], engine.stats(), engine.take_prefix_changes()))
 
 
 def serve(fd: int, parent_pid: int) -> int:

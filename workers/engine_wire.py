@@ -1,8 +1,8 @@
 """What the worker's bus side and its engine process say to each other over a socket pair.
 
 Messages are MessagePack behind a 4-byte little-endian length. The bus side sends one ``Load``,
-then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` a step, or
-``Broken`` before it ends.
+then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` a step and one
+where requests were cancelled, or ``Broken`` before it ends.
 """
 
 from __future__ import annotations

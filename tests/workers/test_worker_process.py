@@ -148,7 +148,7 @@ async def test_a_dead_engine_is_replaced_under_its_streams(
         await asyncio.gather(*(scheduler.dispatch(name, 200, **formed) for name in by_form))
         worker_id = scheduler.worker.worker_id
         for least in (5, 50):
-            await eventually(lambda n=least: all(len(scheduler.tokens(s)) > n for s in names))
+            await eventually(lambda n=least: all(len(scheduler.tokens(s)) > n for s in names), 30.0)
             engine = worker.engine()
             engine.kill()
             await eventually(lambda old=engine.pid: worker.engine_pid() not in (None, old), 30.0)
