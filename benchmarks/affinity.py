@@ -43,7 +43,7 @@ _WORKER = WorkerConfig(
         simulation=_SIMULATION,
     ),
 )
-_NUM_SYSTEM_PROMPTS, _SYSTEM_TOKENS = 6, 512
+_NUM_SYSTEM_PROMPTS, _SYSTEM_TOKENS = 24, 512
 _QUESTION_TOKENS, _ANSWER_TOKENS = 48, 32
 _MAX_TURNS = 8
 _WARM_UP_SHARE = 0.2
@@ -59,7 +59,7 @@ class _Load(NamedTuple):
     mean_pause_s: float
 
 
-_LOADS = (_Load("moderate", 64, 2.0), _Load("high", 160, 0.1))
+_LOADS = (_Load("moderate", 64, 2.0), _Load("high", 128, 0.1))
 
 
 class _Result(NamedTuple):

@@ -1,0 +1,102 @@
+"""``python -m workers --engine simulated`` on a real nats-server: several workers, one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bus import nats
+from schemas.config import NatsConfig
+from schemas.control import Dispatch, WorkerStatus
+from schemas.frames import Delta, Done, Frame
+from schemas.jobs import Job
+from schemas.sampling import SamplingParams
+from tests.support.servers import NatsServer, die_with_parent, free_port
+from tests.support.waiting import eventually
+
+_COUNT = 3
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+def _workers(nats_url: str, *options: str) -> subprocess.Popen[bytes]:
+    env = {
+        **os.environ,
+        "MILLRACE_NATS__URL": nats_url,
+        "MILLRACE_REDIS__URL": f"redis://127.0.0.1:{free_port()}/0",
+        "MILLRACE_WORKER__NAME": "sim",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "workers", *options],
+        env=env,
+        stderr=subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
+
+
+async def test_several_workers_serve_from_one_process(server: NatsServer) -> None:
+    statuses: dict[str, WorkerStatus] = {}
+    frames: dict[str, list[Frame]] = {}
+    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    await bus.workers.watch(lambda status: statuses.update({status.name: status}))
+    await bus.frames.subscribe(
+        "test", lambda request_id, frame: frames.setdefault(request_id, []).append(frame)
+    )
+    process = _workers(server.url, "--engine", "simulated", "--count", str(_COUNT))
+    try:
+        names = {f"sim-{number}" for number in range(1, _COUNT + 1)}
+        await eventually(lambda: statuses.keys() >= names, timeout_s=30.0)
+        memory_maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in memory_maps
+        for name in names:
+            dispatch = Dispatch(job=_job(name), epoch=1, lease=f"lease-{name}")
+            reply = await bus.control.command(statuses[name].worker_id, dispatch, 5.0)
+            assert reply is not None
+            assert reply.ok, reply
+        await eventually(lambda: all(_is_done(frames.get(name, [])) for name in names))
+        # Whoever makes them, the tokens are the same.
+        assert len({_tokens(frames[name]) for name in names}) == 1
+        process.send_signal(signal.SIGTERM)
+        await eventually(lambda: all(statuses[name].retired for name in names), timeout_s=20.0)
+        assert process.wait(10.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        await bus.close()
+
+
+def test_real_engines_have_processes_of_their_own(server: NatsServer) -> None:
+    process = _workers(server.url, "--count", "2")
+    _, stderr = process.communicate(timeout=60.0)
+    assert process.returncode != 0
+    assert b"--count is for simulated engines" in stderr
+
+
+def _job(request_id: str) -> Job:
+    return Job(
+        request_id=request_id,
+        model="demo",
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(max_tokens=5, seed=3),
+        reply="test",
+    )
+
+
+def _is_done(frames: list[Frame]) -> bool:
+    return any(isinstance(frame, Done) for frame in frames)
+
+
+def _tokens(frames: list[Frame]) -> tuple[int, ...]:
+    return tuple(token for frame in frames if isinstance(frame, Delta) for token in frame.token_ids)
