@@ -58,7 +58,8 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
 
     The holder extends the lease well within AckWait, or hands the lease string to another process
     which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
-    then the queue lost count, and it may have been held.
+    then the queue may have lost count. That is so for jobs that are older than this process's
+    first pull from their line, or the first since the server was away.
     """
 
     job: Job

@@ -89,7 +89,7 @@ class _Subscribers:
 
 class MemoryBroker:
     """A server in memory. ``stop`` and ``start`` play an outage: stored work stays, core messages
-    published meanwhile are lost, leases run on."""
+    published meanwhile are lost, leases run on. ``life`` counts the starts."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class MemoryBroker:
         self.config = config or NatsConfig()
         self.max_payload_bytes = max_payload_bytes
         self.up = True
+        self.life = 1
         self.jobs = StoredJobs(self.clock, self.config)
         self.dead: list[DeadJob] = []
         self.results = StoredResults(self.clock, self.config.results_ttl_s)
@@ -116,8 +117,12 @@ class MemoryBroker:
     def stop(self) -> None:
         self.up = False
 
-    def start(self) -> None:
+    def start(self, *, lost_deliveries: bool = False) -> None:
+        """``lost_deliveries``: it was killed before it had written down which jobs are held."""
         self.up = True
+        self.life += 1
+        if lost_deliveries:
+            self.jobs.lose_deliveries()
         self.jobs.wake()
         self.outbox.wake()
         for callback in list(self.on_start):

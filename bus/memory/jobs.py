@@ -27,6 +27,8 @@ class MemoryJobQueue:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals
+        # By subject: the server's life in which the line was opened, and the newest job then.
+        self._opened: dict[str, tuple[int, int]] = {}
 
     async def publish(self, job: Job) -> PublishedJob:
         payload = codec.encode(job)
@@ -52,7 +54,7 @@ class MemoryJobQueue:
         subject = subjects.job(line)
         deadline_s = clock.monotonic() + timeout_s
         while True:
-            taken = self._broker.jobs.take(subject, max_jobs) if self._broker.up else []
+            taken = self._take(subject, max_jobs) if self._broker.up else []
             read = [await self._read(line, job) for job in taken]
             leased = [one for one in read if one is not None]
             now_s = clock.monotonic()
@@ -64,6 +66,12 @@ class MemoryJobQueue:
                 until_s = min(deadline_s, due_s)
             if not taken:
                 await self._broker.jobs.wait(subject, max(until_s - now_s, 0.0))
+
+    def _take(self, subject: str, max_jobs: int) -> list[StoredJob]:
+        life, _ = self._opened.get(subject, (0, 0))
+        if life != self._broker.life:
+            self._opened[subject] = (self._broker.life, self._broker.jobs.last_sequence)
+        return self._broker.jobs.take(subject, max_jobs)
 
     async def _read(self, line: Line, stored: StoredJob) -> LeasedJob | None:
         try:
@@ -86,7 +94,7 @@ class MemoryJobQueue:
             num_deliveries=stored.num_deliveries,
             stream_sequence=stored.sequence,
             line=line,
-            uncertain=self._broker.jobs.is_older(stored),
+            uncertain=stored.sequence <= self._opened[stored.subject][1],
         )
 
     async def _refuse_unreadable(self, stored: StoredJob, cause: str) -> None:
@@ -134,7 +142,11 @@ class MemoryJobQueue:
 
     async def forget_line(self, line: Line) -> bool:
         self._broker.require_up()
-        return self._broker.jobs.forget(subjects.job(line))
+        subject = subjects.job(line)
+        if not self._broker.jobs.forget(subject):
+            return False
+        self._opened.pop(subject, None)
+        return True
 
     async def depth(self, line: Line) -> QueueDepth:
         self._broker.require_up()

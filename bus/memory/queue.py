@@ -36,10 +36,8 @@ class StoredJob:
 
 @dataclass(eq=False)
 class _Consumer:
-    """What the server keeps for a line once somebody has pulled from it; ``made_after`` is the
-    newest job that was there already."""
+    """What the server keeps for a line once somebody has pulled from it."""
 
-    made_after: int
     held: dict[int, StoredJob] = field(default_factory=dict)
     alarms: list[tuple[float, int]] = field(default_factory=list)
 
@@ -99,7 +97,7 @@ class StoredJobs:
         self._jobs: dict[int, StoredJob] = {}
         self._seen: dict[str, tuple[int, float]] = {}
         self._sequences = itertools.count(1)
-        self._last_sequence = 0
+        self.last_sequence = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -123,7 +121,7 @@ class StoredJobs:
             content_type=content_type,
             stored_ns=self._clock.now_ns(),
         )
-        self._last_sequence = job.sequence
+        self.last_sequence = job.sequence
         self._jobs[job.sequence] = job
         line = self._line(subject)
         line.waiting.append(job)
@@ -140,7 +138,7 @@ class StoredJobs:
         """Jobs to deliver now, those delivered before first; each is held for AckWait."""
         line = self._line(subject)
         if line.consumer is None:
-            line.consumer = _Consumer(made_after=self._last_sequence)
+            line.consumer = _Consumer()
         now_s = self._clock.monotonic()
         taken = line.consumer.take_due(now_s, max_jobs)
         while line.waiting and len(taken) < max_jobs:
@@ -149,11 +147,6 @@ class StoredJobs:
             job.num_deliveries += 1
             line.consumer.hold(job, now_s + self._config.ack_wait_s)
         return taken
-
-    def is_older(self, job: StoredJob) -> bool:
-        """Whether a job that was taken is older than its line's consumer."""
-        consumer = self._line(job.subject).consumer
-        return consumer is None or job.sequence <= consumer.made_after
 
     def next_due_s(self, subject: str) -> float | None:
         """When to look for jobs that come back, on the monotonic clock; None while none is held."""
@@ -217,7 +210,7 @@ class StoredJobs:
         return True
 
     def lose_deliveries(self) -> None:
-        """Play a server that lost what it knew of deliveries, though not the jobs."""
+        """As a server does that is killed before it has written them down; the jobs stay."""
         for line in self._lines.values():
             held = line.consumer.held.values() if line.consumer is not None else ()
             for job in held:

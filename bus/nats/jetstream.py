@@ -51,12 +51,11 @@ class _ConsumerConfig(msgspec.Struct, frozen=True):
 
 class ConsumerInfo(msgspec.Struct, frozen=True):
     """``delivered.stream_seq`` is the newest message that was delivered to anybody;
-    ``config.pause_until`` is when the last pause ends or ended, ``created`` by the server's clock.
-    """
+    ``config.pause_until`` is when the last pause ends or ended; ``ts`` is the server's time."""
 
     config: _ConsumerConfig
     delivered: Delivered
-    created: str = ""
+    ts: str = ""
     num_pending: int = 0
     num_ack_pending: int = 0
 
@@ -224,7 +223,7 @@ async def subjects_in(connection: Connection, stream: str, subject_filter: str) 
 
 async def create_consumer(
     connection: Connection, stream: str, name: str, config: Mapping[str, object]
-) -> None:
+) -> ConsumerInfo:
     """Make a durable consumer, or bring the one that is there up to date."""
     # The filter may stand in the subject too, but then a long one makes the request too long.
     body = {
@@ -232,7 +231,8 @@ async def create_consumer(
         "config": {"name": name, "durable_name": name, **config},
         "action": "",
     }
-    await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
+    data = await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
+    return msgspec.json.decode(data, type=ConsumerInfo)
 
 
 async def consumer_names(connection: Connection, stream: str) -> list[str]:

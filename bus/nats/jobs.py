@@ -35,12 +35,17 @@ _IN_PROGRESS = b"+WPI"
 _ACK_TIMEOUT_S = 1.0
 _ACK_ATTEMPTS = 2
 _MAX_MISFITS = 64
-# Clocks of a server's messages and consumers are compared; one of them is cut to microseconds.
+# Times of a server are compared, of which one is cut to microseconds.
 _SAME_TIME_NS = 1_000
 
 
 class _OpenLine:
-    """What this process keeps for a line that it has pulled from."""
+    """What this process keeps for a line that it has pulled from.
+
+    A server that is killed has not written its last deliveries down, and a consumer that is made
+    anew knows of none. Either happens before a process opens the line, or opens it again after a
+    loss of its connection, so what is stored later is known to be delivered for the first time.
+    """
 
     def __init__(
         self, connection: Connection, inbox: PullInbox, config: NatsConfig, line: Line
@@ -56,16 +61,16 @@ class _OpenLine:
         )
         self._connection = connection
         self._config = config
-        self._created_ns = 0
+        self._opened_ns = 0
 
     async def _ensure(self) -> None:
-        self._created_ns = await topology.ensure_jobs_consumer(
+        self._opened_ns = await topology.ensure_jobs_consumer(
             self._connection, self._config, self.line
         )
 
-    def is_older(self, stored_ns: int) -> bool:
-        """Whether a message is older than the consumer, which may not be the first one."""
-        return stored_ns <= self._created_ns + _SAME_TIME_NS
+    def may_have_been_held(self, stored_ns: int) -> bool:
+        """Whether a message may have been delivered before, though none counted it."""
+        return stored_ns <= self._opened_ns + _SAME_TIME_NS
 
 
 class NatsJobQueue:
@@ -147,7 +152,7 @@ class NatsJobQueue:
             num_deliveries=delivery.num_deliveries,
             stream_sequence=delivery.stream_sequence,
             line=open_line.line,
-            uncertain=open_line.is_older(delivery.stored_ns),
+            uncertain=open_line.may_have_been_held(delivery.stored_ns),
         )
 
     async def _forget(self, lease: str) -> None:

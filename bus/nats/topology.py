@@ -105,7 +105,7 @@ async def _ensure_stream(connection: Connection, body: Json) -> None:
 
 
 async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line: Line) -> int:
-    """One durable pull consumer a line; the UTC epoch at which it was made, in ns.
+    """One durable pull consumer a line; the UTC epoch by the server's clock, in ns.
 
     No BackOff: it would override AckWait. Deliveries are counted when they are pulled, as the
     server would leave a job over its limit in the queue.
@@ -123,17 +123,15 @@ async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line:
     }
     try:
         try:
-            await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
         except JetStreamError as error:
             if error.number != jetstream.CONSUMER_NOT_UNIQUE:
                 raise
             await _remove_outdated_consumers(connection)
-            await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
-        # A restarted server answers a creation with the time of its start for what was there.
-        info = await jetstream.consumer_info(connection, subjects.JOBS_STREAM, name)
+            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
     except JetStreamError as error:
         raise jetstream.unexpected(error) from error
-    return jetstream.epoch_ns(info.created)
+    return jetstream.epoch_ns(info.ts)
 
 
 async def _remove_outdated_consumers(connection: Connection) -> None:

@@ -107,14 +107,18 @@ class TestPull:
         assert [leased.job.request_id for leased in await bus.jobs.pull(LINE, 5, 1.0)] == ["r1"]
 
     async def test_each_job_goes_to_one_of_many(self, bus: Bus, broker: Broker) -> None:
+        async def take(one: Bus, max_jobs: int, timeout_s: float) -> list[str]:
+            pulled = await one.jobs.pull(LINE, max_jobs, timeout_s)
+            await asyncio.gather(*(one.jobs.ack(leased.lease) for leased in pulled))
+            return [leased.job.request_id for leased in pulled]
+
         others = [bus, *[await broker.connect(f"p{number}") for number in range(2)]]
-        pulls = [asyncio.ensure_future(one.jobs.pull(LINE, 2, 0.2)) for one in others * 3]
+        pulls = [asyncio.ensure_future(take(one, 2, 0.2)) for one in others * 3]
         for number in range(6):
             await bus.jobs.publish(job(number))
-        pulled = [leased for pull in pulls for leased in await pull]
-        rest = await bus.jobs.pull(LINE, 10, 0.05)
-        ids = sorted(leased.job.request_id for leased in [*pulled, *rest])
-        assert ids == [f"r{number}" for number in range(6)]
+        ids = [request_id for pull in pulls for request_id in await pull]
+        ids += await take(bus, 10, 0.05)
+        assert sorted(ids) == [f"r{number}" for number in range(6)]
 
     async def test_a_cancelled_pull_keeps_nothing(self, bus: Bus, broker: Broker) -> None:
         waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 4, 30.0))

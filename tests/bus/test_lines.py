@@ -225,6 +225,16 @@ class TestUncertainty:
         assert leased.job.request_id == "b"
         assert not leased.uncertain
 
+    async def test_what_others_may_have_held(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.pull(ACME, 1, 0.0)
+        await bus.jobs.publish(job("a"))
+        other = await broker.connect("other scheduler")
+        (leased,) = await other.jobs.pull(ACME, 1, 1.0)
+        assert leased.uncertain
+        await bus.jobs.publish(job("b"))
+        (leased,) = await other.jobs.pull(ACME, 1, 1.0)
+        assert not leased.uncertain
+
     async def test_after_the_line_was_forgotten(self, bus: Bus, broker: Broker) -> None:
         await bus.jobs.pull(ACME, 1, 0.0)
         assert await bus.jobs.forget_line(ACME)

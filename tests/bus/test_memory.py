@@ -104,6 +104,20 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
     assert await waiting == []
 
 
+async def test_a_server_that_lost_its_last_deliveries(bus: MemoryBus) -> None:
+    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.publish(JOB)
+    (held,) = await bus.jobs.pull(LINE, 1, 0.0)
+    assert not held.uncertain
+    bus.broker.stop()
+    bus.broker.start(lost_deliveries=True)
+    (again,) = await bus.jobs.pull(LINE, 1, 0.0)
+    assert (again.stream_sequence, again.num_deliveries) == (held.stream_sequence, 1)
+    assert again.uncertain
+    await bus.jobs.ack(held.lease)
+    assert await bus.jobs.lines() == {}
+
+
 async def test_a_closed_client_hears_nothing(bus: MemoryBus, clock: ManualClock) -> None:
     other = MemoryBus(bus.broker)
     seen: list[tuple[str, Frame]] = []

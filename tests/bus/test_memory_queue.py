@@ -45,7 +45,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.deliveries: dict[int, int] = {}
         self.leases: dict[str, tuple[str, int]] = {}
         self.newest = 0
-        self.made_after: dict[str, int] = {}
         self.message_ids = itertools.count()
 
     @rule(subject=subjects)
@@ -60,7 +59,6 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(subject=subjects, max_jobs=st.integers(1, 4))
     def pull(self, subject: str, max_jobs: int) -> None:
         now_s, held = self.clock.now_s, self.due_s[subject]
-        self.made_after.setdefault(subject, self.newest)
         lapsed = {sequence for sequence, due_s in held.items() if due_s <= now_s}
         pulled = self.queue.take(subject, max_jobs)
         again = [job for job in pulled if job.sequence in lapsed]
@@ -75,7 +73,6 @@ class QueueMachine(RuleBasedStateMachine):
     def hold(self, subject: str, job: StoredJob) -> None:
         self.deliveries[job.sequence] += 1
         assert job.num_deliveries == self.deliveries[job.sequence]
-        assert self.queue.is_older(job) == (job.sequence <= self.made_after[subject])
         self.due_s[subject][job.sequence] = self.clock.now_s + ACK_WAIT_S
         self.leases[job.lease] = (subject, job.sequence)
 
@@ -108,13 +105,10 @@ class QueueMachine(RuleBasedStateMachine):
     def forget(self, subject: str) -> None:
         is_idle = not self.waiting[subject] and not self.due_s[subject]
         assert self.queue.forget(subject) == is_idle
-        if is_idle:
-            self.made_after.pop(subject, None)
 
     @rule()
     def lose_deliveries(self) -> None:
         self.queue.lose_deliveries()
-        self.made_after.clear()
         for subject in SUBJECTS:
             lost = self.due_s[subject]
             self.deliveries.update(dict.fromkeys(lost, 0))
