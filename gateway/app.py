@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway import openapi, pages
 from gateway.api import Api
 from gateway.batches import BatchesApi
-from gateway.chat import ChatEndpoint
+from gateway.chat import CHAT_COMPLETIONS
 from gateway.core import Gateway
 from gateway.embeddings import Embeddings
 from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
@@ -34,7 +34,7 @@ from gateway.origins import OriginGuard
 from gateway.rendering import Endpoint
 from gateway.responses import ResponsesApi, ResponsesEndpoint
 from gateway.sessions_api import SessionsApi
-from gateway.text_completions import CompletionEndpoint
+from gateway.text_completions import COMPLETIONS
 from gateway.tools_api import ToolsApi
 from gateway.websocket import ROUTE as WEBSOCKET_ROUTE
 from gateway.websocket import WebSocketHandler
@@ -47,7 +47,7 @@ _UNMATCHED = "unmatched"
 
 def build_app(gateway: Gateway) -> AsgiApp:
     """The application that uvicorn serves."""
-    endpoints: list[Endpoint] = [ChatEndpoint(), CompletionEndpoint(), ResponsesEndpoint(gateway)]
+    endpoints: list[Endpoint] = [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway)]
     token_path: dict[str, AsgiApp] = {
         endpoint.route: GenerationHandler(gateway, endpoint) for endpoint in endpoints
     }
