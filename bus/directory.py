@@ -27,15 +27,11 @@ class WorkerBucket(Protocol):
 
 
 class CoreWorkerDirectory:
-    """The bucket ``workers`` and the heartbeats ``hb.<worker>``.
-
-    ``num_malformed`` counts heartbeats that could not be read.
-    """
+    """The bucket ``workers`` and the heartbeats ``hb.<worker>``."""
 
     def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
         self._transport = transport
         self._bucket = bucket
-        self.num_malformed = 0
 
     async def announce(self, status: WorkerStatus) -> None:
         payload = codec.encode(status)
@@ -79,6 +75,5 @@ class CoreWorkerDirectory:
         try:
             return codec.WORKER_STATUS.decode(payload)
         except MalformedMessageError:
-            self.num_malformed += 1
             logger.warning("dropped a heartbeat that could not be read")
             return None

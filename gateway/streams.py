@@ -280,13 +280,6 @@ class StreamTable:
         ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
             self._ask_replay(stream)
 
-    def end_all(self, frame: TerminalFrame) -> None:
-        """Give every stream that is left an end (the gateway goes down)."""
-        for stream in list(self._streams.values()):
-            stream.reader.end(frame)
-            if stream.accepted:
-                self.finish(stream)
-
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
         self._end(
