@@ -27,6 +27,7 @@ from gateway.http import (
     Send,
     new_request_id,
     refuse_and_close,
+    refuse_handshake,
     request_id_header,
 )
 from gateway.limits_api import LimitsApi
@@ -62,7 +63,9 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await socket(scope, receive, send)
         else:
             await receive()
-            await send({"type": "websocket.close"})
+            gateway.metrics.requests.labels(_UNMATCHED, "404").inc()
+            text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
+            await refuse_handshake(scope, send, refusal_of(NotFoundError(text)))
 
     return OriginGuard(app, gateway.config, demands_keys=gateway.identity.demands_keys)
 

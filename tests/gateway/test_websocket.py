@@ -214,6 +214,17 @@ async def test_an_oversized_message_closes_with_1009() -> None:
         assert caught.value.rcvd.code == 1009
 
 
+async def test_a_socket_where_there_is_none_is_refused_in_words(front: RunningGateway) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        async with connect(front.ws_url.replace("/v1/ws", "/v1/socket")):
+            pass
+    response = caught.value.response
+    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
+    error = json.loads(response.body or b"")["error"]
+    assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
+    assert "/v1/socket" in error["message"]
+
+
 async def test_other_protocols_are_refused(front: RunningGateway) -> None:
     with pytest.raises(InvalidStatus) as caught:
         async with connect(front.ws_url, subprotocols=["graphql-ws"]):  # type: ignore[list-item]
