@@ -48,9 +48,9 @@ _UNMATCHED = "unmatched"
 
 def build_app(gateway: Gateway) -> AsgiApp:
     """The application that uvicorn serves."""
-    endpoints: list[Endpoint] = [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway)]
     token_path: dict[str, AsgiApp] = {
-        endpoint.route: GenerationHandler(gateway, endpoint) for endpoint in endpoints
+        endpoint.route: GenerationHandler(gateway, endpoint)
+        for endpoint in token_endpoints(gateway)
     }
     socket = WebSocketHandler(gateway)
     rest = _counted(gateway, _starlette(gateway))
@@ -68,6 +68,11 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await refuse_handshake(scope, send, refusal_of(NotFoundError(text)))
 
     return OriginGuard(app, gateway.config, demands_keys=gateway.identity.demands_keys)
+
+
+def token_endpoints(gateway: Gateway) -> list[Endpoint]:
+    """What answers with generations."""
+    return [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway)]
 
 
 def _starlette(gateway: Gateway) -> Starlette:
