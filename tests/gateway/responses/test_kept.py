@@ -268,6 +268,7 @@ async def test_a_moment_without_redis_costs_no_kept_answer(tmp_path: Path) -> No
             front.worker.gate.set()
             server.start()
             *_, last = [event async for event in stream]
+            assert last.type == "response.completed"
             assert last.response.to_dict()["store"] is True
             kept = await client.responses.retrieve(last.response.id)
             assert kept.output_text == "x"
