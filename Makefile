@@ -21,17 +21,16 @@ $(READY): pyproject.toml constraints.txt
 up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"
 	$(BIN)/millrace up --data $(DATA) $(ARGS)
 
-# These bring servers of their own for each process, or need none; the others start whole systems.
-# Many of them wait more than they compute, so one process more than there are cores is no loss.
-PARALLEL_TESTS := tests/workers tests/benchmarks tests/gateway tests/bus tests/registry tests/scheduler
+# Many tests wait more than they compute, so one process more than there are cores is no loss.
 PROCESSES ?= $(shell nproc | awk '{ print ($$1 < 3) ? $$1 + 1 : 4 }')
 
+# The tests start our programs over and over: what Python compiled is kept for the next start.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup  ## all tests, or those that ARGS selects
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile $(PARALLEL_TESTS)
-	$(BIN)/pytest $(PARALLEL_TESTS:%=--ignore=%)
+	$(BIN)/pytest --numprocesses $(PROCESSES)
 endif
 
 lint: setup

@@ -47,14 +47,10 @@ class _Server:
 
 
 class CoreControl:
-    """Request and reply, and broadcasts, on ``ctl.*``, ``resume.*`` and ``handover.*``.
-
-    ``num_malformed`` counts messages that could not be read.
-    """
+    """Request and reply, and broadcasts, on ``ctl.*``, ``resume.*`` and ``handover.*``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.num_malformed = 0
 
     # --- workers ---
 
@@ -223,7 +219,7 @@ class CoreControl:
             try:
                 item = read(message)
             except (MalformedMessageError, ValueError):
-                self._count_malformed(message)
+                self._drop(message)
                 return
             try:
                 callback(item)
@@ -238,11 +234,10 @@ class CoreControl:
         try:
             return kind.decode(message.payload, message.content_type)
         except MalformedMessageError:
-            self._count_malformed(message)
+            self._drop(message)
             return None
 
-    def _count_malformed(self, message: Message) -> None:
-        self.num_malformed += 1
+    def _drop(self, message: Message) -> None:
         logger.warning(
             "dropped a message that could not be read",
             extra={"subject": message.subject, "size_bytes": len(message.payload)},

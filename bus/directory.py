@@ -27,15 +27,11 @@ class WorkerBucket(Protocol):
 
 
 class CoreWorkerDirectory:
-    """The bucket ``workers``, the heartbeats ``hb.<worker>`` and the reports ``prefix.<worker>``.
-
-    ``num_malformed`` counts heartbeats and reports that could not be read.
-    """
+    """The bucket ``workers``, the heartbeats ``hb.<worker>`` and the reports ``prefix.<worker>``."""
 
     def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
         self._transport = transport
         self._bucket = bucket
-        self.num_malformed = 0
 
     async def announce(self, status: WorkerStatus) -> None:
         payload = codec.encode(status)
@@ -79,7 +75,6 @@ class CoreWorkerDirectory:
         try:
             return codec.WORKER_STATUS.decode(payload)
         except MalformedMessageError:
-            self.num_malformed += 1
             logger.warning("dropped a heartbeat that could not be read")
             return None
 
@@ -93,7 +88,6 @@ class CoreWorkerDirectory:
             try:
                 report = codec.PREFIX_REPORT.decode(message.payload)
             except MalformedMessageError:
-                self.num_malformed += 1
                 logger.warning("dropped a report of prefixes that could not be read")
                 return
             try:

@@ -17,12 +17,11 @@ logger = logging.getLogger(__name__)
 class CoreFrameStreams:
     """Frames on ``tok.<reply>.<request>``; envelopes on ``tok.<reply>._``.
 
-    ``num_malformed`` counts messages that were not frames; they are dropped, the stream goes on.
+    Messages that are not frames are dropped, and the stream goes on.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.num_malformed = 0
 
     async def publish(
         self,
@@ -75,7 +74,6 @@ class CoreFrameStreams:
                 request_id = subjects.last_token(message.subject)
                 frame = codec.FRAME.decode(message.payload, message.content_type)
             except (MalformedMessageError, ValueError):
-                self.num_malformed += 1
                 logger.warning(
                     "dropped a message that is not a frame",
                     extra={"subject": message.subject, "size_bytes": len(message.payload)},

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus import subjects
 from bus.clock import Clock
@@ -94,11 +93,11 @@ class GenerationIndex:
         key = subjects.generation_key(request_id)
         try:
             await self._link.evaluate(_WRITE, [key], [worker_id, epoch, finished, TTL_S])
-        except (RedisAwayError, ResponseError):
+        except RedisAwayError:
             return  # It is a hint; leases and heartbeats decide, also while Redis takes no writes.
 
     async def _call(self, *command: Argument) -> Any:
         try:
             return await self._link.call(*command)
-        except (RedisAwayError, ResponseError):
+        except RedisAwayError:
             return None

@@ -29,7 +29,8 @@ _Batch = list[tuple[_Command, asyncio.Future[Any]]]
 
 
 class RedisAwayError(MillraceError):
-    """Redis cannot be reached; what was asked of it may or may not have been done."""
+    """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
+    it may or may not have been done."""
 
     code = "state_unavailable"
     retryable = True
@@ -42,8 +43,9 @@ class RedisAwayError(MillraceError):
 class RedisLink:
     """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
 
-    After a failure nobody tries again for a second: calls raise RedisAwayError at once. Replies
-    are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    After a failure nobody tries again for a second: calls raise RedisAwayError at once. So does a
+    command that the server refuses; each is logged by its name when that begins and when it ends.
+    Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
     """
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
@@ -58,15 +60,11 @@ class RedisLink:
         self._sending: asyncio.Task[None] | None = None
         self._is_away = False
         self._next_try_s = 0.0
+        self._refused: set[str] = set()
         self._closed = False
 
-    @property
-    def is_away(self) -> bool:
-        """Whether the last attempt failed."""
-        return self._is_away
-
     async def call(self, *command: Argument) -> Any:
-        """The reply. Raises RedisAwayError, or redis' ResponseError for a command it refuses."""
+        """The reply. Raises RedisAwayError."""
         if self._closed or (self._is_away and self._clock.monotonic() < self._next_try_s):
             raise RedisAwayError
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -78,7 +76,7 @@ class RedisLink:
     async def evaluate(
         self, script: Script, keys: Sequence[str | bytes], arguments: Sequence[Argument] = ()
     ) -> Any:
-        """Run a script, which the server is sent once. Raises as ``call`` does."""
+        """Run a script, which the server is sent once. Raises RedisAwayError."""
         rest = (len(keys), *keys, *arguments)
         try:
             return await self.call("EVALSHA", script.sha, *rest)
@@ -121,13 +119,24 @@ class RedisLink:
                 _fail(batch, error)
                 continue
             self._came_back()
-            for (_, future), answer in zip(batch, answers, strict=True):
-                if future.done():
-                    continue
-                if isinstance(answer, ResponseError):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
+            for (command, future), answer in zip(batch, answers, strict=True):
+                self._answer(command, future, answer)
+
+    def _answer(self, command: _Command, future: asyncio.Future[Any], answer: Any) -> None:
+        error: Exception | None = None
+        if isinstance(answer, NoScriptError):
+            error = answer  # it is sent whole then, by ``evaluate``
+        elif isinstance(answer, ResponseError):
+            self._was_refused(command, answer)
+            error = RedisAwayError()
+        elif self._refused:
+            self._was_done(command)
+        if future.done():
+            return
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error)
 
     def _give_up(self, batch: _Batch) -> None:
         _fail(batch, RedisAwayError())
@@ -137,6 +146,22 @@ class RedisLink:
         if not self._is_away:
             self._is_away = True
             logger.warning("Redis is away", extra={"cause": repr(error)})
+
+    def _was_refused(self, command: _Command, error: ResponseError) -> None:
+        """One that is of the wrong type or a script that fails is a bug of ours, and looks the same
+        to those who wait: so it has to stand out in the log."""
+        name = _name_of(command)
+        if name not in self._refused:
+            self._refused.add(name)
+            # An unknown command is told with its arguments, which are nobody's business.
+            cause = str(error).partition(", with args")[0]
+            logger.error("Redis refuses a command", extra={"command": name, "cause": cause})
+
+    def _was_done(self, command: _Command) -> None:
+        name = _name_of(command)
+        if name in self._refused:
+            self._refused.discard(name)
+            logger.info("Redis does a command again", extra={"command": name})
 
     def _came_back(self) -> None:
         if self._is_away:
@@ -148,6 +173,14 @@ def _fail(batch: _Batch, error: Exception) -> None:
     for _, future in batch:
         if not future.done():
             future.set_exception(error)
+
+
+def _name_of(command: _Command) -> str:
+    """For the log: without keys and values, but with what tells scripts apart."""
+    name, *rest = map(str, command[:2])
+    if name == "EVAL":
+        return f"EVALSHA {Script(rest[0]).sha}"
+    return f"{name} {rest[0]}" if name == "EVALSHA" else name
 
 
 class Script:

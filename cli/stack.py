@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass
 class Stack:
-    """Starts the parts in dependency order. The supervisor owns the processes; the stack owns the
+    """Starts the servers, then the parts. The supervisor owns the processes; the stack owns the
     connection by which it sees whether a worker, also one that was restarted, is there."""
 
     plan: Plan
@@ -176,36 +176,30 @@ class Stack:
         return file.read_text().strip()
 
     async def _start_parts(self, config: Config) -> None:
+        """All at once, since each loads for a while. What clients talk to comes last in the order,
+        and so is stopped first."""
         clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
-        await self.supervisor.start(
-            self._part("telemetry-1", "telemetry", ready=lambda: _answers(f"{clickhouse}/ping"))
-        )
-        await self.supervisor.start(self._part("scheduler-1", "scheduler"))
-        workers = [
-            (f"worker-{i}", model)
-            for i, model in enumerate(
-                (m for m in self.plan.models for _ in range(self.plan.num_workers)), start=1
-            )
+        parts = [
+            self._part("telemetry-1", "telemetry", ready=lambda: _answers(f"{clickhouse}/ping")),
+            self._part("scheduler-1", "scheduler"),
         ]
-        await asyncio.gather(
-            *(
-                self.supervisor.start(
-                    self._part(
-                        name,
-                        "workers",
-                        env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
-                        ready=lambda name=name: self._worker_is_there(name),
-                        start_timeout_s=600.0,
-                        stop_timeout_s=5.0,
-                    )
+        models = (model for model in self.plan.models for _ in range(self.plan.num_workers))
+        for i, model in enumerate(models, start=1):
+            name = f"worker-{i}"
+            parts.append(
+                self._part(
+                    name,
+                    "workers",
+                    env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
+                    ready=lambda name=name: self._worker_is_there(name),
+                    start_timeout_s=600.0,
+                    stop_timeout_s=5.0,
                 )
-                for name, model in workers
             )
-        )
         health = _url(config.gateway.host, config.gateway.port) + "/healthz"
         for i in range(1, self.plan.num_gateways + 1):
             name = f"gateway-{i}"
-            await self.supervisor.start(
+            parts.append(
                 self._part(
                     name,
                     "gateway",
@@ -214,6 +208,7 @@ class Stack:
                     stop_timeout_s=5.0,
                 )
             )
+        await asyncio.gather(*(self.supervisor.start(part) for part in parts))
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
         config_file = str(self.plan.data / "run" / "config.yaml")

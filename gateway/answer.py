@@ -1,37 +1,45 @@
-"""One request's answer: its choices, and the rounds of tools that it takes, as parts."""
+"""One request's answer: its choices as parts, and what becomes of them with their client."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from gateway.caller import Caller
-from gateway.choice import TOOL_CALLS, Choice
+from gateway.choice import Choice
 from gateway.errors import Refusal, refusal_of_end
+from gateway.job_maker import job_id
 from gateway.model_choice import route_headers
 from gateway.nobody import INERT, Nobody
 from gateway.parsing import Ask
-from gateway.parts import Part, StepPart
+from gateway.parts import Part
 from gateway.stream import Client, OpenStream
 from gateway.streams import TAKEN_OVER
 from schemas.control import CancelReason
-from schemas.errors import MillraceError
-from schemas.frames import Cancelled, Done, Failed, TokenLogprob, Usage
-from schemas.jobs import ChatMessage
+from schemas.frames import Cancelled, Done, TokenLogprob, Usage
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolCall
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from gateway.asking import Asker
     from gateway.models import ServedModelLike
 
 
+class _Life(Enum):
+    """Who has an answer. Only ``SERVED`` can be held or left; ``LET_GO`` stays so, as somebody
+    else's answer must not be touched by what still runs here."""
+
+    SERVED = auto()  # a client waits for it
+    HELD = auto()  # the client is gone and may come back
+    CONCLUDING = auto()  # it has ended while it was held, and is being stored
+    LEFT = auto()  # the client is gone, and what runs is cancelled
+    LET_GO = auto()  # another connection has it
+    OVER = auto()  # the end was taken
+
+
 class Answer:
-    """What a client waits for: takes from its choices' streams, runs the gateway's own tools.
+    """What a client waits for: takes from its choices' streams, has the gateway's own tools run.
 
     A client that is woken calls ``take`` until ``ended``, then ``conclude`` if there is something
     to store, and ``finish``. One that goes away calls ``leave``, which cancels, or ``hold``, after
@@ -66,17 +74,11 @@ class Answer:
         self.choices: list[Choice] = []
         self.own_tools = frozenset(ask.server_tools)
         self.was_cancelled = False
-        self.was_let_go = False
         self._asker = asker
         self._settled: list[Usage | None] = []
-        self._conversations: dict[int, list[ChatMessage]] = {}
-        self._rounds: set[int] = set()
         self._failure: Refusal | None = None
-        self._held = False
+        self._life = _Life.SERVED
         self._held_until_s: float | None = None
-        self._left = ""
-        self._is_concluding = False
-        self._is_over = False
 
     # --- what a client reads ---
 
@@ -89,7 +91,7 @@ class Answer:
                 choice.collect(now_s, gaps, parts)
             if choice.round_end is not None:
                 self._next_round(choice)
-            elif choice.end is not None and type(choice.end) is not Done:
+            if choice.end is not None and type(choice.end) is not Done:
                 self._fail(choice)
         return parts
 
@@ -122,7 +124,12 @@ class Answer:
     @property
     def is_served(self) -> bool:
         """Whether its client still waits for it."""
-        return not (self._left or self._held or self.was_let_go or self._is_over)
+        return self._life is _Life.SERVED
+
+    @property
+    def was_let_go(self) -> bool:
+        """Whether another connection has it now."""
+        return self._life is _Life.LET_GO
 
     @property
     def clients(self) -> set[Client]:
@@ -185,7 +192,7 @@ class Answer:
         """Stop; the end follows."""
         self.was_cancelled = self.was_cancelled or reason is CancelReason.CLIENT
         for choice in self.choices:
-            if choice.index in self._rounds:
+            if choice.runs_tools:
                 choice.fail(Cancelled(num_tokens=choice.next_index))
                 choice.stream.wake()
             elif choice.end is None:
@@ -193,9 +200,9 @@ class Answer:
 
     def leave(self, outcome: str) -> None:
         """The client is gone and wants nothing more: cancel what runs."""
-        if self._left or self._held:
+        if not self.is_served:
             return
-        self._left = outcome
+        self._life = _Life.LEFT
         for choice in self.choices:
             self._asker.streams.leave(choice.stream, outcome)
 
@@ -203,7 +210,7 @@ class Answer:
         """The client is gone but may come back within ``for_s`` (None: until it has ended)."""
         if not self.is_served:
             return
-        self._held = True
+        self._life = _Life.HELD
         self._held_until_s = None if for_s is None else self._asker.now_s() + for_s
         nobody = Nobody(self, self._asker.now_s)
         for choice in self.choices:
@@ -214,10 +221,10 @@ class Answer:
 
     def let_go(self) -> None:
         """Another connection has it now."""
-        self.was_let_go = True
+        self._life = _Life.LET_GO
         for choice in self.choices:
-            if choice.index in self._rounds:
-                choice.fail(Failed(code=TAKEN_OVER, message="Another connection goes on with it."))
+            if choice.runs_tools:
+                choice.fail(TAKEN_OVER)
             self._asker.streams.let_go(choice.stream)
 
     @property
@@ -232,13 +239,12 @@ class Answer:
             await self._asker.commit_turn(self)
 
     def finish_unseen(self) -> None:
-        """It has ended and nobody was there."""
-        if self.must_conclude:
-            if not self._is_concluding:
-                self._is_concluding = True
-                self._asker.spawn(self._conclude_and_finish())
-        else:
+        """It has ended while it was held."""
+        if not self.must_conclude:
             self.finish()
+        elif self._life is _Life.HELD:
+            self._life = _Life.CONCLUDING
+            self._asker.spawn(self._conclude_and_finish())
 
     async def _conclude_and_finish(self) -> None:
         try:
@@ -248,7 +254,8 @@ class Answer:
 
     def finish(self) -> None:
         """The client has taken the end."""
-        self._is_over = True
+        if not self.was_let_go:
+            self._life = _Life.OVER
         for choice in self.choices:
             if choice.stream.ended:
                 self._asker.streams.finish(choice.stream)
@@ -264,25 +271,24 @@ class Answer:
 
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this answer has left the table: settle what was reserved for it."""
-        if not any(
-            choice.stream is stream and choice.index in self._rounds for choice in self.choices
-        ):
+        if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._part(stream)
         usage = _usage_of(stream)
+        admission = self._asker.admission
         if stream.request_id not in self._first_ids():
-            self._asker.settle(stream.request_id, self, [usage])
+            admission.settle(stream.request_id, self.model, [usage])
         else:
             self._settled.append(usage)
             if len(self._settled) == len(self.choices):
-                self._asker.settle(self.request_id, self, self._settled)
-        if not self._rounds and all(choice.stream.ended for choice in self.choices):
+                admission.settle(self.request_id, self.model, self._settled)
+        if all(choice.stream.ended and not choice.runs_tools for choice in self.choices):
             self._asker.forget(self)
 
     def _part(self, stream: OpenStream) -> None:
         """Let nothing lead from a stream that has ended back here: what is in a circle is freed by
         the garbage collector only, which comes rarely."""
         stream.owner = None
-        if self._held:
+        if isinstance(stream.client, Nobody):
             stream.client = INERT
 
     def _first_ids(self) -> set[str]:
@@ -291,77 +297,39 @@ class Answer:
     # --- rounds of tools ---
 
     def _next_round(self, choice: Choice) -> None:
-        if choice.index in self._rounds or self._left:
+        if choice.runs_tools:
             return
-        self._rounds.add(choice.index)
-        # It is recorded now; what follows are jobs of their own.
-        self._asker.streams.finish(choice.stream)
-        self._asker.spawn(self._run_round(choice))
+        if self.was_let_go:
+            choice.fail(TAKEN_OVER)
+        elif self.awaits_round(choice):
+            choice.runs_tools = True
+            # It is recorded now; what follows are jobs of their own.
+            self._asker.streams.finish(choice.stream)
+            self._asker.spawn(self._asker.rounds.run(self, choice))
 
-    async def _run_round(self, choice: Choice) -> None:
-        """Run the tools that were called, then let the model go on with what they gave."""
-        try:
-            await self._run_tools(choice)
-        except MillraceError as error:
-            choice.fail(Failed(code=error.code, message=error.message, retryable=error.retryable))
-        except Exception:
-            logger.exception("a round failed", extra={"request_id": self.request_id})
-            choice.fail(Failed(code="internal_error", message="The gateway failed."))
-        finally:
-            self._rounds.discard(choice.index)
-            choice.stream.wake()
+    def awaits_round(self, choice: Choice) -> bool:
+        """Whether somebody here wants a choice to go on with what its tools give."""
+        is_wanted = self._life in (_Life.SERVED, _Life.HELD)
+        return is_wanted and choice.is_between_rounds()
 
-    async def _run_tools(self, choice: Choice) -> None:
-        said = choice.round_end
-        assert said is not None
-        own = [call for call in said.calls if call.name in self.own_tools]
-        results = await asyncio.gather(*(self._asker.run_tool(self, call) for call in own))
-        # Who has tokens of the next round has these already.
-        steps = choice.pending if choice.next_index <= choice.num_tokens else choice.had
-        steps += [
-            StepPart(
-                call.id, call.name, call.arguments, result.ok, result.output, result.duration_ms
-            )
-            for call, result in zip(own, results, strict=True)
-        ]
-        if self._left or not choice.is_between_rounds():
-            return  # nobody wants it any more
-        if len(own) < len(said.calls):
-            choice.end_with(TOOL_CALLS)
-            return
-        turns = self._conversations.setdefault(choice.index, [])
-        turns.append(ChatMessage("assistant", said.text, tool_calls=said.calls))
-        turns += [
-            ChatMessage("tool", result.output, name=call.name, tool_call_id=call.id)
-            for call, result in zip(own, results, strict=True)
-        ]
-        choice.stream.wake()
-        stream = await self._asker.publish_round(self, choice, tuple(turns))
+    def begin_round(self, choice: Choice, stream: OpenStream, *, may_call: bool) -> None:
+        """The job of a choice's next round is queued: go on with its stream, or have it end if
+        nobody wants it any more."""
+        former, streams = choice.stream, self._asker.streams
         if self.was_let_go:
             # Whoever has the answer now has this round, too: it must not be cancelled.
-            self._asker.streams.let_go(stream)
-            stream.leave(TAKEN_OVER)
+            streams.let_go(stream)
+            stream.leave(TAKEN_OVER.code)
             return
-        if self._left or not choice.is_between_rounds():
-            self._asker.streams.leave(stream, self._left or "cancelled")
+        if not self.awaits_round(choice):
+            streams.leave(stream, former.outcome or "cancelled")
             return
-        if self._held:
-            self._asker.streams.hold(stream, self._held_until_s)
-        former = choice.stream
-        choice.begin_round(stream, may_call=self._asker.may_call(choice.round + 1))
+        if self._life is _Life.HELD:
+            streams.hold(stream, self._held_until_s)
+        choice.begin_round(stream, may_call=may_call)
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)
         self._part(former)
-
-    def turns_of(self, choice: int) -> list[ChatMessage]:
-        """What was said in the answer: rounds of tools, then the last text and calls."""
-        last = self.choices[choice]
-        turns = list(self._conversations.get(choice, ()))
-        earlier = sum(len(turn.content) for turn in turns if turn.role == "assistant")
-        text, calls = last.text[earlier:], tuple(last.client_calls)
-        if text or calls:
-            turns.append(ChatMessage("assistant", text, tool_calls=calls))
-        return turns
 
     # --- ends ---
 
@@ -372,17 +340,11 @@ class Answer:
         assert not isinstance(end, Done)
         if self._failure is None:
             self._failure = refusal_of_end(end)
-        if isinstance(end, Failed) and end.code == TAKEN_OVER:
+        if end is TAKEN_OVER:
             return
         for other in self.choices:
             if other.end is None:
                 self._asker.streams.cancel(other.stream, CancelReason.CLIENT)
-
-
-def job_id(request_id: str, choice: int, round_: int) -> str:
-    """The id of the job of one round of one choice; the first round of the first has the request's
-    own."""
-    return request_id + (f".{choice}" if choice else "") + (f"-r{round_}" if round_ else "")
 
 
 def _usage_of(stream: OpenStream) -> Usage | None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway import openapi, pages
 from gateway.api import Api
 from gateway.batches import BatchesApi
-from gateway.chat import ChatEndpoint
+from gateway.chat import CHAT_COMPLETIONS
 from gateway.core import Gateway
 from gateway.embeddings import Embeddings
 from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
@@ -27,6 +27,7 @@ from gateway.http import (
     Send,
     new_request_id,
     refuse_and_close,
+    refuse_handshake,
     request_id_header,
 )
 from gateway.limits_api import LimitsApi
@@ -34,7 +35,7 @@ from gateway.origins import OriginGuard
 from gateway.rendering import Endpoint
 from gateway.responses import ResponsesApi, ResponsesEndpoint
 from gateway.sessions_api import SessionsApi
-from gateway.text_completions import CompletionEndpoint
+from gateway.text_completions import COMPLETIONS
 from gateway.tools_api import ToolsApi
 from gateway.websocket import ROUTE as WEBSOCKET_ROUTE
 from gateway.websocket import WebSocketHandler
@@ -47,9 +48,9 @@ _UNMATCHED = "unmatched"
 
 def build_app(gateway: Gateway) -> AsgiApp:
     """The application that uvicorn serves."""
-    endpoints: list[Endpoint] = [ChatEndpoint(), CompletionEndpoint(), ResponsesEndpoint(gateway)]
     token_path: dict[str, AsgiApp] = {
-        endpoint.route: GenerationHandler(gateway, endpoint) for endpoint in endpoints
+        endpoint.route: GenerationHandler(gateway, endpoint)
+        for endpoint in token_endpoints(gateway)
     }
     socket = WebSocketHandler(gateway)
     rest = _counted(gateway, _starlette(gateway))
@@ -62,9 +63,16 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await socket(scope, receive, send)
         else:
             await receive()
-            await send({"type": "websocket.close"})
+            gateway.metrics.requests.labels(_UNMATCHED, "404").inc()
+            text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
+            await refuse_handshake(scope, send, refusal_of(NotFoundError(text)))
 
     return OriginGuard(app, gateway.config, demands_keys=gateway.identity.demands_keys)
+
+
+def token_endpoints(gateway: Gateway) -> list[Endpoint]:
+    """What answers with generations."""
+    return [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway)]
 
 
 def _starlette(gateway: Gateway) -> Starlette:

@@ -7,34 +7,33 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from decimal import Decimal
 from typing import Any
 
 from msgspec.structs import replace
 
 from bus.api import Bus
 from bus.clock import Clock
-from gateway.answer import Answer, job_id
+from gateway.admission import Admission
+from gateway.answer import Answer
 from gateway.caller import Caller
 from gateway.choice import Choice
 from gateway.errors import DrainingError
 from gateway.fleet import Fleet
-from gateway.job_maker import JobMaker, with_prompt
+from gateway.job_maker import JobMaker
 from gateway.latency import GapCounts
 from gateway.model_choice import ModelChoice
 from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
 from gateway.request_index import RequestIndex, RequestState
-from gateway.services import LimiterLike, SessionsLike, ToolOutcome, ToolsLike
+from gateway.rounds import Rounds
+from gateway.services import LimiterLike, SessionsLike, ToolsLike
 from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
-from registry.pricing import cost
 from schemas.config import GatewayConfig
-from schemas.errors import BusUnavailableError, ParameterError
-from schemas.frames import Usage
-from schemas.jobs import ChatMessage, Job, Source, Tier
+from schemas.errors import ParameterError
+from schemas.jobs import Job, Source, Tier
 from schemas.sessions import SessionInfo
-from schemas.tools import ToolCall, ToolChoice, ToolMode
+from schemas.tools import ToolMode
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 
 
 class Asker:
-    """Makes answers. ``begin`` and ``publish_round`` raise MillraceError: nothing was stored then.
+    """Makes answers. ``begin`` raises MillraceError: nothing was stored then.
 
     Owns the answers that are not over, and the tasks that run tools for them.
     """
@@ -66,7 +65,6 @@ class Asker:
         seed_source: random.Random,
     ) -> None:
         self.streams = streams
-        self._tools = tools
         self.gaps = gaps
         self.draining = False
         self._bus = bus
@@ -74,13 +72,15 @@ class Asker:
         self._gateway_id = gateway_id
         self._models = models
         self._choice = choice
-        self._fleet = fleet
         self._clock = clock
         self._index = index
-        self._limiter = limiter
         self._sessions = sessions
         self.maker = JobMaker(tools, seed_source)
-        self._answers: dict[str, tuple[Answer, RequestState]] = {}
+        self.admission = Admission(bus, fleet, limiter, config.request_timeout_s)
+        self.rounds = Rounds(
+            bus, config, gateway_id, clock, streams, self.maker, self.admission, index, tools
+        )
+        self._answers: dict[str, tuple[Answer, RequestState | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
@@ -92,14 +92,15 @@ class Asker:
         return None if known is None else known[0]
 
     def state_of(self, request_id: str) -> RequestState | None:
-        """What others have to know of such an answer."""
+        """What others have to know of such an answer, once it is accepted."""
         known = self._answers.get(request_id)
         return None if known is None else known[1]
 
     def answers(self) -> list[Answer]:
         return [answer for answer, _ in self._answers.values()]
 
-    def keep(self, answer: Answer, state: RequestState) -> None:
+    def keep(self, answer: Answer, state: RequestState | None) -> None:
+        """``state`` is None until others may go on with it."""
         self._answers[answer.request_id] = (answer, state)
 
     def forget(self, answer: Answer) -> None:
@@ -139,9 +140,9 @@ class Asker:
                 idempotency_key=idempotency_key,
             )
             jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
-            self._check_door(ask.model)
+            self.admission.check_door(ask.model)
             self._check_stays()
-            headers = await self._reserve(caller, request_id, model, jobs)
+            headers = await self.admission.reserve(caller, request_id, model, jobs)
             answer = Answer(
                 self,
                 ask,
@@ -162,10 +163,15 @@ class Asker:
                     replace(job, prompt_token_ids=()), client, received_s, answer
                 )
                 answer.choices.append(self.choice(answer, index, stream))
-            self.keep(answer, state)
+            # Nobody can attach to what may yet be refused.
+            self.keep(answer, None)
             try:
-                await self._publish(answer, jobs, state)
+                await self._publish(answer, jobs)
+                if self.get(request_id) is answer:
+                    self.keep(answer, state)
+                    await self._index.put(state)
             except BaseException:
+                answer.leave("failed")
                 self.forget(answer)
                 raise
             return answer
@@ -194,81 +200,6 @@ class Asker:
         tool_format = answer.model.tool_format if has_tools else None
         return Choice(index, stream, tool_format, answer.own_tools, from_index)
 
-    def may_call(self, number: int) -> bool:
-        """Whether tools can be called in the round of this number, from 0."""
-        return number < self._config.max_tool_rounds
-
-    async def publish_round(
-        self, answer: Answer, choice: Choice, turns: tuple[ChatMessage, ...]
-    ) -> OpenStream:
-        """The stream of a choice's next round, in which ``turns`` stand behind the conversation.
-        In the last round that there may be, no tool can be called."""
-        ask, caller = answer.ask, answer.caller
-        number = choice.round + 1
-        mode = ToolMode.AUTO if self.may_call(number) else ToolMode.NONE
-        tool_choice = ToolChoice(mode=mode)
-        request_id = job_id(answer.request_id, choice.index, number)
-        messages = (*(ask.messages or ()), *turns)
-        ask = replace(ask, messages=messages, tool_choice=tool_choice)
-        former = choice.stream.job
-        first = replace(former, request_id=request_id, reply=self._gateway_id)
-        job = await self.maker.prepare(with_prompt(first, ask), ask, answer.model, caller)
-        job = replace(job, sampling=replace(job.sampling, seed=former.sampling.seed))
-        self._check_door(job.model)
-        await self._reserve(caller, request_id, answer.model, [job])
-        from_index = max(0, choice.next_index - choice.num_tokens)
-        stream = self.streams.open(
-            replace(job, prompt_token_ids=()),
-            choice.stream.client,
-            self._clock.monotonic(),
-            answer,
-            from_index=from_index,
-        )
-        try:
-            published = await self._bus.jobs.publish(job)
-        except BaseException:
-            self.streams.discard(stream)
-            self._limiter.settle_soon(request_id, None, None)
-            raise
-        if published.duplicate:
-            # Whoever had the answer before was first, and may be who its frames are sent to.
-            stream.job = replace(stream.job, reply=former.reply)
-            self.streams.follow(stream)
-        self.streams.accept(stream)
-        return stream
-
-    async def run_tool(self, answer: Answer, call: ToolCall) -> ToolOutcome:
-        """What one of the gateway's own tools gives; it is remembered for whoever goes on with the
-        answer, who does not run it again."""
-        if answer.was_resumed:
-            known = await self._index.get_step(answer.request_id, call.id)
-            if known is not None:
-                return known
-        result = await self._tools.run(call.name, call.arguments)
-        outcome = ToolOutcome(ok=result.ok, output=result.output, duration_ms=result.duration_ms)
-        await self._index.put_step(answer.request_id, call.id, outcome)
-        return outcome
-
-    def settle(self, reservation_id: str, answer: Answer, usages: Sequence[Usage | None]) -> None:
-        """The jobs of a reservation have ended."""
-        known = [usage for usage in usages if usage is not None]
-        prices = answer.model.prices
-        total = Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in known),
-            cached_tokens=sum(usage.cached_tokens for usage in known),
-            completion_tokens=sum(usage.completion_tokens for usage in known),
-        )
-        price = sum(
-            (
-                cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-                for usage in known
-            ),
-            Decimal(0),
-        )
-        self._limiter.settle_soon(
-            reservation_id, total if known else None, price if known else None
-        )
-
     async def commit_turn(self, answer: Answer) -> None:
         """Put what was said behind its session's history."""
         assert answer.session is not None
@@ -276,7 +207,7 @@ class Asker:
             answer.caller.tenant,
             answer.session.session_id,
             answer.request_id,
-            answer.turns_of(0),
+            answer.choices[0].conversation,
         )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -322,59 +253,35 @@ class Asker:
         if self.draining:
             raise DrainingError("This gateway is shutting down. Send the request again.")
 
-    def _check_door(self, model: str) -> None:
-        self._fleet.check_door(model)
-        if not self._bus.connected:
-            raise BusUnavailableError("The message bus is away. Try again in a moment.")
-
-    async def _reserve(
-        self, caller: Caller, reservation_id: str, model: ServedModelLike, jobs: Sequence[Job]
-    ) -> list[tuple[bytes, bytes]]:
-        """Take what the jobs may need at most out of the caller's limits."""
-        num_prompt = sum(len(job.prompt_token_ids or ()) for job in jobs)
-        num_completion = sum(job.sampling.max_tokens or 0 for job in jobs)
-        reservation = await self._limiter.reserve(
-            caller,
-            reservation_id,
-            model=jobs[0].model,
-            tier=jobs[0].tier,
-            num_prompt_tokens=num_prompt,
-            max_tokens=num_completion,
-            cost_upper=cost(model.prices, num_prompt, 0, num_completion),
-            deadline_s=self._config.request_timeout_s,
-            longest_tokens=max(
-                len(job.prompt_token_ids or ()) + (job.sampling.max_tokens or 0) for job in jobs
-            ),
-        )
-        return reservation.headers
-
-    async def _publish(self, answer: Answer, jobs: Sequence[Job], state: RequestState) -> None:
+    async def _publish(self, answer: Answer, jobs: Sequence[Job]) -> None:
         """All or nothing: if one cannot be stored, those that were are cancelled."""
         streams = [choice.stream for choice in answer.choices]
         try:
-            *outcomes, _ = await asyncio.gather(
-                *(self._bus.jobs.publish(job) for job in jobs),
-                self._index.put(state),
-                return_exceptions=True,
+            outcomes = await asyncio.gather(
+                *(self._bus.jobs.publish(job) for job in jobs), return_exceptions=True
             )
         except BaseException:
             for stream in streams:
                 self.streams.discard(stream)
-            self._limiter.settle_soon(answer.request_id, None, None)
+            self._give_back(answer)
             raise
         failed = next((one for one in outcomes if isinstance(one, BaseException)), None)
         for stream, outcome in zip(streams, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self.streams.discard(stream)
                 continue
-            if outcome is not None and outcome.duplicate:
+            if outcome.duplicate:
                 self.streams.follow(stream)
             self.streams.accept(stream)
             if failed is not None:
                 self.streams.leave(stream, "refused")
         if failed is not None:
-            self._limiter.settle_soon(answer.request_id, None, None)
+            self._give_back(answer)
             raise failed
+
+    def _give_back(self, answer: Answer) -> None:
+        if not answer.was_let_go:
+            self.admission.give_back(answer.request_id)
 
 
 def tier_of(ask: Ask, caller: Caller) -> Tier:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from bus.journal import JournalConflictError
 from bus.objects import ObjectLostError
 from gateway import batch_answers
-from gateway.answer import job_id
 from gateway.batch_input import InputLine, LineTooLongError, check_input, lines_of, read_line
 from gateway.batch_line_run import LineRunner, attempt_id
 from gateway.batch_lines import LineKind
@@ -22,6 +21,7 @@ from gateway.batch_results import ResultWaiter
 from gateway.batch_store import BatchRecord, BatchStore, FinishedLine
 from gateway.errors import NotFoundError
 from gateway.files import Files
+from gateway.job_maker import job_id
 from schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
 from schemas.control import Cancel, CancelReason
 from schemas.errors import MillraceError

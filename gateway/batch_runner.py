@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from redis.exceptions import ResponseError
-
 from bus import subjects
 from bus.journal import JournalConflictError
 from bus.redis_link import RedisAwayError, RedisLink, Script
@@ -19,11 +17,11 @@ from gateway.batch_embeddings import EmbeddingKind
 from gateway.batch_lines import GenerationKind, LineKind
 from gateway.batch_run import BatchRun
 from gateway.batch_store import BatchStore
-from gateway.chat import ChatEndpoint
+from gateway.chat import CHAT_COMPLETIONS
 from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.paging import created_ms
-from gateway.text_completions import CompletionEndpoint
+from gateway.text_completions import COMPLETIONS
 from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +68,7 @@ class BatchRunner:
         self._store = BatchStore(gateway.bus.journal)
         self._kinds: dict[str, LineKind] = {
             endpoint.route: GenerationKind(gateway, endpoint)
-            for endpoint in (ChatEndpoint(), CompletionEndpoint())
+            for endpoint in (CHAT_COMPLETIONS, COMPLETIONS)
         }
         self._kinds[EmbeddingKind.route] = EmbeddingKind(gateway)
         self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
@@ -190,7 +188,7 @@ class BatchRunner:
                 key = subjects.batch_lease_key(batch_id)
                 try:
                     ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
-                except (RedisAwayError, ResponseError) as error:
+                except RedisAwayError as error:
                     # Nobody else can take it meanwhile.
                     logger.debug("a lease is renewed later", extra={"cause": str(error)})
                     continue
@@ -204,7 +202,7 @@ class BatchRunner:
         assert link is not None
         try:
             await link.evaluate(_RELEASE, [subjects.batch_lease_key(batch_id)], [self._holder])
-        except (RedisAwayError, ResponseError):
+        except RedisAwayError:
             return  # It lapses by itself.
 
 

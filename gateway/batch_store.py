@@ -146,10 +146,11 @@ class BatchStore:
         return sorted(found, key=lambda batch: batch[1])
 
     async def reader_of(self, tenant: str, file_id: str) -> str | None:
-        """An open batch that reads a file."""
+        """A batch that reads a file. One that has ended reads nothing, though it may be open for a
+        moment yet."""
         ids = [batch_id for _, batch_id in await self.open_batches(tenant)]
         for batch in await self.batches(tenant, ids):
-            if batch.input_file_id == file_id:
+            if batch.input_file_id == file_id and not batch.status.is_final:
                 return batch.id
         return None
 

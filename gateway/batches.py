@@ -14,6 +14,7 @@ from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.files import Files
 from gateway.http import json_response, read_body
+from gateway.message_fields import check_metadata
 from gateway.paging import new_ordered_id, page_of
 from gateway.parsing import decode
 from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
@@ -27,9 +28,6 @@ _ID_PREFIX = "batch_"
 _WINDOW_S = 24 * 3600
 _DEFAULT_PAGE = 20
 _MAX_PAGE = 100
-_MAX_METADATA = 16
-_MAX_KEY_CHARACTERS = 64
-_MAX_VALUE_CHARACTERS = 512
 _NS_PER_S = 1_000_000_000
 _STOPPABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
@@ -139,13 +137,4 @@ def _check(asked: BatchRequest) -> None:
         raise ParameterError("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}.")
     if asked.completion_window != WINDOW:
         raise ParameterError("completion_window", f"completion_window must be {WINDOW}.")
-    metadata = asked.metadata or {}
-    if len(metadata) > _MAX_METADATA:
-        raise ParameterError("metadata", f"metadata may have at most {_MAX_METADATA} entries.")
-    for key, value in metadata.items():
-        if len(key) > _MAX_KEY_CHARACTERS or len(value) > _MAX_VALUE_CHARACTERS:
-            raise ParameterError(
-                "metadata",
-                f"metadata takes keys of {_MAX_KEY_CHARACTERS} and values of "
-                f"{_MAX_VALUE_CHARACTERS} characters at most.",
-            )
+    check_metadata(asked.metadata)

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.caller import Caller
 from gateway.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
 from gateway.errors import Refusal
 from gateway.logprobs import logprob_infos
-from gateway.parsing import chat_ask, decode
+from gateway.parsing import chat_ask
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
-from gateway.rendering import Endpoint, Prepared, Renderer
+from gateway.rendering import BodyEndpoint
 from schemas.openai import (
     AssistantMessage,
     CalledFunction,
@@ -29,25 +28,6 @@ if TYPE_CHECKING:
     from gateway.answer import Answer
 
 _NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
-
-
-class ChatEndpoint(Endpoint):
-    """Chat completions, streamed and whole."""
-
-    route = "/v1/chat/completions"
-    id_prefix = "chatcmpl"
-
-    def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(ChatCompletionRequest)
-
-    async def prepare(self, body: bytes, _caller: Caller) -> Prepared:
-        request = decode(self._decoder, body)
-        ask = chat_ask(request)
-
-        def render(answer: Answer) -> Renderer:
-            return ChatRenderer(answer, request)
-
-        return Prepared(ask=ask, stream=bool(request.stream), render=render)
 
 
 class ChatRenderer:
@@ -180,6 +160,11 @@ class ChatRenderer:
     def _delta(self, choice: int, delta: dict[str, object]) -> bytes:
         body = b',"delta":' + encode(delta) + _NO_LOGPROBS
         return self._befores[choice] + body + self._head.after
+
+
+CHAT_COMPLETIONS = BodyEndpoint(
+    "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, chat_ask, ChatRenderer
+)
 
 
 def step_info(part: StepPart) -> ToolStepInfo:

@@ -20,6 +20,7 @@ from registry.tool_formats import (
     ToolCallParser,
 )
 from schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
+from schemas.jobs import ChatMessage
 from schemas.tools import ToolCall, ToolFormat
 
 TOOL_CALLS = "tool_calls"
@@ -47,9 +48,10 @@ class Choice:
 
     ``next_index`` counts the tokens of all rounds that the client was given. Calls of tools in
     ``own_tools`` are the gateway's business: the client does not see them. When there are any,
-    ``round_end`` is what was said, until ``begin_round``. ``end`` is set when the stream of the
-    last round has ended. ``had`` are the parts that the client was given by another connection, as
-    far as they were read again; they all come before those that ``collect`` gives out.
+    ``round_end`` is what was said, until ``begin_round``; ``runs_tools`` while somebody sees to
+    that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
+    the last round has ended. ``had`` are the parts that the client was given by another connection,
+    as far as they were read again; they all come before those that ``collect`` gives out.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Choice:
         self.had: list[Part] = []
         self.client_calls: list[ToolCall] = []
         self.round_end: RoundEnd | None = None
+        self.runs_tools = False
+        self.turns: list[ChatMessage] = []
         self._tool_format = tool_format
         self._own_tools = own_tools
         self._earlier = Usage()
@@ -82,6 +86,15 @@ class Choice:
     def text(self) -> str:
         """Without the markup of tool calls."""
         return "".join(self._texts)
+
+    @property
+    def conversation(self) -> list[ChatMessage]:
+        """What was said so far: rounds of tools, then the last text and calls."""
+        earlier = sum(len(turn.content) for turn in self.turns if turn.role == "assistant")
+        text, calls = self.text[earlier:], tuple(self.client_calls)
+        if not (text or calls):
+            return list(self.turns)
+        return [*self.turns, ChatMessage("assistant", text, tool_calls=calls)]
 
     @property
     def usage(self) -> Usage:

@@ -22,6 +22,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
+_HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
 _BODY_TIMEOUT_S = 60.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
@@ -103,6 +104,16 @@ async def send_response(send: Send, status: int, headers: Headers, body: bytes) 
 async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
     headers = [JSON, request_id_header(request_id), *refusal.headers]
     await send_response(send, refusal.status, headers, refusal.body)
+
+
+async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
+    """Refuse a WebSocket that was not accepted; a server that cannot say why answers 403."""
+    if _HANDSHAKE_RESPONSE not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    start = {"status": refusal.status, "headers": [JSON, *refusal.headers]}
+    await send({"type": f"{_HANDSHAKE_RESPONSE}.start", **start})
+    await send({"type": f"{_HANDSHAKE_RESPONSE}.body", "body": refusal.body})
 
 
 async def send_refusal_and_close(

@@ -9,7 +9,6 @@ from gateway.http import Receive, wait_for_disconnect
 from gateway.stream import Client, OpenStream
 
 ABORT_EXTENSION = "millrace.abort"
-GOING_AWAY = "going_away"
 
 
 class HttpClient(Client):

@@ -40,16 +40,21 @@ class Idempotency:
     ) -> Answer:
         """The answer, new or known. Raises IdempotencyConflictError for a key of another request,
         RedisAwayError, and what ``Asker.begin`` raises; the key can be used again then."""
-        silent_id = ""
+        awaited_id, give_up_s = "", 0.0
         while True:
+            # Asked for each time: whoever has the key may be refused, and give it up.
             known_id = await self._index.claim(caller.tenant, key, digest, request_id)
-            if known_id in (request_id, silent_id):
+            now_s = self._clock.monotonic()
+            if known_id == request_id:
                 break
+            if known_id != awaited_id:
+                awaited_id, give_up_s = known_id, now_s + _BEGUN_WITHIN_S
+            elif now_s >= give_up_s:
+                break  # whoever claimed it died
             answer = await self._attach(known_id, ask, caller, client, owner)
             if answer is not None:
                 return answer
-            # Whoever claimed it died, or was refused and gave it up: somebody else may have it now.
-            silent_id = known_id
+            await self._clock.sleep(_POLL_S)
         try:
             # If who claimed the key died before the queue had the job, it is asked now under the
             # same id, which the queue takes once.
@@ -57,7 +62,8 @@ class Idempotency:
                 ask, caller, known_id, source, client, idempotency_key=key, owner=owner
             )
         except BaseException:
-            await self._index.release(caller.tenant, key, known_id)
+            if self._asker.get(known_id) is None:  # or somebody else has begun it by now
+                await self._index.release(caller.tenant, key, known_id)
             raise
 
     async def release(self, answer: Answer) -> None:
@@ -67,15 +73,11 @@ class Idempotency:
     async def _attach(
         self, request_id: str, ask: Ask, caller: Caller, client: Client, owner: object
     ) -> Answer | None:
-        """The answer under way or done; None if it never began."""
-        give_up_s = self._clock.monotonic() + _BEGUN_WITHIN_S
+        """The answer under way or done; None if it was not accepted so far."""
         num_choices = ask.sampling.n * (1 + len(ask.other_prompts))
-        while True:
-            try:
-                return await self._resuming.resume(
-                    caller, request_id, (0,) * num_choices, client, owner=owner
-                )
-            except UnknownRequestError:
-                if self._clock.monotonic() >= give_up_s:
-                    return None
-            await self._clock.sleep(_POLL_S)
+        try:
+            return await self._resuming.resume(
+                caller, request_id, (0,) * num_choices, client, owner=owner
+            )
+        except UnknownRequestError:
+            return None

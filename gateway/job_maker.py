@@ -7,7 +7,6 @@ import random
 
 from msgspec.structs import replace
 
-from gateway.answer import job_id
 from gateway.caller import Caller
 from gateway.models import ServedModelLike
 from gateway.parsing import Ask
@@ -18,6 +17,12 @@ from schemas.errors import ParameterError
 from schemas.jobs import Job
 from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.tools import ToolDefinition, ToolMode
+
+
+def job_id(request_id: str, choice: int, round_: int) -> str:
+    """The id of the job of one round of one choice; the first round of the first has the request's
+    own."""
+    return request_id + (f".{choice}" if choice else "") + (f"-r{round_}" if round_ else "")
 
 
 class JobMaker:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, OrderedDict
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus import subjects
 from bus.clock import Clock
@@ -38,8 +35,6 @@ from schemas.config import GatewayConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LimitSet, to_nano
-
-_log = logging.getLogger(__name__)
 
 _RESERVE = Script(Path(__file__).with_name("reserve.lua").read_text(encoding="utf-8"))
 _SETTLE = Script(Path(__file__).with_name("settle.lua").read_text(encoding="utf-8"))
@@ -96,7 +91,6 @@ class Limiter:
         self._settler = Settler(self._send, clock)
         self.num_refusals: Counter[str] = Counter()
         self.num_degraded = 0
-        self._is_refused = False
 
     @property
     def num_unsettled(self) -> int:
@@ -171,7 +165,7 @@ class Limiter:
             return False
         try:
             return await self._send(settlement)
-        except (RedisAwayError, ResponseError):
+        except RedisAwayError:
             self._settler.put(settlement)
             return False
 
@@ -225,7 +219,7 @@ class Limiter:
                 accounts = known.accounts
                 _check(caller, charge, known)
             keys, arguments = self._call(accounts, charge, month)
-            answer: list[bytes | int] = await self._evaluate(_RESERVE, keys, arguments)
+            answer: list[bytes | int] = await self._link.evaluate(_RESERVE, keys, arguments)
             if answer[0] == b"changed":
                 self._learn(caller, [raw for raw in answer[1:] if isinstance(raw, bytes)])
                 continue
@@ -328,19 +322,6 @@ class Limiter:
             _KEEP_MONTH_MS,
         ]
         return bool(await self._link.evaluate(_SETTLE, keys, arguments))
-
-    async def _evaluate(self, script: Script, keys: list[str], arguments: list[Argument]) -> Any:
-        """Raises RedisAwayError also if Redis cannot do its work, being full or a replica."""
-        assert self._link is not None
-        try:
-            answer = await self._link.evaluate(script, keys, arguments)
-        except ResponseError as error:
-            if not self._is_refused:
-                self._is_refused = True
-                _log.exception("Redis refuses to keep limits")
-            raise RedisAwayError from error
-        self._is_refused = False
-        return answer
 
     def _script_time(self) -> Argument:
         """What scripts are told about the time; empty: they look themselves."""

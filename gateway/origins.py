@@ -11,7 +11,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from gateway.errors import refusal_of
-from gateway.http import JSON, AsgiApp, Event, Receive, Scope, Send, header_of
+from gateway.http import JSON, AsgiApp, Event, Receive, Scope, Send, header_of, refuse_handshake
 from gateway.identity import is_loopback
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
@@ -134,13 +134,13 @@ class OriginGuard:
 
 async def _refuse(error: MillraceError, scope: Scope, receive: Receive, send: Send) -> None:
     refusal = refusal_of(error)
-    prefix = "http"
     if scope["type"] == "websocket":
         await receive()
-        prefix = "websocket.http"
-    start = {"status": refusal.status, "headers": [JSON, *refusal.headers]}
-    await send({"type": f"{prefix}.response.start", **start})
-    await send({"type": f"{prefix}.response.body", "body": refusal.body})
+        await refuse_handshake(scope, send, refusal)
+        return
+    headers = [JSON, *refusal.headers]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": refusal.body})
 
 
 def _is_address(name: str) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
 from gateway.caller import Caller
 from gateway.errors import Refusal
-from gateway.parsing import Ask
+from gateway.parsing import Ask, decode
 from gateway.parts import Part
 
 if TYPE_CHECKING:
@@ -66,3 +66,38 @@ class Endpoint(ABC):
     @abstractmethod
     async def prepare(self, body: bytes, caller: Caller) -> Prepared:
         """Raises MillraceError for a body that cannot be honoured."""
+
+
+class _Request(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+_RequestT = TypeVar("_RequestT", bound=_Request)
+
+
+class BodyEndpoint(Endpoint, Generic[_RequestT]):
+    """An endpoint whose answers depend on nothing but the body: ``ask_of`` reads it as an ask, and
+    ``renderer`` shapes the answer to it."""
+
+    def __init__(
+        self,
+        route: str,
+        id_prefix: str,
+        request_type: type[_RequestT],
+        ask_of: Callable[[_RequestT], Ask],
+        renderer: Callable[[Answer, _RequestT], Renderer],
+    ) -> None:
+        self.route = route
+        self.id_prefix = id_prefix
+        self._decoder = msgspec.json.Decoder(request_type)
+        self._ask_of = ask_of
+        self._renderer = renderer
+
+    async def prepare(self, body: bytes, _caller: Caller) -> Prepared:
+        request = decode(self._decoder, body)
+
+        def render(answer: Answer) -> Renderer:
+            return self._renderer(answer, request)
+
+        return Prepared(ask=self._ask_of(request), stream=bool(request.stream), render=render)

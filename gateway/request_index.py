@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus import subjects
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
@@ -78,8 +77,7 @@ _step_decoder = msgspec.msgpack.Decoder(ToolOutcome)
 
 
 class RequestIndex:
-    """Reads and writes over one link. With ``link`` None nothing can be known or claimed. A server
-    that is there but refuses, being full or a replica, counts as away."""
+    """Reads and writes over one link. With ``link`` None nothing can be known or claimed."""
 
     def __init__(self, link: RedisLink | None, idempotency_ttl_s: float) -> None:
         self._link = link
@@ -150,20 +148,14 @@ class RequestIndex:
     async def _call(self, *command: Argument) -> Any:
         if self._link is None:
             raise RedisAwayError
-        try:
-            return await self._link.call(*command)
-        except ResponseError as error:
-            raise RedisAwayError from error
+        return await self._link.call(*command)
 
     async def _evaluate(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:
         if self._link is None:
             raise RedisAwayError
-        try:
-            return await self._link.evaluate(script, keys, arguments)
-        except ResponseError as error:
-            raise RedisAwayError from error
+        return await self._link.evaluate(script, keys, arguments)
 
 
 def digest_of(*parts: bytes) -> str:

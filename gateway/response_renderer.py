@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus.redis_link import RedisAwayError
 from gateway.errors import Refusal
@@ -123,12 +122,10 @@ class ResponseRenderer:
             return
         try:
             await self._store.put(self._answer.caller.tenant, self._final(), self.conversation)
-        except (RedisAwayError, ResponseError) as error:
-            # Redis refuses what it has no room for.
+        except RedisAwayError:
             self._store = None
             _log.warning(
-                "an answer could not be kept",
-                extra={"request_id": self._answer.request_id, "cause": type(error).__name__},
+                "an answer could not be kept", extra={"request_id": self._answer.request_id}
             )
 
     def _catch_up(self) -> None:

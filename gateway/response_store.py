@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 # Fast rather than small: text shrinks to a third anyway.
 _COMPRESSION = 1
 _MAX_INLINE_BYTES = 65_536
+# The link tries again a second after a failure.
+_PUT_ATTEMPTS = 4
+_PUT_AGAIN_S = 0.5
 
 
 class ResponseNotFoundError(MillraceError):
@@ -85,7 +88,8 @@ class ResponseStore:
         await self._reach().call("PING")
 
     async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
-        """Keep an answer and the items before it. Raises RedisAwayError."""
+        """Keep an answer and the items before it; a moment without Redis is waited out, as the
+        answer exists but once. Raises RedisAwayError."""
         link = self._reach()
         body = msgspec.Raw(_encoder.encode(response))
         plain = _encoder.encode(StoredResponse(response=body, input=items))
@@ -93,9 +97,18 @@ class ResponseStore:
             packed = await asyncio.to_thread(zlib.compress, plain, _COMPRESSION)
         else:
             packed = zlib.compress(plain, _COMPRESSION)
-        await link.call(
-            "SET", subjects.response_key(tenant, response.id), packed, "EX", self._ttl_s
-        )
+        key = subjects.response_key(tenant, response.id)
+        attempts_left = _PUT_ATTEMPTS
+        while True:
+            attempts_left -= 1
+            try:
+                await link.call("SET", key, packed, "EX", self._ttl_s)
+            except RedisAwayError:
+                if not attempts_left:
+                    raise
+                await asyncio.sleep(_PUT_AGAIN_S)
+            else:
+                return
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None if there is none that can be read. Raises RedisAwayError."""

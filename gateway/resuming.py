@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.api import Bus
-from gateway.answer import Answer, job_id
+from gateway.answer import Answer
 from gateway.asking import Asker
 from gateway.caller import Caller
+from gateway.job_maker import job_id
 from gateway.models import Models
 from gateway.request_index import RequestIndex, RequestState
 from gateway.stream import Client

@@ -8,13 +8,11 @@ its own until the request is answered, so that any gateway can add it, and only 
 from __future__ import annotations
 
 import asyncio
-import logging
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus import subjects
 from bus.clock import Clock
@@ -23,8 +21,6 @@ from gateway.context_window import Counted, continue_with, num_leading
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
-
-_log = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
 
@@ -307,24 +303,12 @@ class SessionStore:
     ) -> Any:
         if self._link is None:
             raise RedisAwayError
-        try:
-            return await self._link.evaluate(script, keys, arguments)
-        except ResponseError as error:
-            raise _refused(error) from error
+        return await self._link.evaluate(script, keys, arguments)
 
     async def _call(self, *command: Argument) -> Any:
         if self._link is None:
             raise RedisAwayError
-        try:
-            return await self._link.call(*command)
-        except ResponseError as error:
-            raise _refused(error) from error
-
-
-def _refused(error: ResponseError) -> RedisAwayError:
-    """A server that is there but full or read-only keeps nothing either."""
-    _log.warning("Redis refuses a command of sessions", extra={"cause": str(error)[:200]})
-    return RedisAwayError()
+        return await self._link.call(*command)
 
 
 def _stored(session: Session) -> Session:

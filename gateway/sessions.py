@@ -175,11 +175,6 @@ class Sessions:
         if not await self._store.delete(tenant, session_id):
             raise SessionNotFoundError
 
-    @property
-    def num_summarising(self) -> int:
-        """How many summaries are under way on this gateway."""
-        return self._summaries.num_running
-
     async def close(self) -> None:
         """Give up what is under way."""
         tasks = list(self._late)

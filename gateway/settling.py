@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from redis.exceptions import ResponseError
 
 from bus.clock import Clock
 from bus.redis_link import RedisAwayError
@@ -80,7 +79,7 @@ class Settler:
             again: list[Settlement] = []
             for settlement, outcome in zip(batch, outcomes, strict=True):
                 self._waiting.popleft()
-                if isinstance(outcome, RedisAwayError | ResponseError):
+                if isinstance(outcome, RedisAwayError):
                     again.append(settlement)
                 elif isinstance(outcome, Exception):
                     _log.error("a settlement failed", exc_info=outcome)

@@ -26,8 +26,7 @@ _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
 _LAST_CANCELS_S = 0.5
 
-TAKEN_OVER = "taken_over"
-_TAKEN_OVER_MESSAGE = "Another connection goes on with this request."
+TAKEN_OVER = Failed(code="taken_over", message="Another connection goes on with this request.")
 
 
 class _NotYet:
@@ -152,7 +151,7 @@ class StreamTable:
         """Another connection, here or at another gateway, has it now: nothing is owed, and a client
         that is still there is told."""
         self._remove(stream)
-        stream.reader.end(Failed(code=TAKEN_OVER, message=_TAKEN_OVER_MESSAGE))
+        stream.reader.end(TAKEN_OVER)
         stream.wake()
 
     def hold(self, stream: OpenStream, until_s: float | None) -> None:
@@ -279,13 +278,6 @@ class StreamTable:
             or stream.reader.waits_for_missing
         ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
             self._ask_replay(stream)
-
-    def end_all(self, frame: TerminalFrame) -> None:
-        """Give every stream that is left an end (the gateway goes down)."""
-        for stream in list(self._streams.values()):
-            stream.reader.end(frame)
-            if stream.accepted:
-                self.finish(stream)
 
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)

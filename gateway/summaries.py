@@ -84,10 +84,6 @@ class Summaries:
         self._tasks[key] = task
         task.add_done_callback(lambda done: self._forget(key, done))
 
-    @property
-    def num_running(self) -> int:
-        return len(self._tasks)
-
     async def close(self) -> None:
         """Give up what is under way."""
         tasks = list(self._tasks.values())

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from gateway.caller import Caller
 from gateway.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
 from gateway.errors import Refusal
 from gateway.logprobs import completion_logprobs
-from gateway.parsing import completion_ask, decode
+from gateway.parsing import completion_ask
 from gateway.parts import ChoiceEnd, Part, TextPart
-from gateway.rendering import Endpoint, Prepared, Renderer
+from gateway.rendering import BodyEndpoint
 from schemas.frames import TokenLogprob
 from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
 if TYPE_CHECKING:
     from gateway.answer import Answer
-
-
-class CompletionEndpoint(Endpoint):
-    """Text completions, streamed and whole."""
-
-    route = "/v1/completions"
-    id_prefix = "cmpl"
-
-    def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(CompletionRequest)
-
-    async def prepare(self, body: bytes, _caller: Caller) -> Prepared:
-        request = decode(self._decoder, body)
-        ask = completion_ask(request)
-
-        def render(answer: Answer) -> Renderer:
-            return CompletionRenderer(answer, request)
-
-        return Prepared(ask=ask, stream=bool(request.stream), render=render)
 
 
 class CompletionRenderer:
@@ -174,6 +152,11 @@ class CompletionRenderer:
         answer = self._answer
         num_echoed = len(self._echo(index)[0]) if answer.ask.echo else 0
         return num_echoed + len(answer.choices[index].stream.reader.text_before)
+
+
+COMPLETIONS = BodyEndpoint(
+    "/v1/completions", "cmpl", CompletionRequest, completion_ask, CompletionRenderer
+)
 
 
 def _joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:

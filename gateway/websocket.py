@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.errors import InvalidJsonError, Refusal, refusal_of
-from gateway.http import JSON, Receive, Scope, Send
+from gateway.errors import InvalidJsonError, refusal_of
+from gateway.http import Receive, Scope, Send, refuse_handshake
 from gateway.identity import token_of
 from gateway.parsing import decode
 from gateway.socket_session import SocketSession
@@ -55,7 +55,9 @@ class WebSocketHandler:
         try:
             caller = await self._welcome(scope, address)
         except MillraceError as error:
-            await self._reject(send, refusal_of(error))
+            refusal = refusal_of(error)
+            self._gateway.metrics.requests.labels(ROUTE, str(refusal.status)).inc()
+            await refuse_handshake(scope, send, refusal)
             return
         subprotocol = SUBPROTOCOL if scope["subprotocols"] else None
         await send({"type": "websocket.accept", "subprotocol": subprotocol})
@@ -186,13 +188,6 @@ class WebSocketHandler:
             return Error(code="unknown_message_type", message=text, param="type", id=known_id)
         refusal = refusal_of(error)
         return Error(code=refusal.code, message=refusal.message, param=refusal.param, id=known_id)
-
-    async def _reject(self, send: Send, refusal: Refusal) -> None:
-        self._gateway.metrics.requests.labels(ROUTE, str(refusal.status)).inc()
-        headers = [JSON, *refusal.headers]
-        start = {"status": refusal.status, "headers": headers}
-        await send({"type": "websocket.http.response.start", **start})
-        await send({"type": "websocket.http.response.body", "body": refusal.body})
 
 
 class TooManySocketsError(MillraceError):

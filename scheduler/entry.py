@@ -56,7 +56,6 @@ class Entry:
     ran_before: bool = False
     worker_id: str = ""
     resume_token_ids: tuple[int, ...] = ()
-    num_redeliveries: int = 0
     extended_s: float = 0.0
     checked_s: float = 0.0
     uncertain: bool = False
@@ -131,7 +130,6 @@ class Entry:
         """The queue delivered it again, to us."""
         self.lease = leased.lease
         self.num_deliveries = leased.num_deliveries
-        self.num_redeliveries += 1
         self.ran_before = True
         self.extended_s = now_s
 

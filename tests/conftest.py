@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
 from schemas.config import NatsConfig
+from tests.scheduling import RoomScheduling, longest_first
 from tests.support.nats_streams import delete_streams
 from tests.support.servers import NatsServer, RedisServer
 
@@ -15,6 +18,14 @@ from tests.support.servers import NatsServer, RedisServer
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read when torch first looks for a device: on a machine with a GPU the tests test the same.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_compute_thread() -> None:
+    """What computes in this process leaves the other cores to the other processes. torch is there
+    if any test of the run needs it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +63,13 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped: {report.longrepr}"
     return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduling:
+    return RoomScheduling(config, log)

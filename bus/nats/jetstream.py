@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.nats.connection import Connection
+from bus.nats.connection import Connection, status_of
 from schemas.errors import BusUnavailableError
 
 API = "$JS.API"
+NOT_FOUND = "404"
+_END_OF_BATCH = "204"
+_ANSWERS_TIMEOUT_S = 5.0
 
 # Error codes of nats-server.
 FULL = 10077
@@ -193,6 +197,35 @@ async def newest(connection: Connection, stream: str, subject_filter: str) -> Ra
             return None
         raise
     return msgspec.json.decode(data, type=_MessageReply).message
+
+
+async def newest_of_each(
+    connection: Connection, stream: str, subject_filters: Sequence[str]
+) -> list[Msg]:
+    """The newest message of each subject that matches, as any replica knows it. Raises
+    BusUnavailableError."""
+    found: list[Msg] = []
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_answer(message: Msg | None) -> None:
+        status = "lost" if message is None else status_of(message)
+        if message is not None and status is None:
+            found.append(message)
+        elif status is not None and not ended.done():
+            ended.set_result(status)
+
+    body = msgspec.json.encode({"multi_last": list(subject_filters)})
+    reply = await connection.ask(f"{API}.DIRECT.GET.{stream}", body, on_answer)
+    try:
+        async with asyncio.timeout(_ANSWERS_TIMEOUT_S):
+            status = await ended
+    except TimeoutError:
+        status = "timeout"
+    finally:
+        connection.forget(reply)
+    if status not in (_END_OF_BATCH, NOT_FOUND):
+        raise BusUnavailableError(f"The message bus could not look {stream} up ({status}).")
+    return found
 
 
 async def exists(connection: Connection, stream: str, sequence: int) -> bool:

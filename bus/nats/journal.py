@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -18,9 +17,6 @@ from schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"
 _SUBJECT = "Nats-Subject"
-_NOT_FOUND = "404"
-_END_OF_BATCH = "204"
-_ANSWER_TIMEOUT_S = 5.0
 
 
 class NatsJournal:
@@ -52,7 +48,7 @@ class NatsJournal:
         request = f"{jetstream.API}.DIRECT.GET.{subjects.journal_stream(name)}"
         answer, _ = await self._connection.request_until(request, msgspec.json.encode(body))
         status = status_of(answer)
-        if status == _NOT_FOUND:
+        if status == jetstream.NOT_FOUND:
             return None
         if status is not None:
             raise BusUnavailableError(f"The message bus could not look an entry up ({status}).")
@@ -69,30 +65,9 @@ class NatsJournal:
     async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
         if not names:
             return {}
-        found: dict[str, JournalEntry] = {}
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def on_answer(message: Msg | None) -> None:
-            status = "lost" if message is None else status_of(message)
-            if message is not None and status is None:
-                assert message.headers is not None
-                found[message.headers[_SUBJECT]] = _entry(message)
-            elif status is not None and not ended.done():
-                ended.set_result(status)
-
-        request = f"{jetstream.API}.DIRECT.GET.{subjects.journal_stream(names[0])}"
-        body = msgspec.json.encode({"multi_last": list(names)})
-        reply = await self._connection.ask(request, body, on_answer)
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                status = await ended
-        except TimeoutError:
-            status = "timeout"
-        finally:
-            self._connection.forget(reply)
-        if status not in (_END_OF_BATCH, _NOT_FOUND):
-            raise BusUnavailableError(f"The message bus could not look entries up ({status}).")
-        return found
+        stream = subjects.journal_stream(names[0])
+        messages = await jetstream.newest_of_each(self._connection, stream, names)
+        return {_header(message, _SUBJECT): _entry(message) for message in messages}
 
     async def names(self, pattern: str) -> list[str]:
         stream = subjects.journal_stream(pattern)
@@ -113,5 +88,9 @@ class NatsJournal:
 
 
 def _entry(message: Msg) -> JournalEntry:
+    return JournalEntry(sequence=int(_header(message, _SEQUENCE)), payload=message.data)
+
+
+def _header(message: Msg, name: str) -> str:
     assert message.headers is not None
-    return JournalEntry(sequence=int(message.headers[_SEQUENCE]), payload=message.data)
+    return str(message.headers[name])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
-from nats.aio.msg import Msg
 
 from bus import codec, subjects
 from bus.api import OutboxMessage, Subscription
@@ -25,9 +23,6 @@ from schemas.records import Record
 logger = logging.getLogger(__name__)
 
 _ACK = b"+ACK"
-_NOT_FOUND = "404"
-_END_OF_BATCH = "204"
-_SNAPSHOT_TIMEOUT_S = 5.0
 
 
 class NatsResults:
@@ -50,7 +45,7 @@ class NatsResults:
         body = msgspec.json.encode({"last_by_subj": subjects.result(tenant, request_id)})
         answer, _ = await self._connection.request_until(request, body)
         status = status_of(answer)
-        if status == _NOT_FOUND:
+        if status == jetstream.NOT_FOUND:
             return None
         if status is not None:
             raise BusUnavailableError(f"The message bus could not look a result up ({status}).")
@@ -130,26 +125,7 @@ class NatsWorkerBucket:
         await self._connection.publish(subject, payload)
 
     async def entries(self) -> Sequence[bytes]:
-        found: list[bytes] = []
-        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def on_answer(message: Msg | None) -> None:
-            status = "lost" if message is None else status_of(message)
-            if message is not None and status is None:
-                found.append(message.data)
-            elif status is not None and not answered.done():
-                answered.set_result(status)
-
-        request = f"{jetstream.API}.DIRECT.GET.{subjects.WORKERS_STREAM}"
-        body = msgspec.json.encode({"multi_last": [subjects.ALL_WORKERS]})
-        reply = await self._connection.ask(request, body, on_answer)
-        try:
-            async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
-                status = await answered
-        except TimeoutError:
-            status = "timeout"
-        finally:
-            self._connection.forget(reply)
-        if status not in (_END_OF_BATCH, _NOT_FOUND):
-            raise BusUnavailableError(f"The known workers could not be read ({status}).")
-        return found
+        messages = await jetstream.newest_of_each(
+            self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
+        )
+        return [message.data for message in messages]

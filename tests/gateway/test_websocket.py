@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from gateway.errors import NotFoundError, refusal_of
+from gateway.http import refuse_handshake
 from schemas.config import GatewayConfig
 from schemas.frames import Failed, Queued, Shed
 from schemas.websocket import SUBPROTOCOL, ServerMessage
@@ -214,6 +216,17 @@ async def test_an_oversized_message_closes_with_1009() -> None:
         assert caught.value.rcvd.code == 1009
 
 
+async def test_a_socket_where_there_is_none_is_refused_in_words(front: RunningGateway) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        async with connect(front.ws_url.replace("/v1/ws", "/v1/socket")):
+            pass
+    response = caught.value.response
+    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
+    error = json.loads(response.body or b"")["error"]
+    assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
+    assert "/v1/socket" in error["message"]
+
+
 async def test_other_protocols_are_refused(front: RunningGateway) -> None:
     with pytest.raises(InvalidStatus) as caught:
         async with connect(front.ws_url, subprotocols=["graphql-ws"]):  # type: ignore[list-item]
@@ -296,3 +309,14 @@ async def test_a_gateway_that_goes_down_closes_with_1012() -> None:
                 await socket.receive()
             assert caught.value.rcvd is not None
             assert caught.value.rcvd.code == 1012
+
+
+async def test_a_server_that_cannot_say_why_refuses_all_the_same() -> None:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(event: MutableMapping[str, Any]) -> None:
+        sent.append(event)
+
+    refusal = refusal_of(NotFoundError("Nothing is here."))
+    await refuse_handshake({"type": "websocket"}, send, refusal)
+    assert sent == [{"type": "websocket.close"}]

@@ -184,6 +184,7 @@ class TestTokenizer:
 
 class TestAnswers:
     @pytest.mark.slow
+    @pytest.mark.timeout(300)
     def test_held_out_phrasings_get_the_right_answer(
         self, pairs: list[Pair], answerer: Answerer
     ) -> None:

@@ -58,6 +58,7 @@ class KafkaBroker(Server):
     """A broker and its own controller, with its data in ``directory``."""
 
     scheme = "kafka"
+    start_timeout_s = 90.0  # it loads thousands of classes, perhaps beside other tests
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -15,7 +15,6 @@ from pathlib import Path
 from bus.binaries import nats_server_path, redis_server_path
 
 _PR_SET_PDEATHSIG = 1
-_START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,6 +39,7 @@ class Server:
     """
 
     scheme = "tcp"
+    start_timeout_s = 15.0
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -83,7 +83,7 @@ class Server:
                 cwd=self.directory,
                 preexec_fn=die_with_parent,
             )
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + self.start_timeout_s
         while not self._serves():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 from msgspec.structs import replace
@@ -98,6 +100,20 @@ async def test_a_file_in_use_stays(front: BatchGateway, worker: BatchWorker) -> 
     worker.gate.set()
     await front.end(batch)
     assert (await front.client.files.delete(batch.input_file_id)).deleted
+
+
+async def test_a_file_is_free_as_soon_as_its_batch_says_that_it_has_ended(
+    front: BatchGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = asyncio.Event()
+
+    async def close(_store: BatchStore, _tenant: str, _batch_id: str) -> None:
+        await closing.wait()
+
+    monkeypatch.setattr(BatchStore, "close", close)
+    batch = await front.end(await front.begin([{"nothing": "good"}]))
+    assert (await front.client.files.delete(batch.input_file_id)).deleted
+    closing.set()
 
 
 async def test_a_queue_is_never_filled_by_batches(redis: RedisConfig) -> None:

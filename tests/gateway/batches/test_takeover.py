@@ -67,8 +67,8 @@ async def test_two_gateways_that_both_think_that_they_run_it(
         await eventually(lambda: worker.num_running >= 50)
         link = RedisLink(redis)
         runners = [front.server._batches for front in (first, second)]
-        old = next(runner for runner in runners if runner.num_running)
-        new = next(runner for runner in runners if not runner.num_running)
+        await eventually(lambda: {runner.num_running for runner in runners} == {0, 1})
+        old, new = sorted(runners, key=lambda runner: -runner.num_running)
         key = subjects.batch_lease_key(batch.id)
         holder = await link.call("GET", key)
 

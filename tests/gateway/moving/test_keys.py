@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
+import pytest
 
+from bus.api import PublishedJob
+from gateway.answer import Answer
+from schemas.errors import BusUnavailableError
+from schemas.jobs import Job
 from tests.gateway.moving.clients import (
     CHAT,
     PATH,
@@ -100,4 +106,48 @@ async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
         pair.worker.gate.set()
         reading.take(await until(socket, "done"))
     assert (reading.request_id, reading.text) == (first["request_id"], TEXT)
+    assert len(pair.worker.jobs) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_who_comes_while_the_first_is_refused_has_its_turn(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """Nobody waits for an answer that is never made."""
+    jobs, release = pair.first.gateway.bus.jobs, asyncio.Event()
+    publish = jobs.publish
+    num_published = 0
+
+    async def fail_once(job: Job) -> PublishedJob:
+        nonlocal num_published
+        num_published += 1
+        if num_published > 1:
+            return await publish(job)
+        await release.wait()
+        raise BusUnavailableError("The message bus is away.")
+
+    later = pair.second if elsewhere else pair.first
+    resume = later.gateway.resuming.resume
+    num_looked = 0
+
+    async def look(*args: Any, **kwargs: Any) -> Answer:
+        nonlocal num_looked
+        num_looked += 1
+        return await resume(*args, **kwargs)
+
+    monkeypatch.setattr(jobs, "publish", fail_once)
+    monkeypatch.setattr(later.gateway.resuming, "resume", look)
+    body, headers = CHAT | {"stream": False}, {"Idempotency-Key": "k-5"}
+    async with (
+        httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=later.url, timeout=10) as other,
+    ):
+        refused = asyncio.create_task(http.post(PATH, json=body, headers=headers))
+        await eventually(lambda: num_published == 1)
+        asking = asyncio.create_task(other.post(PATH, json=body, headers=headers))
+        await eventually(lambda: num_looked > 0)
+        release.set()
+        assert (await refused).json()["error"]["code"] == "bus_unavailable"
+        answer = await asking
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
     assert len(pair.worker.jobs) == 1

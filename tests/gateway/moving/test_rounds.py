@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
 from bus.api import PublishedJob
+from gateway.caller import Caller
+from gateway.limits import Reservation
 from gateway.tool_catalogue import ToolCatalogue, load_tools
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
+from schemas.frames import Usage
 from schemas.jobs import Job
 from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
@@ -233,6 +237,7 @@ async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
     async with opened(front) as one, opened(front) as other:
         await send(one, "generate", id="a", **_ASKED)
         request_id = (await until(one, "tool_step"))[0]["request_id"]
+        await eventually(lambda: num_published == 1)
         await send(other, "resume", id="b", request_id=request_id)
         assert (await until(one, "error"))[-1]["code"] == "taken_over"
         await eventually(lambda: num_published == 2)
@@ -241,6 +246,64 @@ async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
     assert not front.worker.cancelled
     assert len(place.server.seen) == 1
     await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+
+
+@pytest.mark.parametrize("step", ["reserve", "publish"])
+async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
+    place: Place, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The one before has come as far as ``step`` by then, and fails at the latest there."""
+    front, release = await place.gateway(), asyncio.Event()
+    limiter = front.gateway.limiter
+    reserve, settle_soon = limiter.reserve, limiter.settle_soon
+    waiting: list[str] = []
+    num_published = 0
+    settled: list[Usage | None] = []
+
+    async def wait_once(at: str) -> bool:
+        if step != at or waiting:
+            return False
+        waiting.append(at)
+        await release.wait()
+        waiting.append("over")
+        return True
+
+    async def slow_reserve(caller: Caller, request_id: str, **needs: Any) -> Reservation:
+        reservation = await reserve(caller, request_id, **needs)
+        if request_id.endswith("-r1"):
+            await wait_once("reserve")
+        return reservation
+
+    async def publish(real: Publish, job: Job) -> PublishedJob:
+        nonlocal num_published
+        if await wait_once("publish"):
+            raise BusUnavailableError("The message bus is away.")
+        num_published += 1
+        return await real(job)
+
+    def note(request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
+        if request_id.endswith("-r1"):
+            settled.append(usage)
+        settle_soon(request_id, usage, cost)
+
+    monkeypatch.setattr(limiter, "reserve", slow_reserve)
+    monkeypatch.setattr(limiter, "settle_soon", note)
+    on_second_round(monkeypatch, front, publish)
+    async with opened(front) as one, opened(front) as other:
+        await send(one, "generate", id="a", **_ASKED)
+        request_id = (await until(one, "tool_step"))[0]["request_id"]
+        await eventually(lambda: bool(waiting))
+        front.worker.gate.clear()
+        await send(other, "resume", id="b", request_id=request_id)
+        assert (await until(one, "error"))[-1]["code"] == "taken_over"
+        front.worker.gate.set()
+        await eventually(lambda: num_published == 1)
+        release.set()
+        await eventually(lambda: waiting[-1] == "over")
+        assert text_of(await until(other, "done")) == "It rains."
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    assert [usage is not None for usage in settled] == [True]
+    assert num_published == 1
 
 
 async def test_the_next_round_speaks_to_the_gateway_that_has_the_answer_now(place: Place) -> None:

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from bus.redis_link import RedisLink
+from bus.redis_link import RedisAwayError, RedisLink
 from bus.tenants import TenantStore
 from schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
@@ -246,6 +246,32 @@ async def test_an_answer_is_not_withheld_when_redis_goes_away_or_is_full(
             *_, last = [event async for event in stream]
             assert last.type == "response.completed"
             assert (last.response.output_text, last.response.to_dict()["store"]) == ("x", False)
+    finally:
+        server.stop()
+
+
+async def test_a_moment_without_redis_costs_no_kept_answer(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        async with (
+            running_gateway(redis=RedisConfig(url=server.url)) as front,
+            openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            front.worker.gate.clear()
+            stream = await client.responses.create(model=MODEL, input="x", stream=True)
+            await anext(stream)
+            server.kill()
+            assert front.gateway.redis is not None
+            with pytest.raises(RedisAwayError):
+                await front.gateway.redis.call("PING")
+            front.worker.gate.set()
+            server.start()
+            *_, last = [event async for event in stream]
+            assert last.type == "response.completed"
+            assert last.response.to_dict()["store"] is True
+            kept = await client.responses.retrieve(last.response.id)
+            assert kept.output_text == "x"
     finally:
         server.stop()
 

@@ -155,14 +155,14 @@ async def test_a_failed_summary_changes_nothing(make: Make, redis: Redis) -> Non
     assert len(summariser.jobs) == 1, "it is not tried again at once"
 
 
-async def test_a_deleted_conversation_is_not_summarised(make: Make) -> None:
+async def test_a_deleted_conversation_is_not_summarised(make: Make, redis: Redis) -> None:
     summariser = Summariser()
     front = make(SUMMARIES, generate=summariser)
     await talk_until_summarised(front, summariser)
     await front.sessions.delete("local", SESSION)
     await front.exchange("new", "yes")
     summariser.gate.set()
-    await eventually(lambda: not front.sessions.num_summarising)
+    await eventually(lambda: is_gone(redis, session_summary_key("local", SESSION)))
     assert await front.texts() == ["new", "yes"]
 
 

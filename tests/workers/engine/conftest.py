@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from schemas.config import EngineConfig
 from tests.workers.checkpoints import save_llama
 from workers.engine.engine import Engine
 
 MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,53 @@
+"""Which tests share a process when several run them, and which begin first.
+
+A file's tests stay together, since its fixtures are made once for each process. Tests of whole
+systems stay together too: they share one system, and two of them at a time would be too many for a
+small machine. Where each test of a file is long and needs nothing of the others, each goes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+_SYSTEMS = "tests/e2e/"
+_ALONE = (
+    "tests/workers/kernels/gpu/test_compile.py",
+    "tests/workers/models/test_random_checkpoints.py",
+)
+
+
+def room_of(node_id: str) -> str:
+    """What names the tests that one process runs one after the other."""
+    if node_id.startswith(_SYSTEMS):
+        return _SYSTEMS
+    if node_id.startswith(_ALONE):
+        return node_id
+    return node_id.split("::", 1)[0]
+
+
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Systems, which wait more than they compute, then rooms with slow tests, then large ones, so
+    that no process is left with a long room when the others are done."""
+    rooms: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        rooms.setdefault(room_of(item.nodeid), []).append(item)
+
+    def rank(name: str) -> tuple[bool, int, int]:
+        num_slow = sum(item.get_closest_marker("slow") is not None for item in rooms[name])
+        return name != _SYSTEMS, -num_slow, -len(rooms[name])
+
+    return [item for name in sorted(rooms, key=rank) for item in rooms[name]]
+
+
+class RoomScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands out rooms in the order in which their tests were collected."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        return room_of(nodeid)
