@@ -13,9 +13,14 @@ Policy = Literal["affine", "least_loaded"]
 # What workers are taken to do where none of them has measured anything.
 _PREFILL_TOKEN_S = 1 / 4_000
 _DECODE_STEP_S = 0.02
-# A wait for a slot is predicted from means; it counts this many times, since a cached prefix that
-# is computed again elsewhere is a loss of known size.
-_WAIT_CAUTION = 2.0
+# A wait for a slot is predicted from means; it counts this many times more, since a cached prefix
+# that is computed again elsewhere is a loss of known size.
+_WAIT_CAUTION = 1.0
+# How much longer a step takes with a full batch than with a small one. What was measured was
+# measured at some batch already; to count the batch twice errs to the side of those who have less
+# to do, and not to count it at all would have the idle starve on what they measured when they were
+# not.
+_BATCH_GROWTH = 1.0
 # What somebody of a lower tier loses who makes way.
 _PREEMPTED_TOKENS = 1_024
 _NONE_CACHED: Mapping[str, int] = {}
@@ -26,6 +31,15 @@ class _Speeds(NamedTuple):
 
     prefill_token_s: float
     decode_step_s: float
+
+
+class _Soon(NamedTuple):
+    """What is predicted of a request at a worker: seconds until all prompts up to its own are
+    prefilled, until a slot is free if there is none, and of each step that decodes."""
+
+    prefill_s: float
+    slot_s: float
+    step_s: float
 
 
 def choose(
@@ -57,10 +71,12 @@ def choose(
             continue
         if now_s is not None:
             worker.advance(now_s)
-        if peers is None and not (worker.prefill_token_s and worker.decode_base_s):
+        if peers is None and not (worker.prefill_token_s and worker.decode_step_s):
             peers = _mean_speeds(workers)
-        first_s, step_s = _predict(worker, need, cached.get(worker.worker_id, 0), expected, peers)
-        done_s = first_s + expected * step_s
+        soon = _predict(worker, need, cached.get(worker.worker_id, 0), expected, peers)
+        batch_share = worker.num_held / max(worker.status.max_num_sequences, 1)
+        done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s
+        done_s += expected * soon.step_s * (1 + _BATCH_GROWTH * batch_share)
         if best is None or done_s < best_s or (done_s == best_s and _comes_first(worker, best)):
             best, best_s = worker, done_s
     return best
@@ -75,8 +91,8 @@ def predicted_ttft_s(
     """When a worker would have the first token of a request that is sent to it now: those before it
     are prefilled, a slot comes free if there is none, its own prompt is prefilled."""
     expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
-    first_s, step_s = _predict(worker, need, num_cached_tokens, expected, None)
-    return first_s + step_s
+    soon = _predict(worker, need, num_cached_tokens, expected, None)
+    return soon.prefill_s + soon.slot_s + soon.step_s
 
 
 def _predict(
@@ -85,33 +101,29 @@ def _predict(
     num_cached_tokens: int,
     expected_output_tokens: float,
     peers: _Speeds | None,
-) -> tuple[float, float]:
-    """Seconds before it decodes, and of each step that does."""
+) -> _Soon:
     status = worker.status
     num_slots = status.max_num_sequences
     num_held = worker.num_held
     token_s = worker.prefill_token_s or (peers.prefill_token_s if peers else _PREFILL_TOKEN_S)
-    step_s = worker.decode_base_s + worker.decode_sequence_s * min(num_held + 1, num_slots)
-    if not step_s:
-        step_s = peers.decode_step_s if peers else _DECODE_STEP_S
-        step_s *= 1 + num_held / max(num_slots, 1)
+    step_s = worker.decode_step_s or (peers.decode_step_s if peers else _DECODE_STEP_S)
     own_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
-    first_s = (worker.pending_prompt_tokens + own_tokens) * token_s
+    slot_s = 0.0
     if num_held >= num_slots:
         num_over = worker.num_ahead(TIER_RANKS[need.tier]) - num_slots + 1
         if num_over > 0:
             # A slot comes free when one of the batch has ended.
             output_tokens = worker.mean_output_tokens or expected_output_tokens
             each_s = output_tokens * step_s / max(num_slots, 1)
-            first_s += _WAIT_CAUTION * num_over * each_s
+            slot_s = num_over * each_s
         else:
-            first_s += _PREEMPTED_TOKENS * token_s
-    return first_s, step_s
+            slot_s = _PREEMPTED_TOKENS * token_s
+    return _Soon((worker.pending_prompt_tokens + own_tokens) * token_s, slot_s, step_s)
 
 
 def _mean_speeds(workers: list[WorkerView]) -> _Speeds:
     prefill = [one.prefill_token_s for one in workers if one.prefill_token_s]
-    decode = [one.decode_base_s for one in workers if one.decode_base_s]
+    decode = [one.decode_step_s for one in workers if one.decode_step_s]
     return _Speeds(
         sum(prefill) / len(prefill) if prefill else _PREFILL_TOKEN_S,
         sum(decode) / len(decode) if decode else _DECODE_STEP_S,

@@ -14,8 +14,6 @@ from schemas.jobs import Tier
 _DOUBT_AFTER_S = 2.0
 # Work of lower tiers that makes way stays at the worker: this times its capacity is held at most.
 _MAX_HELD_FACTOR = 2
-# What a step that decodes a full batch takes, beside one of a single sequence: 1 + this.
-_BATCH_GROWTH = 1.5
 _NUM_TIERS = len(Tier)
 # Of an expected answer that nobody can estimate.
 DEFAULT_OUTPUT_TOKENS = 128.0
@@ -47,15 +45,15 @@ class WorkerView:
     ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs
     to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
     that comes now: as reported, and what was sent since, less what the worker will have done
-    meanwhile. ``prefill_token_s`` is what one of them takes; ``decode_base_s`` and
-    ``decode_sequence_s`` make up a step that decodes (all three 0: nothing was measured so far).
-    Reading costs O(1), whatever is held.
+    meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes,
+    as far back as it decoded (0: nothing was measured so far). Reading costs O(1), whatever is
+    held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
         self.runs: dict[str, _Run] = {}
         self.pending_prompt_tokens = 0.0
-        self.prefill_token_s = self.decode_base_s = self.decode_sequence_s = 0.0
+        self.prefill_token_s = self.decode_step_s = 0.0
         self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._own = [0] * _NUM_TIERS
@@ -89,7 +87,9 @@ class WorkerView:
         self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
         reported = status.num_running + status.num_waiting
         self._count_others(reported)
-        self._measure()
+        rate = status.prefill_tokens_per_s
+        self.prefill_token_s = 1 / rate if rate > 0 else 0.0
+        self.decode_step_s = status.decode_step_ms / 1e3
         if reported >= num_seen:
             self._short_since_s = None
         elif self._short_since_s is None:
@@ -104,15 +104,6 @@ class WorkerView:
             # Nobody said of which tiers they are, so none is taken to make way.
             self._others = [max(0, reported - len(self.runs)), *[0] * (_NUM_TIERS - 1)]
         self._recount()
-
-    def _measure(self) -> None:
-        status = self.status
-        rate = status.prefill_tokens_per_s
-        self.prefill_token_s = 1 / rate if rate > 0 else 0.0
-        growth = _BATCH_GROWTH / max(status.max_num_sequences, 1)
-        base_s = status.decode_step_ms / 1e3 / (1 + growth * status.num_running)
-        self.decode_base_s = base_s
-        self.decode_sequence_s = base_s * growth
 
     def advance(self, now_s: float) -> None:
         """Time has passed: the worker went on with its prompts."""

@@ -1,0 +1,69 @@
+"""How long answers are expected to be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.estimates import Estimates
+
+
+def test_nothing_known_is_the_prior_within_what_is_asked_for() -> None:
+    estimates = Estimates(prior_tokens=100.0)
+    assert estimates.expected_output("a", 4_096) == 100
+    assert estimates.expected_output("a", 30) == 30
+    assert estimates.expected_output("a", 0) == 0
+    assert estimates.quantile("a", 0.9, 4_096) == 100
+
+
+def test_tenants_are_told_apart_and_newcomers_are_like_all() -> None:
+    estimates = Estimates()
+    for _ in range(200):
+        estimates.observe("brief", 10)
+        estimates.observe("long", 1_000)
+    assert estimates.expected_output("brief", 4_096) == pytest.approx(10, rel=5.0, abs=40)
+    assert estimates.expected_output("long", 4_096) == pytest.approx(1_000, rel=0.1)
+    assert 300 < estimates.expected_output("new", 4_096) < 700
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    estimates = Estimates()
+    for _ in range(100):
+        estimates.observe("a", 1_000)
+    for _ in range(400):
+        estimates.observe("a", 50)
+    assert estimates.expected_output("a", 4_096) < 100
+
+
+def test_quantiles_are_within_a_bucket() -> None:
+    estimates, generator = Estimates(), random.Random(5)
+    lengths = [generator.randrange(1, 1_000) for _ in range(2_000)]
+    for length in lengths:
+        estimates.observe("a", length)
+    for share in (0.5, 0.9):
+        exact = share * 1_000
+        assert exact / 2 < estimates.quantile("a", share, 4_096) < 2 * exact
+    assert estimates.quantile("a", 0.9, 64) == 64
+
+
+def test_the_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
+    estimates = Estimates(max_tenants=2)
+    for tenant in ("a", "b", "a", "c"):
+        estimates.observe(tenant, 10)
+    assert len(estimates) == 2
+    assert set(estimates._tenants) == {"a", "c"}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 100_000), max_size=60), st.integers(1, 10_000), st.floats(0.05, 1))
+def test_estimates_stay_within_what_can_be(
+    lengths: list[int], max_tokens: int, share: float
+) -> None:
+    estimates = Estimates()
+    for length in lengths:
+        estimates.observe("a", length)
+    assert 1 <= estimates.expected_output("a", max_tokens) <= max_tokens
+    assert 0 < estimates.quantile("a", share, max_tokens) <= max_tokens

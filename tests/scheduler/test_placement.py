@@ -1,0 +1,239 @@
+"""Requests go where they are predicted to end first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler import placement
+from scheduler.fleet import Fleet
+from scheduler.need import Need
+from scheduler.worker_view import WorkerView
+from schemas.control import WorkerStatus
+from schemas.jobs import Tier
+from tests.scheduler.statuses import NOW_NS, status, view
+
+_NEED = Need(1_000, 100)
+_SPEEDS = {"prefill_tokens_per_s": 10_000.0, "decode_step_ms": 10.0}
+
+
+def chosen(
+    workers: list[WorkerView],
+    need: Need = _NEED,
+    cached: dict[str, int] | None = None,
+    policy: placement.Policy = "affine",
+) -> str:
+    worker = placement.choose(workers, need, cached or {}, 100.0, policy)
+    assert worker is not None
+    return worker.worker_id
+
+
+def pair(**changes: object) -> list[WorkerView]:
+    """Two large workers, of whom the first is as ``changes`` say."""
+    size = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
+    return [view("a-1", **(size | _SPEEDS | changes)), view("b-1", **(size | _SPEEDS))]
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    assert chosen(pair()) == "a-1"
+    assert chosen(pair()[::-1]) == "a-1"
+
+
+def test_prompts_that_wait_and_running_requests_count() -> None:
+    assert chosen(pair(outstanding_prompt_tokens=2_000)) == "b-1"
+    assert chosen(pair(num_running=8)) == "b-1"
+    assert chosen(pair(prefill_tokens_per_s=5_000.0)) == "b-1"
+    assert chosen(pair(decode_step_ms=20.0)) == "b-1"
+
+
+def test_what_is_cached_is_worth_its_computation() -> None:
+    cached = {"a-1": 900}
+    assert chosen(pair(outstanding_prompt_tokens=500), cached=cached) == "a-1"
+    assert chosen(pair(outstanding_prompt_tokens=1_500), cached=cached) == "b-1"
+    assert chosen(pair(num_running=4), cached=cached) == "a-1"
+    assert chosen(pair(outstanding_prompt_tokens=500), cached=cached, policy="least_loaded") == (
+        "b-1"
+    )
+
+
+def test_a_free_slot_is_worth_more_than_a_short_prefix() -> None:
+    full = pair(num_running=64, max_num_waiting=8)
+    assert chosen(full, Need(1_000, 100), {"a-1": 16}) == "b-1"
+
+
+def test_waiting_room_is_used_after_free_slots() -> None:
+    full = view("a-1", num_running=4, max_num_waiting=2)
+    free = view("b-1", num_running=3, outstanding_tokens=10_000)
+    assert chosen([full, free]) == "b-1"
+
+
+def test_somebody_who_makes_way_is_the_second_choice() -> None:
+    size = {"max_num_sequences": 4, **_SPEEDS}
+    batch = view("a-1", num_running=4, num_held_by_tier={Tier.BATCH: 4}, **size)
+    free = view("b-1", num_running=3, num_held_by_tier={Tier.FREE: 3}, **size)
+    assert chosen([batch, free], Need(100, 100, Tier.PRO)) == "b-1"
+    assert chosen([batch], Need(100, 100, Tier.PRO)) == "a-1"
+    assert placement.choose([batch], Need(100, 100, Tier.BATCH), {}, 100.0) is None
+
+
+def test_a_worker_without_measurements_is_taken_to_be_like_the_others() -> None:
+    workers = pair(prefill_tokens_per_s=0.0, decode_step_ms=0.0)
+    assert chosen(workers) == "a-1", "a tie, nearly"
+    workers[0].reserve("r1", Need(1_000, 100))
+    assert chosen(workers) == "b-1"
+
+
+def test_what_workers_did_meanwhile_counts() -> None:
+    workers = pair()
+    workers[0].reserve("r1", Need(1_000, 100))
+    worker = placement.choose(workers, Need(1_000, 100), {"a-1": 900}, 100.0, "affine", 0.05)
+    assert worker is workers[0]
+    assert worker.pending_prompt_tokens == pytest.approx(500)
+
+
+def test_the_first_token_is_predicted() -> None:
+    idle = pair()[0]
+    alone_s = placement.predicted_ttft_s(idle, Need(1_000, 100))
+    assert 0.1 < alone_s < 0.15
+    assert placement.predicted_ttft_s(idle, Need(1_000, 100), 900) < 0.05
+    busy = pair(outstanding_prompt_tokens=10_000)[0]
+    assert placement.predicted_ttft_s(busy, Need(1_000, 100)) == pytest.approx(alone_s + 1.0)
+    full = pair(num_running=64)[0]
+    assert placement.predicted_ttft_s(full, Need(1_000, 100)) > alone_s
+
+
+def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> None:
+    """One worker has the prompt that all begin with; the others compute it as soon as that is
+    faster than to stand in line, and from then on have it too."""
+    size = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
+    workers = [view(f"w{number}", **size, **_SPEEDS) for number in range(8)]
+    cached = {"w0": 2_000}
+    counts: Counter[str] = Counter()
+    for number in range(320):
+        need = Need(2_100, 200)
+        worker = placement.choose(workers, need, cached, 100.0, "affine", 0.0)
+        assert worker is not None
+        worker.reserve(f"r{number}", need, 100.0, cached.get(worker.worker_id, 0))
+        cached[worker.worker_id] = 2_000
+        counts[worker.worker_id] += 1
+    assert len(counts) == 8
+    # A prefix is worth about 20 of these requests, and no more than that is unfair.
+    assert max(counts.values()) - min(counts.values()) <= 24
+
+
+_STATUSES = st.builds(
+    lambda slots, waiting, held, blocks, used, prompts, draining, longest, speed: status(
+        max_num_sequences=slots,
+        max_num_waiting=waiting,
+        num_running=sum(held.values()),
+        num_held_by_tier=held,
+        num_blocks=blocks,
+        num_free_blocks=max(0, blocks - used),
+        outstanding_prompt_tokens=prompts,
+        draining=draining,
+        max_tokens_per_request=longest,
+        prefill_tokens_per_s=speed * 1_000,
+        decode_step_ms=speed * 3,
+    ),
+    slots=st.integers(1, 8),
+    waiting=st.integers(0, 2),
+    held=st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 5)),
+    blocks=st.integers(0, 50),
+    used=st.integers(0, 60),
+    prompts=st.integers(0, 10_000),
+    draining=st.booleans(),
+    longest=st.sampled_from([0, 64, 512]),
+    speed=st.integers(0, 4),
+)
+_NEEDS = st.builds(Need, st.integers(1, 600), st.integers(0, 600), st.sampled_from(list(Tier)))
+
+
+def named(statuses: list[WorkerStatus]) -> list[WorkerView]:
+    names = "abcdef"
+    return [
+        view(names[number], **{field: getattr(one, field) for field in _FIELDS})
+        for number, one in enumerate(statuses)
+    ]
+
+
+_FIELDS = [name for name in WorkerStatus.__struct_fields__ if name not in ("worker_id", "name")]
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(_STATUSES, max_size=6),
+    _NEEDS,
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 600)),
+)
+def test_the_choice_has_room_and_does_not_depend_on_the_order(
+    statuses: list[WorkerStatus], need: Need, cached: dict[str, int]
+) -> None:
+    workers = named(statuses)
+    worker = placement.choose(workers, need, cached, 100.0)
+    fitting = [one for one in workers if one.fits(need)]
+    if worker is None:
+        assert not fitting
+        return
+    assert worker in fitting
+    assert worker.room_for(need.tier) > 0
+    assert not worker.status.draining
+    assert worker.could_hold(need)
+    assert placement.choose(workers[::-1], need, cached, 100.0) is worker
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(_STATUSES, min_size=1, max_size=6),
+    _NEEDS,
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 600)),
+    st.integers(0, 600),
+    st.integers(0, 5_000),
+)
+def test_more_in_its_cache_or_less_before_it_never_makes_a_worker_less_wanted(
+    statuses: list[WorkerStatus],
+    need: Need,
+    cached: dict[str, int],
+    num_more: int,
+    num_fewer: int,
+) -> None:
+    workers = named(statuses)
+    worker = placement.choose(workers, need, cached, 100.0)
+    if worker is None:
+        return
+    more = cached | {worker.worker_id: cached.get(worker.worker_id, 0) + num_more}
+    assert placement.choose(workers, need, more, 100.0) is worker
+    worker.pending_prompt_tokens = max(0.0, worker.pending_prompt_tokens - num_fewer)
+    assert placement.choose(workers, need, cached, 100.0) is worker
+    before_s = placement.predicted_ttft_s(worker, need, 0)
+    assert placement.predicted_ttft_s(worker, need, num_more) <= before_s
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.builds(Need, st.integers(1, 300), st.integers(1, 300), st.just(Tier.FREE)), max_size=40
+    )
+)
+def test_placing_in_one_heartbeat_never_overfills(needs: list[Need]) -> None:
+    fleet = Fleet(2.0)
+    for one in (status("a-1"), status("b-1", num_blocks=40, num_free_blocks=40)):
+        fleet.observe(one, 0.0, NOW_NS)
+    for number, need in enumerate(needs):
+        worker = placement.choose(fleet.of_model("m"), need)
+        if worker is None:
+            continue
+        was_idle = worker.num_held == 0
+        fleet.reserve(worker.worker_id, f"r{number}", need)
+        assert worker.num_held <= worker.status.max_num_sequences
+        assert was_idle or worker.num_free_blocks >= 0
+
+
+def test_the_longest_request_that_anybody_holds() -> None:
+    assert placement.longest_tokens([]) is None
+    assert placement.longest_tokens([view(max_tokens_per_request=64), view()]) is None
+    assert placement.longest_tokens(
+        [view(max_tokens_per_request=64), view(max_tokens_per_request=96)]
+    ) == (96)
