@@ -6,6 +6,7 @@ put no spaces between words have phrases only.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -112,19 +113,10 @@ CODE_WORDS = _words(
     traceback stacktrace segfault compiler refactor unittest pytest async await nullptr
     """
 )
-CODE_MARKS = (
-    "```",
-    "\ndef ",
-    "\nclass ",
-    "\nimport ",
-    "\nfunction ",
-    "\nfn ",
-    "\nfunc ",
-    "\npublic ",
-    "\n#include",
-    "\nSELECT ",
-    "Traceback (most recent",
-    "Exception in thread",
+CODE_MARKS = ("```", "Traceback (most recent", "Exception in thread")
+# What a line of code begins with. One literal in front makes the search fast.
+CODE_LINE = re.compile(
+    r"\n(?:(?:def|class|import|function|fn|func|SELECT|CREATE) |#include|<\?|#!)"
 )
 # Prose has few of these, code and data many.
 CODE_SYMBOLS = "{}();=<>_"

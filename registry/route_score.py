@@ -197,8 +197,7 @@ def _of(text: str, phrases: cues.Phrases) -> Sequence[str]:
 def _is_code(text: str, words: set[str]) -> bool:
     if not cues.CODE_WORDS.isdisjoint(words):
         return True
-    lines = f"\n{text}"
-    if any(mark in lines for mark in cues.CODE_MARKS):
+    if any(mark in text for mark in cues.CODE_MARKS) or cues.CODE_LINE.search(f"\n{text}"):
         return True
     num_symbols = sum(map(text.count, cues.CODE_SYMBOLS))
     return num_symbols >= _MIN_SYMBOLS and num_symbols >= _SYMBOL_SHARE * len(text)

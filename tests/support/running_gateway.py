@@ -68,7 +68,7 @@ class ByteModel:
         elif job.prompt is not None:
             token_ids = tuple(self.tokenizer.encode(job.prompt))
         assert token_ids is not None
-        if any(token_id > 255 for token_id in token_ids):
+        if any(not 0 <= token_id <= 255 for token_id in token_ids):
             raise ParameterError("prompt_token_ids", "a token id is not in the vocabulary")
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)
         wanted = job.sampling.max_tokens
