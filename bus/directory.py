@@ -27,7 +27,7 @@ class WorkerBucket(Protocol):
 
 
 class CoreWorkerDirectory:
-    """The bucket ``workers``, the heartbeats ``hb.<worker>`` and the reports ``prefix.<worker>``."""
+    """The bucket ``workers``, heartbeats ``hb.<worker>`` and reports ``prefix.<worker>``."""
 
     def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
         self._transport = transport

@@ -81,7 +81,7 @@ class GenerationIndex:
         key = subjects.generation_key(request_id)
         try:
             found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
-        except (RedisAwayError, ResponseError):
+        except RedisAwayError:
             return model, reason
         return found[0].decode(), found[1].decode()
 

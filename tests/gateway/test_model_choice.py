@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from bus.memory import MemoryBus
 from gateway.__main__ import models_of
 from gateway.batch_lines import GenerationKind
-from gateway.chat import ChatEndpoint
+from gateway.chat import CHAT_COMPLETIONS
 from registry.catalogue import BUILT_IN, load_catalogue
 from schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
 from schemas.control import QueueStatus
@@ -101,7 +101,7 @@ async def client(fronts: Fronts) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-def _said(headers: httpx.Headers) -> tuple[str | None, str | None]:
+def _said(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
     return headers.get("x-millrace-model"), headers.get("x-millrace-route-reason")
 
 
@@ -261,7 +261,7 @@ async def test_an_answer_that_goes_on_elsewhere_keeps_its_model(
 async def test_a_line_of_a_batch_has_its_model_by_what_it_asks_alone(fronts: Fronts) -> None:
     gateway = fronts.running.gateway
     caller = await gateway.identity.caller({"type": "http", "headers": []})
-    kind = GenerationKind(gateway, ChatEndpoint())
+    kind = GenerationKind(gateway, CHAT_COMPLETIONS)
     fronts.queue(LARGE, num_queued=100)
     for messages, model in ((EASY, SMALL), (HARD, LARGE)):
         body = json.dumps({"model": "auto", "messages": messages}).encode()

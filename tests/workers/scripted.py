@@ -71,13 +71,13 @@ def line_of(job: Job) -> Line:
 
 
 class ScriptedEngine:
-    """See ``workers.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it was told;
-    outputs come when the test calls ``emit``."""
+    """See ``workers.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it was told,
+    ``started`` what it has made something of; outputs come when the test calls ``emit``."""
 
     def __init__(self) -> None:
         self.added: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
-        self._started: set[str] = set()
+        self.started: set[str] = set()
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
         self.on_outputs: Any = None
         self.on_prefixes: Any = None
@@ -102,7 +102,7 @@ class ScriptedEngine:
         """One step that made ``outputs``."""
         steps = self.stats.num_steps + 1
         self.stats = msgspec.structs.replace(self.stats, num_steps=steps, **stats)
-        self._started.update(output.request_id for output in outputs)
+        self.started.update(output.request_id for output in outputs)
         self.on_outputs(list(outputs), self.stats)
 
     def emit(
@@ -114,7 +114,7 @@ class ScriptedEngine:
                 request_id=engine_id,
                 token_ids=tuple(token_ids),
                 finish_reason=finish,
-                started=engine_id not in self._started,
+                started=engine_id not in self.started,
             )
         )
 

@@ -32,7 +32,7 @@ class _Life:
             *(self._dispatch, self._dispatch),
             *(self._emit for _ in range(6)),
             *(self._cancel, self._supersede, self._adopt),
-            *(self._replay, self._outage, self._pass_time, self._kill_engine),
+            *(self._replay, self._outage, self._pass_time, self._kill_engine, self._stand_still),
         ]
 
     async def act(self) -> None:
@@ -110,6 +110,9 @@ class _Life:
         self.b.broker.stop()
         await self.b.settle(self.random.random())
         self.b.broker.start()
+
+    async def _stand_still(self) -> None:
+        self.b.clock.skip(4 * self.random.random())
 
     async def _kill_engine(self) -> None:
         """Not so often that the worker gives up on engines."""
