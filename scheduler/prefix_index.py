@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import xor
 
@@ -164,11 +164,6 @@ class PrefixIndex:
             for key in holder.order:
                 self._clear(holder, key)
             del self._by_bit[holder.bit]
-
-    def retain(self, worker_ids: Collection[str]) -> None:
-        """Drop all workers but these: reports may come from one that is gone."""
-        for worker_id in [known for known in self._holders if known not in worker_ids]:
-            self.drop(worker_id)
 
     # --- what is asked ---
 
