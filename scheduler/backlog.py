@@ -37,7 +37,7 @@ class _State:
 class Backlog:
     """What is known of the lines of one model. Pure: the caller passes the time in.
 
-    ``published`` is the news, which may be lost or early, ``counted`` the truth now and then.
+    ``published`` is the news, which may be lost, ``counted`` the truth now and then.
     """
 
     def __init__(self) -> None:

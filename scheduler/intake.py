@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOBS_PER_PULL = 64
 _MAX_PULLS = 8
-# The news of a job may be here before the queue has it.
-_PULL_TIMEOUT_S = 0.05
 _RETRY_S = 0.25
 
 
@@ -43,7 +41,7 @@ class Intake:
         self._failure: BaseException | None = None
 
     def published(self, line: Line) -> None:
-        """A job has come, or will in a moment."""
+        """A job has come."""
         self.backlog.published(line)
         self._want(line)
         self._lanes[0].wake.set()
@@ -114,7 +112,7 @@ class Intake:
     async def _pull(self, line: Line, num_wanted: int) -> None:
         parts, pulled = self._parts, []
         try:
-            pulled = await parts.bus.jobs.pull(line, num_wanted, _PULL_TIMEOUT_S)
+            pulled = await parts.bus.jobs.pull(line, num_wanted, 0.0)
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
             self._resting_until_s = parts.clock.monotonic() + _RETRY_S

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Schedulers that shed at the same time look again after this many, so as not to shed twice.
 _MAX_SHED_AT_ONCE = 64
-# A line that had no job for this long is made anew when one comes.
-_FORGET_AFTER_S = 900.0
+# A line that had no job for this long is made anew when one comes. Each that is kept costs the
+# server some 60 KB, and all acknowledgements a little time.
+_FORGET_AFTER_S = 300.0
 _MAX_FORGOTTEN_AT_ONCE = 16
 
 
