@@ -1,0 +1,325 @@
+"""``millrace simulate``: the real scheduler, simulated workers, virtual time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cli.main import main
+from cli.simulate.ledger import Outcome
+from cli.simulate.measure import policy_report
+from cli.simulate.policies import parse_policies
+from cli.simulate.report import PolicyReport
+from cli.simulate.settings import Failure, Settings
+from cli.simulate.trace import TraceRequest, write_trace
+from cli.simulate.world import Result, simulate
+from schemas.config import (
+    AutoscaleConfig,
+    Config,
+    EngineConfig,
+    NatsConfig,
+    SchedulerConfig,
+    SimulationConfig,
+    WorkerConfig,
+)
+from schemas.jobs import Tier
+from schemas.records import Status
+
+SIMULATION = SimulationConfig(
+    prefill_tokens_per_s=1_000.0,
+    step_ms=10.0,
+    step_ms_per_sequence=0.0,
+    step_ms_per_kv_token=0.0,
+)
+
+
+def _settings(num_workers: int = 2, slots: int = 4, waiting: int = 0, **changes: Any) -> Settings:
+    engine = EngineConfig(
+        kind="simulated",
+        simulation=changes.pop("simulation", SIMULATION),
+        max_num_sequences=slots,
+        max_batch_tokens=4_096,
+        num_blocks=changes.pop("num_blocks", 2_000),
+    )
+    scheduler = changes.pop("scheduler", SchedulerConfig())
+    config = Config(
+        nats=NatsConfig(ack_wait_s=120.0),
+        scheduler=msgspec.structs.replace(scheduler, lease_extend_s=40.0),
+        worker=WorkerConfig(
+            heartbeat_s=1.0,
+            lease_extend_s=40.0,
+            prefix_report_s=1.0,
+            max_num_waiting=waiting,
+            engine=engine,
+        ),
+    )
+    return Settings(config=config, num_workers={"": num_workers}, policies=("fair",), **changes)
+
+
+def _run(trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair") -> Result:
+    return simulate(trace, settings, parse_policies(policy)[0])
+
+
+def _report(
+    trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair"
+) -> PolicyReport:
+    return policy_report(policy, _run(trace, settings, policy), settings)
+
+
+def _request(at_s: float, **changes: Any) -> TraceRequest:
+    fields: dict[str, Any] = {"at_s": at_s, "prompt_tokens": 100, "output_tokens": 11} | changes
+    return TraceRequest(**fields)
+
+
+def _load(count: int, gap_s: float, **changes: Any) -> list[TraceRequest]:
+    return [_request(number * gap_s, **changes) for number in range(count)]
+
+
+def _check_conserved(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.num_terminals == 1, outcome
+        assert outcome.status is not None
+        if outcome.status is Status.DONE:
+            assert outcome.num_tokens == outcome.request.output_tokens
+            assert outcome.sent_s <= outcome.taken_s <= outcome.started_s
+            assert outcome.started_s <= outcome.first_s <= outcome.end_s
+
+
+# --- what can be worked out by hand ---
+
+
+def test_a_trace_of_three_by_hand() -> None:
+    # A prompt takes 100 ms, each token behind the first 10 ms. The second finds the worker's only
+    # slot taken until 0.2 s; so does the third, whose prompt begins with that of the first, which
+    # has gone into the cache: 96 of its tokens, whole blocks.
+    shared = (("same", 99),)
+    trace = [
+        _request(0.0, prefix=shared),
+        _request(0.05),
+        _request(0.06, prefix=shared, output_tokens=1),
+    ]
+    first, second, third = _run(trace, _settings(1, slots=1)).outcomes
+    assert (first.first_s, first.end_s) == pytest.approx((0.1, 0.2), abs=1e-6)
+    assert (second.taken_s, second.first_s, second.end_s) == pytest.approx(
+        (0.2, 0.3, 0.4), abs=1e-6
+    )
+    assert (third.first_s, third.end_s) == pytest.approx((0.404, 0.404), abs=1e-6)
+    assert third.num_cached_tokens == 96
+    _check_conserved([first, second, third])
+
+
+def test_what_the_report_makes_of_it() -> None:
+    trace = [_request(0.0), _request(0.05)]
+    settings = _settings(1, slots=1, gpu_hour_price=3.6, gpus_per_worker=2.0)
+    report = _report(trace, settings)
+    assert report.end_s == pytest.approx(0.4)
+    assert report.overall.ttft_ms is not None
+    assert report.overall.ttft_ms.mean == pytest.approx((100 + 250) / 2)
+    assert report.overall.tpot_ms is not None
+    assert report.overall.tpot_ms.max == pytest.approx(10.0)
+    assert report.utilisation == pytest.approx(1.0)
+    assert report.cost.gpu_hours == pytest.approx(2 * 0.4 / 3_600)
+    assert report.cost.per_1m_output_tokens == pytest.approx(3.6 * 0.8 / 3_600 / 22 * 1e6)
+    assert sum(one.arrivals_per_s * one.width_s for one in report.timeline) == pytest.approx(2)
+
+
+def test_the_turns_of_a_session_follow_one_another() -> None:
+    trace = [
+        _request(0.0, session="s", prompt_tokens=100, output_tokens=28),
+        _request(0.01, session="s", prompt_tokens=200, output_tokens=2),
+        _request(0.02, session="other", prompt_tokens=16, output_tokens=2),
+    ]
+    first, second, other = _run(trace, _settings(1)).outcomes
+    assert second.sent_s == pytest.approx(first.end_s)
+    assert other.sent_s == pytest.approx(0.02)
+    # All that was said before, but for the last token, whose keys and values nobody computed.
+    assert second.num_cached_tokens == 112
+
+
+# --- what always holds ---
+
+
+def test_every_request_ends_once_whatever_dies() -> None:
+    trace = [
+        _request(0.1 * number, tenant=f"t{number % 3}", tier=list(Tier)[number % 4])
+        for number in range(120)
+    ]
+    trace = [msgspec.structs.replace(one, output_tokens=60) for one in trace]
+    settings = _settings(
+        3, waiting=2, failures=(Failure(worker=1, at_s=3.0), Failure(worker=2, at_s=3.1)),
+        mtbf_s=15.0, restart_s=1.0,
+    )  # fmt: skip
+    result = _run(trace, settings)
+    assert result.num_deaths >= 2
+    assert sum(outcome.num_runs > 1 for outcome in result.outcomes) >= 2
+    assert all(outcome.status is Status.DONE for outcome in result.outcomes)
+    _check_conserved(result.outcomes)
+
+
+def test_deadlines_and_refusals_are_ends_too() -> None:
+    trace = _load(60, 0.01, output_tokens=100, deadline_s=2.0)
+    config = SchedulerConfig(max_queued_jobs=30)
+    for policy in ("fair", "fifo"):
+        result = _run(trace, _settings(1, scheduler=config), policy)
+        statuses = {outcome.status for outcome in result.outcomes}
+        assert {Status.DONE, Status.EXPIRED} <= statuses <= {*Status}
+        _check_conserved(result.outcomes)
+        assert all(o.end_s <= o.sent_s + 2.3 for o in result.outcomes if o.status != Status.SHED)
+
+
+def test_without_workers_requests_are_unfinished() -> None:
+    settings = _settings(1, failures=(Failure(worker=1, at_s=0.0),), restart_s=1e6, drain_s=30.0)
+    report = _report([_request(1.0)], settings)
+    assert report.overall.num_unfinished == 1
+    assert report.overall.ttft_ms is None
+    assert report.end_s == pytest.approx(31.0)
+
+
+def test_the_same_seed_gives_the_same_report_in_any_process(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with trace.open("w") as file:
+        write_trace([_request(0.05 * n, tenant=f"t{n % 5}") for n in range(100)], file)
+    arguments = ["simulate", "--trace", str(trace), "--workers", "3", "--mtbf", "4s"]
+    arguments += ["--restart-time", "1s", "--max-num-sequences", "4", "--policy", "fair,fifo"]
+    reports = []
+    for hash_seed in ("1", "2"):
+        path = tmp_path / f"{hash_seed}.json"
+        subprocess.run(
+            [sys.executable, "-m", "cli", *arguments, "--json", str(path)],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+        )
+        reports.append(path.read_bytes())
+    assert reports[0] == reports[1]
+    fair = json.loads(reports[0])["policies"][0]
+    assert fair["num_deaths"] > 0
+    assert fair["overall"]["num_done"] == 100
+
+
+# --- what theory says ---
+
+
+def test_fair_sharing_spares_a_quiet_tenant_what_arrival_order_does_not() -> None:
+    noisy = _load(400, 0.01, tenant="noisy", output_tokens=40)
+    quiet = _load(20, 0.2, tenant="quiet", output_tokens=40)
+    trace = sorted([*noisy, *quiet], key=lambda request: request.at_s)
+    reports = {policy: _report(trace, _settings(2), policy) for policy in ("fair", "fifo")}
+    quiet_ttft = {}
+    for policy, report in reports.items():
+        ttft = report.by_tenant["quiet"].ttft_ms
+        assert ttft is not None
+        quiet_ttft[policy] = ttft.p99
+        assert report.overall.num_done == 420
+    assert quiet_ttft["fair"] < quiet_ttft["fifo"] / 4
+
+
+def test_backlogged_tenants_are_served_alike_by_tokens() -> None:
+    short = _load(300, 0.01, tenant="short", output_tokens=20)
+    long = _load(100, 0.03, tenant="long", output_tokens=60)
+    trace = sorted([*short, *long], key=lambda request: request.at_s)
+    fair = _report(trace, _settings(1), "fair").fairness["free"]
+    fifo = _report(trace, _settings(1), "fifo").fairness["free"]
+    assert fair.jain >= 0.98
+    assert fair.max_gap_tokens <= fair.bound_tokens
+    assert fair.max_gap_tokens < fifo.max_gap_tokens
+
+
+def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
+    trace = [
+        _request(
+            0.25 * number, prompt_tokens=500, output_tokens=5, prefix=((f"p{number % 4}", 480),)
+        )
+        for number in range(60)
+    ]
+    affine = _report(trace, _settings(4), "affine")
+    apart = _report(trace, _settings(4), "least_loaded")
+    assert affine.prefix_hit_rate > apart.prefix_hit_rate
+    assert affine.overall.ttft_ms is not None
+    assert apart.overall.ttft_ms is not None
+    assert affine.overall.ttft_ms.mean < apart.overall.ttft_ms.mean
+
+
+def test_the_autoscaler_adds_workers_for_a_load_and_takes_them_away() -> None:
+    busy = _load(300, 0.05, output_tokens=100)
+    trace = [*busy, *[_request(60.0 + 10.0 * number) for number in range(6)]]
+    autoscale = AutoscaleConfig(
+        min_workers=1, max_workers=8, cold_start_s=2.0, scale_down_after_s=10.0
+    )
+    simulation = msgspec.structs.replace(SIMULATION, start_s=2.0)
+    settings = _settings(1, scheduler=SchedulerConfig(autoscale=autoscale), simulation=simulation)
+    report = _report(trace, settings)
+    workers = [one.num_workers for one in report.timeline]
+    assert max(workers) > 1
+    assert workers[-1] < max(workers)
+    assert report.overall.num_done == len(trace)
+
+
+# --- the command ---
+
+
+def test_policies_side_by_side_with_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, page, report = (tmp_path / name for name in ("t.jsonl", "p.html", "r.json"))
+    drawing = "simulate synthesise --kind multiturn --rate 5 --duration 8s --seed 3"
+    drawing += " --tenants a:pro:1,b:free:3 --system-prompts 2"
+    assert main(drawing.split()) == 0
+    trace.write_text(capsys.readouterr().out)
+    running = f"simulate --trace {trace} --workers 2 --policy fair,fifo+least_loaded"
+    running += f" --slo ttft=1s,tpot=50ms --json {report} --html {page}"
+    assert main(running.split()) == 0
+    shown = capsys.readouterr().out
+    for text in ("fifo+least_loaded", "TTFT p99, ms", "goodput", "GPU-hours", "by tier"):
+        assert text in shown
+    read = json.loads(report.read_bytes())
+    assert read["schema"] == "millrace.simulate/1"
+    assert [one["policy"] for one in read["policies"]] == ["fair", "fifo+least_loaded"]
+    html = page.read_text()
+    assert html.count("<svg") == 9
+    assert "http" not in html.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "random"], "--policy"),
+        (["--policy", "fair+fifo"], "--policy"),
+        (["--policy", "fair,fair"], "twice"),
+        (["--workers", "0"], "--workers"),
+        (["--workers", "other=2"], "demo"),
+        (["--fail", "worker=1"], "--fail"),
+        (["--autoscale", "3:1"], "--autoscale"),
+        (["--heartbeat", "0s"], "--heartbeat"),
+        (["--slo", "speed=1s"], "--slo"),
+        (["--step-ms", "-1"], "step_ms"),
+        (["--from-clickhouse"], "either"),
+        (["--since", "2026-01-01"], "--since"),
+        (["--num-blocks", "0"], "--num-blocks"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    with trace.open("w") as file:
+        write_trace([_request(0.0)], file)
+    assert main(["simulate", "--trace", str(trace), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_trace_is_written_as_it_is_read() -> None:
+    file = io.StringIO()
+    write_trace([_request(0.5, prefix=(("p", 3),))], file)
+    assert json.loads(file.getvalue()) == {
+        "at_s": 0.5, "prompt_tokens": 100, "output_tokens": 11, "prefix": [["p", 3]],
+    }  # fmt: skip
