@@ -194,7 +194,7 @@ class Engine:
         self._readied.clear()
         self._end_settled(outputs)
         plan = self._planner.plan()
-        self._prefills = any(num_tokens > 1 for _, num_tokens in plan)
+        self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
         if plan:
             fresh = [sequence for sequence, _ in plan if not sequence.started]
             if fresh:
