@@ -30,15 +30,15 @@ from benchmarks.simulated_system import SimulatedSystem, simulated_system
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 
 _OUTPUT_WEIGHT = 2.0
-_NUM_WORKERS, _NUM_SLOTS = 2, 16
-# A worker's own queue is first come, first served: it is kept short.
+_NUM_WORKERS, _NUM_SLOTS = 2, 32
+# What waits at a worker is bound to it, first come, first served: the strictest choice is nothing.
 _WORKER = WorkerConfig(
     name="simulated",
-    max_num_waiting=1,
+    max_num_waiting=0,
     engine=EngineConfig(
         kind="simulated",
         max_num_sequences=_NUM_SLOTS,
-        simulation=SimulationConfig(prefill_tokens_per_s=10_000.0),
+        simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=20.0),
     ),
 )
 _SAMPLE_S = 0.05
@@ -61,12 +61,12 @@ class _Load(NamedTuple):
         return self.prompt_tokens + self.mean_tokens * 3 // 2
 
 
-# Each takes a third of an equal share.
-_NUM_QUIET, _QUIET_PROMPT, _QUIET_TOKENS, _QUIET_PAUSE_S = 3, 1_024, 16, (1.0, 2.0)
+# Each takes less than half of an equal share.
+_NUM_QUIET, _QUIET_PROMPT, _QUIET_TOKENS, _QUIET_PAUSE_S = 3, 1_792, 16, (4.0, 6.0)
 _BACKLOGGED = (
-    _Load("noisy", 400.0, 64, 32),
-    _Load("steady", 40.0, 64, 32),
-    _Load("large", 10.0, 256, 128),
+    _Load("noisy", 320.0, 64, 32),
+    _Load("steady", 32.0, 64, 32),
+    _Load("large", 8.0, 256, 128),
 )
 
 
