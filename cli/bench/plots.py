@@ -15,6 +15,7 @@ _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _WANTED_TICKS = 5
 _LEGEND_WIDTH = 78
+_LETTER_WIDTH = 6.2
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -197,10 +198,10 @@ def _marked(frame: _Frame, markers: Sequence[Marker]) -> list[str]:
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
     """Names of lines in the upper right corner, on a ground that keeps the lines behind it off."""
-    left, height = _WIDTH - _RIGHT - _LEGEND_WIDTH, 14 * len(entries) + 6
-    drawn = [
-        f'<rect class="back" x="{left}" y="{_TOP}" width="{_LEGEND_WIDTH}" height="{height}"/>'
-    ]
+    longest = max(len(name) for name, _ in entries)
+    width = max(_LEGEND_WIDTH, 34 + math.ceil(_LETTER_WIDTH * longest))
+    left, height = _WIDTH - _RIGHT - width, 14 * len(entries) + 6
+    drawn = [f'<rect class="back" x="{left}" y="{_TOP}" width="{width}" height="{height}"/>']
     for place, (name, colour) in enumerate(entries):
         y = _TOP + 13 + 14 * place
         drawn.append(

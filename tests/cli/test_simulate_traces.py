@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import telemetry
 from cli.bench.spread import fixed, parse_spread
 from cli.main import main
 from cli.simulate import history
@@ -239,3 +242,33 @@ def test_histories_of_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         history.read_history(Path("data"), "2023-11-14", "2023-11-15")
     with pytest.raises(ConfigError, match="--until"):
         history.read_history(Path("data"), "2023-11-14", "'; DROP TABLE requests")
+
+
+def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
+    """In processes of their own: the engine holds a store until its process ends."""
+    tables = Path(telemetry.__path__[0], "migrations").glob("*.sql")
+    script = (
+        "import sys, chdb\n"
+        "store = chdb.connect(sys.argv[1])\n"
+        "store.query('CREATE DATABASE millrace')\n"
+        "store.query('USE millrace')\n"
+        "store.query(open(sys.argv[2]).read().split(';')[0])\n"
+        "store.query('INSERT INTO requests (request_id, tenant, tier, model_served, session, "
+        "prompt_tokens, completion_tokens, received_at, done_at) VALUES "
+        "(\\'a\\', \\'acme\\', \\'pro\\', \\'demo\\', \\'s\\', 50, 7, "
+        "\\'2026-01-31 10:00:00.5\\', now64()), "
+        "(\\'b\\', \\'acme\\', \\'pro\\', \\'demo\\', \\'s\\', 90, 8, "
+        "\\'2026-01-31 10:00:02\\', now64())')\n"
+        "store.close()\n"
+    )
+    create = next(table for table in tables if "TABLE IF NOT EXISTS requests" in table.read_text())
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "clickhouse"), str(create)], check=True
+    )
+    saved = tmp_path / "trace.jsonl"
+    command = "-m cli simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01"
+    command += f" --data {tmp_path} --save-trace {saved}"
+    subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
+    first, second = read_trace(saved)
+    assert (first.at_s, first.prompt_tokens, first.session) == (0.0, 50, "s")
+    assert (second.at_s, second.output_tokens, second.tier) == (1.5, 8, Tier.PRO)
