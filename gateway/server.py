@@ -9,7 +9,7 @@ import gc
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -162,6 +162,15 @@ class _HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
         super().connection_lost(exc)
+        self._let_go_of_parser()
+
+    def handle_websocket_upgrade(self) -> None:
+        super().handle_websocket_upgrade()
+        self._let_go_of_parser()
+
+    def _let_go_of_parser(self) -> None:
+        """It holds methods of this protocol, which would wait for the garbage collector with it."""
+        self.parser = cast("Any", None)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
