@@ -186,7 +186,7 @@ class Planner:
         kept_tokens = self.max_batch_tokens // 2 if num_urgent or self._has_urgent_newcomer else 0
         size = self._pool.block_size_tokens
         for sequence in decoding:
-            if draft.budget <= (kept_tokens if is_background(sequence) else 0):
+            if draft.budget <= kept_tokens and (draft.budget == 0 or is_background(sequence)):
                 break
             if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
                 self._schedule(sequence, 1, draft)
