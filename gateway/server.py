@@ -161,15 +161,12 @@ class _HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        self._let_go_of_parser()
 
     def handle_websocket_upgrade(self) -> None:
         super().handle_websocket_upgrade()
-        self._let_go_of_parser()
-
-    def _let_go_of_parser(self) -> None:
-        """It holds methods of this protocol, which would wait for the garbage collector with it."""
+        # It holds methods of this protocol, which would wait for the garbage collector with it.
         self.parser = cast("Any", None)
 
     def data_received(self, data: bytes) -> None:
