@@ -20,6 +20,8 @@ import yaml
 from bus import nats as nats_bus
 from bus.api import Bus
 from bus.binaries import nats_server_path, redis_server_path
+from bus.clock import SystemClock
+from cli.autoscale import WorkerScaler
 from cli.endpoints import Endpoints
 from cli.ports import PortPicker
 from cli.supervisor import Process, Supervisor, python
@@ -35,11 +37,14 @@ from schemas.sampling import SamplingParams
 
 PROBE_TENANT = "system"
 _LOOPBACK = "127.0.0.1"
+# What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
+_TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers.
+    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers at first, and
+    then as many as the schedulers want if ``config`` has ``scheduler.autoscale.max_workers``.
 
     ``config`` is what the user set; the addresses in it are chosen when the stack starts.
     """
@@ -62,6 +67,7 @@ class Stack:
     _bus: Bus | None = None
     _endpoints: Endpoints | None = None
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
+    _scaler: WorkerScaler | None = None
 
     async def start(self) -> Endpoints:
         """Bring everything up and return once a request was really served. Raises StartError."""
@@ -77,6 +83,8 @@ class Stack:
         await self._start_parts(config)
         for model in self.plan.models:
             await _serve_one(bus, model, _probe_pooling(config, model))
+        if config.scheduler.autoscale.max_workers:
+            await self._start_scaling(bus, config.scheduler.autoscale.max_workers)
         self._endpoints = Endpoints(
             http=_url(config.gateway.host, config.gateway.port),
             nats=config.nats.url,
@@ -90,6 +98,8 @@ class Stack:
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
         (self.plan.data / "run" / "endpoints.json").unlink(missing_ok=True)
+        if self._scaler is not None:
+            await self._scaler.close()
         if self._bus is not None:
             await self._bus.close()
 
@@ -176,26 +186,18 @@ class Stack:
         return file.read_text().strip()
 
     async def _start_parts(self, config: Config) -> None:
-        """All at once, since each loads for a while. What clients talk to comes last in the order,
-        and so is stopped first."""
+        """All at once, since each loads for a while."""
         clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         parts = [
-            self._part("telemetry-1", "telemetry", ready=lambda: _answers(f"{clickhouse}/ping")),
-            self._part("scheduler-1", "scheduler"),
+            self._part(
+                "telemetry-1",
+                "telemetry",
+                ready=lambda: _answers(f"{clickhouse}/ping"),
+                stage=_TELEMETRY,
+            ),
+            self._part("scheduler-1", "scheduler", stage=_SCHEDULERS),
         ]
-        models = (model for model in self.plan.models for _ in range(self.plan.num_workers))
-        for i, model in enumerate(models, start=1):
-            name = f"worker-{i}"
-            parts.append(
-                self._part(
-                    name,
-                    "workers",
-                    env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
-                    ready=lambda name=name: self._worker_is_there(name),
-                    start_timeout_s=600.0,
-                    stop_timeout_s=5.0,
-                )
-            )
+        parts += [self._worker(name, model) for name, model in self._first_workers()]
         health = _url(config.gateway.host, config.gateway.port) + "/healthz"
         for i in range(1, self.plan.num_gateways + 1):
             name = f"gateway-{i}"
@@ -206,9 +208,38 @@ class Stack:
                     env={"MILLRACE_GATEWAY__GATEWAY_ID": name},
                     ready=lambda name=name: _answers(health, gateway=name),
                     stop_timeout_s=5.0,
+                    stage=_GATEWAYS + i,
                 )
             )
         await asyncio.gather(*(self.supervisor.start(part) for part in parts))
+
+    def _first_workers(self) -> list[tuple[str, str]]:
+        """Names, each with a model."""
+        models = (model for model in self.plan.models for _ in range(self.plan.num_workers))
+        return [(f"worker-{i}", model) for i, model in enumerate(models, start=1)]
+
+    def _worker(self, name: str, model: str) -> Process:
+        return self._part(
+            name,
+            "workers",
+            env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
+            ready=lambda: self._worker_is_there(name),
+            start_timeout_s=600.0,
+            stop_timeout_s=5.0,
+            stage=_WORKERS,
+        )
+
+    async def _start_scaling(self, bus: Bus, max_workers: int) -> None:
+        self._scaler = WorkerScaler(
+            self.supervisor, self._worker, self._num_held, max_workers, SystemClock(), self.say
+        )
+        for name, model in self._first_workers():
+            self._scaler.adopt(name, model)
+        await bus.control.subscribe_queue_status(self._scaler.on_queue)
+
+    def _num_held(self, name: str) -> int:
+        status = self._statuses.get(name)
+        return 0 if status is None else status.num_running + status.num_waiting
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
         config_file = str(self.plan.data / "run" / "config.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ class Process:
 
     ``before_start`` runs before each start, ``ready`` is polled until it holds, ``on_restart`` runs
     after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
-    take to end after SIGTERM.
+    take to end after SIGTERM. When all stop, those of a higher ``stage`` do before the others.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Process:
     ready: Ready | None = None
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 3.0
+    stage: int = 0
     on_restart: Callable[[], Awaitable[None]] | None = None
 
 
@@ -79,18 +81,31 @@ class Supervisor:
         if running is not None and running.handle is not None and running.handle.returncode is None:
             await _end(running.handle, running.process.stop_timeout_s)
 
+    async def remove(self, name: str) -> None:
+        """Stop one process for good, in an orderly way if it can. One that is not there needs
+        nothing; a ``start`` of it that still waits is to be cancelled first."""
+        running = self._running.get(name)
+        if running is not None:
+            await self._halt(running, running.process.stop_timeout_s)
+            del self._running[name]
+
     async def stop(self, within_s: float) -> None:
-        """Stop all, the last started first; whatever is left at the end is killed."""
+        """Stop all, stage by stage; whatever is left at the end is killed."""
         self._stopping = True
         deadline = time.monotonic() + within_s
-        for running in reversed(list(self._running.values())):
-            if running.watcher is not None:
-                running.watcher.cancel()
-                await asyncio.gather(running.watcher, return_exceptions=True)
-            if running.handle is not None:
-                left_s = max(0.2, deadline - time.monotonic())
-                await _end(running.handle, min(running.process.stop_timeout_s, left_s))
-            self._pid_file(running).unlink(missing_ok=True)
+        by_stage = sorted(self._running.values(), key=_stage, reverse=True)
+        for _, stage in itertools.groupby(by_stage, key=_stage):
+            left_s = max(0.2, deadline - time.monotonic())
+            halts = (self._halt(one, min(one.process.stop_timeout_s, left_s)) for one in stage)
+            await asyncio.gather(*halts)
+
+    async def _halt(self, running: _Running, within_s: float) -> None:
+        if running.watcher is not None:
+            running.watcher.cancel()
+            await asyncio.gather(running.watcher, return_exceptions=True)
+        if running.handle is not None:
+            await _end(running.handle, within_s)
+        self._pid_file(running).unlink(missing_ok=True)
 
     async def _spawn(self, running: _Running) -> None:
         process = running.process
@@ -174,6 +189,10 @@ class _Running:
     handle: asyncio.subprocess.Process | None = None
     watcher: asyncio.Task[None] | None = None
     started_at: float = 0.0
+
+
+def _stage(running: _Running) -> int:
+    return running.process.stage
 
 
 def _die_with_parent() -> None:

@@ -16,14 +16,17 @@ import msgspec
 
 from bus.settings import PREFIX, load_config
 from cli.endpoints import add_data_argument
+from cli.worker_bounds import parse_bounds
 from schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from cli.endpoints import Endpoints
     from cli.stack import Plan
-    from schemas.config import Config
+    from schemas.config import AutoscaleConfig, Config, SchedulerConfig
 
 _STOP_WITHIN_S = 9.0
+# Each is a process of this machine.
+_MOST_WORKERS = 256
 _OWN_ADDRESSES = (
     "MILLRACE_NATS__URL",
     "MILLRACE_REDIS__URL",
@@ -46,7 +49,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME|PATH",
         help="a model of the catalogue or a folder in Hugging Face layout (default: demo)",
     )
-    parser.add_argument("--workers", type=int, default=1, help="workers per model")
+    parser.add_argument(
+        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
+    )
+    parser.add_argument(
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
+    )
     parser.add_argument(
         "--engine",
         choices=("real", "simulated"),
@@ -62,7 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; 0 after an orderly stop, 1 if a part did not start."""
     for name in ("workers", "gateways"):
-        if getattr(arguments, name) < 1:
+        count = getattr(arguments, name)
+        if count is not None and count < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
     try:
@@ -89,7 +100,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         data=data,
         config=msgspec.structs.replace(config, catalogue=catalogue),
         models=models,
-        num_workers=arguments.workers,
+        num_workers=_num_first(config.scheduler.autoscale, arguments.workers),
         num_gateways=arguments.gateways,
     )
 
@@ -114,8 +125,34 @@ def _settings(arguments: argparse.Namespace) -> Config:
         catalogue=arguments.catalogue or config.catalogue,
         log_level=arguments.log_level or config.log_level,
         gateway=msgspec.structs.replace(config.gateway, **front),
+        scheduler=_scheduler(config.scheduler, arguments.autoscale),
         worker=msgspec.structs.replace(config.worker, engine=engine),
     )
+
+
+def _scheduler(config: SchedulerConfig, bounds: str | None) -> SchedulerConfig:
+    if bounds is None:
+        return config
+    fewest, most = parse_bounds(bounds, _MOST_WORKERS)
+    autoscale = msgspec.structs.replace(config.autoscale, min_workers=fewest, max_workers=most)
+    return msgspec.structs.replace(config, autoscale=autoscale)
+
+
+def _num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
+    """Workers per model at first. One at least, since the start is over when each model has
+    answered."""
+    if not autoscale.max_workers:
+        return asked or 1
+    if not 0 <= autoscale.min_workers <= autoscale.max_workers:
+        raise ConfigError(
+            f"scheduler.autoscale: min_workers is {autoscale.min_workers}, which is not between 0 "
+            f"and max_workers, {autoscale.max_workers}."
+        )
+    if (asked or 1) > autoscale.max_workers:
+        raise MillraceError(
+            f"--workers {asked} is more than autoscaling allows, which is {autoscale.max_workers}"
+        )
+    return max(asked or 1, autoscale.min_workers)
 
 
 async def _run(plan: Plan) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
+from bus.wanted import WantedWorkers
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import QueueFullError
 
@@ -19,6 +20,7 @@ class Fleet:
         self._clock = clock
         self._workers: dict[str, tuple[WorkerStatus, float]] = {}
         self._queues: dict[str, tuple[QueueStatus, float]] = {}
+        self._wanted = WantedWorkers()
         self._subscriptions: list[Subscription] = []
 
     async def start(self, bus: Bus) -> None:
@@ -42,7 +44,9 @@ class Fleet:
             del self._workers[status.name]
 
     def on_queue(self, status: QueueStatus) -> None:
-        self._queues[status.model] = (status, self._clock.monotonic())
+        now_s = self._clock.monotonic()
+        self._queues[status.model] = (status, now_s)
+        self._wanted.note(status, now_s)
 
     def live_workers(self, model: str | None = None) -> list[WorkerStatus]:
         """Workers heard of lately, of one model or of all."""
@@ -66,8 +70,13 @@ class Fleet:
             return None
         return known[0]
 
+    def desired_workers(self, model: str) -> int | None:
+        """The most workers that any scheduler wants for a model; None: none was heard of lately."""
+        return self._wanted.of(model, self._clock.monotonic())
+
     def check_door(self, model: str) -> None:
-        """Raises QueueFullError while the model's queue is over its bound."""
+        """Raises QueueFullError while the model's queue is over its bound. That it has no workers
+        just now is no reason: jobs wait for the first, which the schedulers want for them."""
         status = self.queue(model)
         if status is not None and status.num_queued >= status.bound:
             raise QueueFullError(

@@ -135,20 +135,40 @@ class _PresentState(Collector):
         )
         open_streams.add_metric([], self._streams.num_served)
         yield open_streams
+        yield from self._queues()
+        workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
+        workers.add_metric([], len(self._fleet.live_workers()))
+        yield workers
+
+    def _queues(self) -> Iterator[Metric]:
+        """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
         queued = GaugeMetricFamily(
-            "millrace_queued_requests", "Requests that wait in a model's queue", labels=["model"]
+            "millrace_queued_jobs", "Jobs that wait in a model's queue", labels=["model"]
         )
         bound = GaugeMetricFamily(
-            "millrace_queue_bound", "Requests over which the queue refuses more", labels=["model"]
+            "millrace_queue_bound", "Jobs over which the queue refuses more", labels=["model"]
+        )
+        desired = GaugeMetricFamily(
+            "millrace_desired_workers", "Workers that the schedulers want", labels=["model"]
+        )
+        oldest = GaugeMetricFamily(
+            "millrace_oldest_wait_seconds", "How long the oldest job has waited", labels=["model"]
+        )
+        ttft = GaugeMetricFamily(
+            "millrace_predicted_ttft_seconds",
+            "From now to the first token of a job that comes now",
+            labels=["model", "tier"],
         )
         for status in self._fleet.queues():
             queued.add_metric([status.model], status.num_queued)
             bound.add_metric([status.model], status.bound)
-        yield queued
-        yield bound
-        workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
-        workers.add_metric([], len(self._fleet.live_workers()))
-        yield workers
+            oldest.add_metric([status.model], status.oldest_wait_s)
+            wanted = self._fleet.desired_workers(status.model)
+            if wanted is not None:
+                desired.add_metric([status.model], wanted)
+            for tier, ttft_ms in status.ttft_ms.items():
+                ttft.add_metric([status.model, tier.value], ttft_ms / 1e3)
+        yield from (queued, bound, desired, oldest, ttft)
 
 
 class _Sizes(Collector):

@@ -107,7 +107,8 @@ class Replays:
             known = [stream.reader.started.worker_id]
         elif stream.must_probe and self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
-            known = [] if generation is None else [generation.worker_id]
+            # A request that no worker answered is nobody's.
+            known = [generation.worker_id] if generation and generation.worker_id else []
         live = [worker.worker_id for worker in self._fleet.live_workers(stream.job.model)]
         return [*known, *(worker_id for worker_id in live if worker_id not in known)]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from bus.api import LeasedJob
 from registry.routing import ModelState, Router
+from scheduler import placement
 from scheduler.intake import Intake
 from scheduler.lane import Lane
 from scheduler.outlook import Outlook
@@ -69,7 +70,10 @@ def _state_of(outlooks: Mapping[str, Outlook], parts: Parts) -> Callable[[str, T
         if outlook is None:
             return ModelState()
         return ModelState(
-            num_workers=parts.fleet.num_taking(model), ttft_ms=outlook.ttft_ms().get(tier)
+            num_workers=parts.fleet.num_taking(model),
+            ttft_ms=outlook.ttft_ms().get(tier),
+            is_full=outlook.num_queued >= parts.config.max_queued_jobs,
+            context_window_tokens=placement.longest_tokens(parts.fleet.of_model(model)),
         )
 
     return state_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from bus import codec, intake, subjects
 from bus.api import Bus
@@ -17,19 +18,28 @@ from schemas.records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
+NOBODY = ""
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 
-class Endings:
-    """Record, stored result, terminal frame, then the ack. Until the ack the queue has the job:
-    if we die before, it is delivered and answered again, and its record is known by then. The
-    frame comes after what the bus confirms, because nobody could send it again: it goes out when
-    the bus is known to be there."""
+class Generations(Protocol):
+    """What is written into the index of who runs what."""
 
-    def __init__(self, bus: Bus, clock: Clock) -> None:
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
+
+
+class Endings:
+    """Record, stored result, terminal frame, a note in the index, then the ack. Until the ack the
+    queue has the job: if we die before, it is delivered and answered again, and its record is known
+    by then. The frame comes after what the bus confirms, because nobody could send it again: it
+    goes out when the bus is known to be there. If it is lost all the same, the index tells its
+    reader that there is nothing to wait for."""
+
+    def __init__(self, bus: Bus, clock: Clock, generations: Generations) -> None:
         self._bus = bus
         self._clock = clock
+        self._generations = generations
 
     async def end(self, entry: Entry, verdict: Verdict) -> None:
         """Answer a job whose lease is ours. Raises BusUnavailableError: it will be delivered
@@ -61,6 +71,7 @@ class Endings:
             result = _result(job, verdict, now_ns)
             await self._insist(lambda: self._bus.results.store(result))
         await self._insist(lambda: self._tell(job, verdict, 0))
+        await self._generations.finish(job.request_id, NOBODY, 0)
 
     async def _answer(self, job: Job, verdict: Verdict, epoch: int) -> None:
         now_ns = self._clock.now_ns()
@@ -68,6 +79,7 @@ class Endings:
         if job.store_result:
             await self._bus.results.store(_result(job, verdict, now_ns))
         await self._tell(job, verdict, epoch)
+        await self._generations.finish(job.request_id, NOBODY, epoch)
         logger.info(
             "ended without a worker",
             extra={

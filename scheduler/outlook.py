@@ -25,12 +25,14 @@ _TYPICAL = Need(num_context_tokens=256, num_new_tokens=256)
 
 
 class Outlook:
-    """Predicts from the order of the queue and from how fast it moves."""
+    """Predicts from the order of the queue and from how fast it moves. ``num_queued`` jobs waited
+    in all when they were last counted."""
 
     def __init__(self, parts: Parts, lane: Lane) -> None:
         self._parts = parts
         self._lane = lane
         self._weights = weights_of(parts.config.tiers)
+        self.num_queued = 0
 
     async def run(self) -> None:
         """Look soon after a job has to wait. Runs until it is cancelled."""

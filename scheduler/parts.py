@@ -35,10 +35,13 @@ class Known(Protocol):
 
 
 class Generations(Protocol):
-    """The index of who runs what, as a scheduler reads it; ``bus.generations`` is the one."""
+    """The index of who runs what, as a scheduler uses it; ``bus.generations`` is the one."""
 
     async def lookup(self, request_id: str) -> Known | None:
         """None: nothing is known, or nobody can say."""
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """It is answered, by a worker or by none."""
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         """The model that was first chosen for a request, and why: this one, if none was or nobody

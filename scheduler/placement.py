@@ -13,14 +13,10 @@ Policy = Literal["affine", "least_loaded"]
 # What workers are taken to do where none of them has measured anything.
 _PREFILL_TOKEN_S = 1 / 4_000
 _DECODE_STEP_S = 0.02
+_BATCH_GROWTH = 0.5
 # A wait for a slot is predicted from means; it counts this many times more, since a cached prefix
 # that is computed again elsewhere is a loss of known size.
 _WAIT_CAUTION = 1.0
-# How much longer a step takes with a full batch than with a small one. What was measured was
-# measured at some batch already; to count the batch twice errs to the side of those who have less
-# to do, and not to count it at all would have the idle starve on what they measured when they were
-# not.
-_BATCH_GROWTH = 1.0
 # What somebody of a lower tier loses who makes way.
 _PREEMPTED_TOKENS = 1_024
 _NONE_CACHED: Mapping[str, int] = {}
@@ -74,9 +70,7 @@ def choose(
         if peers is None and not (worker.prefill_token_s and worker.decode_step_s):
             peers = _mean_speeds(workers)
         soon = _predict(worker, need, cached.get(worker.worker_id, 0), expected, peers)
-        batch_share = worker.num_held / max(worker.status.max_num_sequences, 1)
-        done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s
-        done_s += expected * soon.step_s * (1 + _BATCH_GROWTH * batch_share)
+        done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s + expected * soon.step_s
         if best is None or done_s < best_s or (done_s == best_s and _comes_first(worker, best)):
             best, best_s = worker, done_s
     return best
@@ -106,7 +100,10 @@ def _predict(
     num_slots = status.max_num_sequences
     num_held = worker.num_held
     token_s = worker.prefill_token_s or (peers.prefill_token_s if peers else _PREFILL_TOKEN_S)
-    step_s = worker.decode_step_s or (peers.decode_step_s if peers else _DECODE_STEP_S)
+    step_s = worker.decode_step_s
+    if not step_s:
+        step_s = peers.decode_step_s if peers else _DECODE_STEP_S
+        step_s *= 1 + _BATCH_GROWTH * num_held / max(num_slots, 1)
     own_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
     slot_s = 0.0
     if num_held >= num_slots:

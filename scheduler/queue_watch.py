@@ -83,6 +83,7 @@ class QueueWatch:
         if num_queued > bound:
             num_queued -= await self._shed(model, num_queued, per_s)
         outlook = self._outlooks[model]
+        outlook.num_queued = num_queued
         outlook.look()
         ttft_ms, oldest_wait_s = outlook.ttft_ms(), outlook.oldest_wait_s()
         signals = Signals(

@@ -72,7 +72,7 @@ class Scheduler:
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock),
+            endings=Endings(bus, clock, generations),
         )
         models = config.models or tuple(sorted(known_models))
         self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.need import TIER_RANKS, Need
+from scheduler.step_times import StepTimes
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 
@@ -45,15 +46,15 @@ class WorkerView:
     ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs
     to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
     that comes now: as reported, and what was sent since, less what the worker will have done
-    meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes,
-    as far back as it decoded (0: nothing was measured so far). Reading costs O(1), whatever is
-    held.
+    meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
+    with one more request (0: nothing was measured so far). Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
         self.runs: dict[str, _Run] = {}
         self.pending_prompt_tokens = 0.0
         self.prefill_token_s = self.decode_step_s = 0.0
+        self._steps = StepTimes()
         self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._own = [0] * _NUM_TIERS
@@ -86,10 +87,14 @@ class WorkerView:
                 unseen_prompt_tokens += run.num_prompt_tokens
         self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
         reported = status.num_running + status.num_waiting
-        self._count_others(reported)
         rate = status.prefill_tokens_per_s
         self.prefill_token_s = 1 / rate if rate > 0 else 0.0
-        self.decode_step_s = status.decode_step_ms / 1e3
+        if status.decode_step_ms > 0 and (status.num_running or not self._steps.num_told):
+            # One that runs nothing says again what it measured when it ran nobody knows how many.
+            num_slots = status.max_num_sequences
+            batch = status.num_running or num_slots // 2
+            self._steps.observe(batch, status.decode_step_ms / 1e3, num_slots)
+        self._count_others(reported)
         if reported >= num_seen:
             self._short_since_s = None
         elif self._short_since_s is None:
@@ -166,6 +171,7 @@ class WorkerView:
 
     def _recount(self) -> None:
         self._num_held = sum(self._own) + sum(self._others)
+        self.decode_step_s = self._steps.at(min(self._num_held + 1, self.status.max_num_sequences))
         self._places = None
 
     # --- what it holds, and takes ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -20,6 +21,8 @@ from cli.simulate.world import simulate
 from schemas.errors import ConfigError
 from schemas.jobs import PUBLIC_MODEL_AUTO
 
+_GC_THRESHOLDS = (50_000, 50, 100)
+
 
 def compare(
     trace: Sequence[TraceRequest],
@@ -35,6 +38,8 @@ def compare(
         if model == PUBLIC_MODEL_AUTO:
             raise ConfigError("a trace names the models that answered, none of which is auto")
         settings.workers_of(model)
+    # As in the scheduler's own process: most of what is made is freed by reference counts.
+    gc.set_threshold(*_GC_THRESHOLDS)
     # What the scheduler logs of deaths and refusals is what the report is about.
     logging.getLogger("scheduler").setLevel(logging.ERROR)
     logging.getLogger("bus").setLevel(logging.ERROR)

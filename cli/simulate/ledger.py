@@ -102,6 +102,9 @@ class KnownRuns:
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
 
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """Its outcome says so already."""
+
     async def settle_model(
         self,
         request_id: str,  # noqa: ARG002  # of whom the trace says which model it is

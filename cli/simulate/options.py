@@ -16,6 +16,7 @@ from cli.bench.settings import Slo
 from cli.bench.spread import parse_spread
 from cli.simulate.settings import Failure, Settings
 from cli.simulate.synthesise import Kind, Recipe, parse_tenants
+from cli.worker_bounds import parse_bounds
 from schemas.config import AutoscaleConfig, Config, EngineConfig
 from schemas.errors import ConfigError
 from schemas.latency_model import LatencyModel
@@ -102,15 +103,11 @@ def _engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig
 
 
 def _autoscale(text: str, config: AutoscaleConfig, start_s: float) -> AutoscaleConfig:
-    matched = re.fullmatch(r"(\d+):(\d+)", text)
-    if matched is None or not 0 <= int(matched[1]) <= int(matched[2]) <= _MAX_WORKERS:
-        raise ConfigError(f"--autoscale: {text!r} is not MIN:MAX")
-    if int(matched[2]) < 1:
-        raise ConfigError("--autoscale: MAX must be at least 1")
+    fewest, most = parse_bounds(text, _MAX_WORKERS)
     return msgspec.structs.replace(
         config,
-        min_workers=int(matched[1]),
-        max_workers=int(matched[2]),
+        min_workers=fewest,
+        max_workers=most,
         cold_start_s=start_s or config.cold_start_s,
     )
 

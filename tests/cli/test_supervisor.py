@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -97,6 +98,68 @@ async def test_stopping_kills_what_does_not_listen(supervisor: Supervisor, tmp_p
     pid = _pid(tmp_path, "deaf")
     await supervisor.stop(within_s=2.0)
     assert not psutil.pid_exists(pid)
+
+
+async def test_a_removed_process_ends_and_is_not_started_again(
+    supervisor: Supervisor, tmp_path: Path, said: list[str]
+) -> None:
+    await supervisor.start(Process(name="stays", command=_WAITS))
+    await supervisor.start(Process(name="part", command=_WAITS))
+    stays, first = _pid(tmp_path, "stays"), _pid(tmp_path, "part")
+    await supervisor.remove("part")
+    await supervisor.remove("never-there")
+    assert not psutil.pid_exists(first)
+    assert not (tmp_path / "run" / "part.pid").exists()
+    await supervisor.start(Process(name="part", command=_WAITS))
+    assert _pid(tmp_path, "part") != first
+    assert psutil.pid_exists(stays)
+    assert said == []
+    await supervisor.stop(within_s=5.0)
+
+
+async def test_a_process_whose_start_was_given_up_can_be_removed(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    async def never() -> bool:
+        return False
+
+    file = tmp_path / "run" / "part.pid"
+    starting = asyncio.create_task(
+        supervisor.start(Process(name="part", command=_WAITS, ready=never))
+    )
+    await eventually(lambda: file.exists() and bool(file.read_text()))
+    pid = _pid(tmp_path, "part")
+    starting.cancel()
+    await asyncio.wait((starting,))
+    await supervisor.remove("part")
+    assert not psutil.pid_exists(pid)
+
+
+async def test_stages_stop_one_after_the_other(supervisor: Supervisor, tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+
+    def says(name: str, stage: int) -> Process:
+        script = (
+            "import pathlib, signal, sys\n"
+            "def end(*_):\n"
+            f"    pathlib.Path({str(ended)!r}).open('a').write({name!r})\n"
+            "    sys.exit()\n"
+            "signal.signal(signal.SIGTERM, end)\n"
+            "print('listens', flush=True)\n"
+            "signal.pause()\n"
+        )
+        log = tmp_path / "logs" / f"{name}.log"
+
+        async def listens() -> bool:
+            return "listens" in log.read_text()
+
+        command = [sys.executable, "-c", script]
+        return Process(name=name, command=command, ready=listens, stage=stage)
+
+    for name, stage in (("c", 0), ("a", 2), ("b", 1)):
+        await supervisor.start(says(name, stage))
+    await supervisor.stop(within_s=10.0)
+    assert ended.read_text() == "abc"
 
 
 async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:

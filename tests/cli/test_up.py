@@ -46,6 +46,52 @@ def test_the_engine_is_what_the_command_line_says(tmp_path: Path) -> None:
     assert _plan(arguments, tmp_path).config.worker.engine.kind == "real"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first", "bounds"),
+    [
+        ([], 1, (1, 0)),
+        (["--workers", "3"], 3, (1, 0)),
+        (["--autoscale", "0:4"], 1, (0, 4)),
+        (["--autoscale", "2:4"], 2, (2, 4)),
+        (["--autoscale", "1:4", "--workers", "3"], 3, (1, 4)),
+    ],
+)
+def test_autoscaling_says_how_many_workers_there_are_at_first(
+    arguments: list[str], first: int, bounds: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    plan = _plan(build_parser().parse_args(["up", *arguments]), tmp_path)
+    autoscale = plan.config.scheduler.autoscale
+    assert plan.num_workers == first
+    assert (autoscale.min_workers, autoscale.max_workers) == bounds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--autoscale", "3"], "'3' is not MIN:MAX"),
+        (["--autoscale", "3:2"], "MIN is 3"),
+        (["--autoscale", "1:1000"], "between 1 and 256, got 1000"),
+        (["--autoscale", "1:2", "--workers", "3"], "--workers 3 is more"),
+        (["--config", "settings.yaml"], "min_workers is 3"),
+    ],
+)
+def test_autoscaling_that_cannot_be_is_refused_before_anything_starts(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "settings.yaml").write_text(
+        "scheduler: {autoscale: {min_workers: 3, max_workers: 2}}"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["up", "--data", str(tmp_path), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("nats.*"))
+
+
 def test_an_address_of_other_servers_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

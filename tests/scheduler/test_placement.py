@@ -44,7 +44,11 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 def test_prompts_that_wait_and_running_requests_count() -> None:
     assert chosen(pair(outstanding_prompt_tokens=2_000)) == "b-1"
-    assert chosen(pair(num_running=8)) == "b-1"
+    busy = pair()
+    for number in range(4):
+        busy[0].reserve(f"r{number}", Need(1, 100))
+        busy[0].advance(1.0)
+    assert chosen(busy) == "b-1"
     assert chosen(pair(prefill_tokens_per_s=5_000.0)) == "b-1"
     assert chosen(pair(decode_step_ms=20.0)) == "b-1"
 

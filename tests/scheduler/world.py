@@ -68,6 +68,9 @@ class FakeGenerations:
     async def lookup(self, request_id: str) -> Generation | None:
         return self.known.get(request_id)
 
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        self.known[request_id] = Generation(worker_id=worker_id, epoch=epoch, finished=True)
+
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         return self.chosen.setdefault(request_id, (model, reason))
 
