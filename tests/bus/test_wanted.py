@@ -1,0 +1,30 @@
+"""How many workers are wanted, of what several schedulers say."""
+
+from __future__ import annotations
+
+from bus.wanted import WantedWorkers
+from schemas.control import QueueStatus
+
+
+def _status(desired: int, model: str = "demo") -> QueueStatus:
+    return QueueStatus(model=model, num_queued=0, bound=10, desired_workers=desired)
+
+
+def test_the_most_that_was_heard_of_late_counts() -> None:
+    wanted = WantedWorkers()
+    assert wanted.of("demo", 0.0) is None
+    wanted.note(_status(2), 0.0)
+    wanted.note(_status(5), 0.1)
+    wanted.note(_status(1), 0.2)
+    assert wanted.of("demo", 0.2) == 5
+    wanted.note(_status(1), 3.05)
+    assert wanted.of("demo", 3.05) == 5
+    assert wanted.of("demo", 3.15) == 1
+
+
+def test_schedulers_that_are_silent_say_nothing() -> None:
+    wanted = WantedWorkers()
+    wanted.note(_status(0), 0.0)
+    assert wanted.of("demo", 2.9) == 0
+    assert wanted.of("demo", 3.0) is None
+    assert wanted.of("other", 0.0) is None

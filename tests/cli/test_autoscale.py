@@ -1,0 +1,218 @@
+"""Starting and stopping workers as the schedulers want, with processes that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.clock import ManualClock
+from cli.autoscale import WorkerScaler
+from cli.supervisor import Process, StartError
+from schemas.control import QueueStatus
+
+# Longer than a figure of the schedulers counts.
+LATER_S = 4.0
+
+
+class Processes:
+    """Processes start and stop when the test says so."""
+
+    def __init__(self) -> None:
+        self.starting: dict[str, asyncio.Future[None]] = {}
+        self.stopping: dict[str, asyncio.Future[None]] = {}
+        self.up: set[str] = set()
+        self.starts: list[str] = []
+
+    async def start(self, process: Process) -> None:
+        assert process.name not in self.up | self.starting.keys() | self.stopping.keys()
+        self.starts.append(process.name)
+        self.starting[process.name] = asyncio.get_running_loop().create_future()
+        try:
+            await self.starting[process.name]
+            self.up.add(process.name)
+        finally:
+            del self.starting[process.name]
+
+    async def remove(self, name: str) -> None:
+        assert name not in self.starting
+        if name not in self.up:
+            return
+        self.stopping[name] = asyncio.get_running_loop().create_future()
+        await self.stopping[name]
+        del self.stopping[name]
+        self.up.remove(name)
+
+    def started(self, *names: str) -> None:
+        for name in names:
+            self.starting[name].set_result(None)
+
+    def failed(self, name: str) -> None:
+        self.starting[name].set_exception(StartError(f"{name} ended before it was ready"))
+
+    def stopped(self, name: str) -> None:
+        self.stopping[name].set_result(None)
+
+
+class Rig:
+    """A scaler of two models that may have 4 workers each, and begins with worker-1 of ``demo``."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.processes = Processes()
+        self.processes.up.add("worker-1")
+        self.held: dict[str, int] = {}
+        self.said: list[str] = []
+        self.scaler = WorkerScaler(
+            self.processes,
+            lambda name, model: Process(name=name, command=(model,)),
+            lambda name: self.held.get(name, 0),
+            4,
+            self.clock,
+            self.said.append,
+        )
+        self.scaler.adopt("worker-1", "demo")
+
+    async def hear(self, desired: int, model: str = "demo", after_s: float = 0.0) -> None:
+        """A scheduler publishes its figure ``after_s`` later."""
+        await self.clock.advance(after_s)
+        self.scaler.on_queue(
+            QueueStatus(model=model, num_queued=0, bound=10, desired_workers=desired)
+        )
+        await self.settle()
+
+    async def settle(self) -> None:
+        await self.clock.advance(0.0)
+
+    async def has_up(self, *names: str) -> None:
+        """What is starting is up now, which is all of these besides worker-1."""
+        await self.hear(1 + len(names))
+        self.processes.started(*names)
+        await self.settle()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.scaler.close()
+
+
+async def test_what_is_wanted_starts_once_and_side_by_side(rig: Rig) -> None:
+    await rig.hear(3)
+    await rig.hear(3, after_s=0.25)
+    assert rig.processes.starts == ["worker-2", "worker-3"]
+    assert rig.said == [
+        "worker-2 is starting: 3 are wanted for demo",
+        "worker-3 is starting: 3 are wanted for demo",
+    ]
+
+
+async def test_no_more_than_the_most_are_started(rig: Rig) -> None:
+    await rig.hear(100)
+    assert len(rig.processes.starts) == 3
+
+
+async def test_models_have_workers_of_their_own(rig: Rig) -> None:
+    await rig.hear(1, model="large")
+    await rig.hear(2)
+    assert rig.processes.starts == ["worker-2", "worker-3"]
+    assert rig.said[0].endswith("for large")
+
+
+async def test_nothing_stops_while_any_scheduler_wanted_more_of_late(rig: Rig) -> None:
+    await rig.has_up("worker-2")
+    await rig.hear(1, after_s=1.0)
+    assert rig.processes.stopping == {}
+    await rig.hear(1, after_s=LATER_S)
+    assert list(rig.processes.stopping) == ["worker-2"]
+
+
+async def test_the_least_loaded_is_stopped_then_the_youngest(rig: Rig) -> None:
+    await rig.has_up("worker-2", "worker-3", "worker-4")
+    rig.held = {"worker-1": 5, "worker-2": 1, "worker-3": 3, "worker-4": 3}
+    await rig.hear(1, after_s=LATER_S)
+    assert list(rig.processes.stopping) == ["worker-2"]
+    rig.processes.stopped("worker-2")
+    await rig.hear(1, after_s=0.25)
+    assert list(rig.processes.stopping) == ["worker-4"]
+
+
+async def test_one_drains_after_the_other(rig: Rig) -> None:
+    await rig.has_up("worker-2", "worker-3")
+    await rig.hear(1, after_s=LATER_S)
+    await rig.hear(1, after_s=0.25)
+    assert list(rig.processes.stopping) == ["worker-3"]
+    rig.processes.stopped("worker-3")
+    await rig.hear(1, after_s=0.25)
+    assert list(rig.processes.stopping) == ["worker-2"]
+
+
+async def test_a_start_that_is_not_wanted_any_more_is_given_up(rig: Rig) -> None:
+    await rig.has_up("worker-2")
+    await rig.hear(3, after_s=LATER_S)
+    rig.held = {"worker-1": 0, "worker-2": 0}
+    await rig.hear(2, after_s=LATER_S)
+    assert rig.processes.starting == {}
+    assert rig.processes.up == {"worker-1", "worker-2"}
+    await rig.hear(3)
+    assert rig.processes.starts == ["worker-2", "worker-3", "worker-3"]
+
+
+async def test_a_name_is_not_used_again_while_the_old_process_is_there(rig: Rig) -> None:
+    await rig.has_up("worker-2")
+    await rig.hear(1, after_s=LATER_S)
+    await rig.hear(2, after_s=0.25)
+    assert list(rig.processes.stopping) == ["worker-2"]
+    assert list(rig.processes.starting) == ["worker-3"]
+
+
+async def test_all_may_go_and_the_first_comes_back(rig: Rig) -> None:
+    await rig.hear(0)
+    assert list(rig.processes.stopping) == ["worker-1"]
+    rig.processes.stopped("worker-1")
+    await rig.hear(1, after_s=1.0)
+    assert list(rig.processes.starting) == ["worker-1"]
+
+
+async def test_a_start_that_fails_is_said_and_tried_again_ever_later(rig: Rig) -> None:
+    await rig.hear(2)
+    rig.processes.failed("worker-2")
+    await rig.hear(2, after_s=0.25)
+    assert rig.said[-1] == "worker-2 ended before it was ready"
+    assert rig.processes.starting == {}
+    await rig.hear(2, after_s=1.0)
+    rig.processes.failed("worker-2")
+    await rig.hear(2, after_s=1.5)
+    assert rig.processes.starting == {}
+    await rig.hear(2, after_s=0.5)
+    assert list(rig.processes.starting) == ["worker-2"]
+    assert len(rig.processes.starts) == 3
+
+
+async def test_a_start_that_works_makes_up_for_those_that_failed(rig: Rig) -> None:
+    await rig.hear(2)
+    rig.processes.failed("worker-2")
+    await rig.settle()
+    await rig.hear(2, after_s=1.0)
+    rig.processes.started("worker-2")
+    await rig.hear(3, after_s=0.25)
+    assert list(rig.processes.starting) == ["worker-3"]
+
+
+async def test_two_that_fail_together_cost_one_pause(rig: Rig) -> None:
+    await rig.hear(3)
+    rig.processes.failed("worker-2")
+    rig.processes.failed("worker-3")
+    await rig.settle()
+    await rig.hear(3, after_s=1.0)
+    assert list(rig.processes.starting) == ["worker-2", "worker-3"]
+
+
+async def test_a_closed_one_starts_and_stops_nothing(rig: Rig) -> None:
+    await rig.hear(3)
+    await rig.scaler.close()
+    assert rig.processes.starting == {}
+    await rig.hear(4, after_s=1.0)
+    assert len(rig.processes.starts) == 2
