@@ -37,6 +37,15 @@ def pair(**changes: object) -> list[WorkerView]:
     return [view("a-1", **(size | _SPEEDS | changes)), view("b-1", **(size | _SPEEDS))]
 
 
+def busier_by(num_more: int) -> list[WorkerView]:
+    """Two workers, of whom the first decodes so many more."""
+    workers = pair()
+    for number in range(num_more):
+        workers[0].reserve(f"r{number}", Need(1, 100))
+    workers[0].advance(1.0)
+    return workers
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     assert chosen(pair()) == "a-1"
     assert chosen(pair()[::-1]) == "a-1"
@@ -44,11 +53,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 def test_prompts_that_wait_and_running_requests_count() -> None:
     assert chosen(pair(outstanding_prompt_tokens=2_000)) == "b-1"
-    busy = pair()
-    for number in range(4):
-        busy[0].reserve(f"r{number}", Need(1, 100))
-        busy[0].advance(1.0)
-    assert chosen(busy) == "b-1"
+    assert chosen(busier_by(4)) == "b-1"
     assert chosen(pair(prefill_tokens_per_s=5_000.0)) == "b-1"
     assert chosen(pair(decode_step_ms=20.0)) == "b-1"
 
@@ -57,7 +62,8 @@ def test_what_is_cached_is_worth_its_computation() -> None:
     cached = {"a-1": 900}
     assert chosen(pair(outstanding_prompt_tokens=500), cached=cached) == "a-1"
     assert chosen(pair(outstanding_prompt_tokens=1_500), cached=cached) == "b-1"
-    assert chosen(pair(num_running=4), cached=cached) == "a-1"
+    assert chosen(busier_by(4), cached=cached) == "a-1"
+    assert chosen(busier_by(40), cached=cached) == "b-1"
     assert chosen(pair(outstanding_prompt_tokens=500), cached=cached, policy="least_loaded") == (
         "b-1"
     )
