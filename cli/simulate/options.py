@@ -43,7 +43,6 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(
         config=_config_of(arguments),
         num_workers=_workers(arguments.workers),
-        policies=tuple(arguments.policy.split(",")),
         seed=arguments.seed,
         failures=tuple(map(_failure, arguments.fail)),
         mtbf_s=0.0 if arguments.mtbf is None else _above_0("--mtbf", arguments.mtbf),

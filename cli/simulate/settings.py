@@ -28,7 +28,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     num_workers: dict[str, int]
-    policies: tuple[str, ...]
     seed: int = 0
     failures: tuple[Failure, ...] = ()
     mtbf_s: float = 0.0

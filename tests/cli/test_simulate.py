@@ -62,7 +62,7 @@ def _settings(num_workers: int = 2, slots: int = 4, waiting: int = 0, **changes:
             engine=engine,
         ),
     )
-    return Settings(config=config, num_workers={"": num_workers}, policies=("fair",), **changes)
+    return Settings(config=config, num_workers={"": num_workers}, **changes)
 
 
 def _run(trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair") -> Result:
@@ -249,19 +249,28 @@ def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
     assert affine.overall.ttft_ms.mean < apart.overall.ttft_ms.mean
 
 
-def test_the_autoscaler_adds_workers_for_a_load_and_takes_them_away() -> None:
-    busy = _load(300, 0.05, output_tokens=100)
-    trace = [*busy, *[_request(60.0 + 10.0 * number) for number in range(6)]]
+def test_the_autoscaler_adds_workers_for_a_load_and_drains_them_behind_it() -> None:
+    short = _load(300, 0.05, output_tokens=100)
+    long = [_request(10.0 + number, output_tokens=1_500) for number in range(40)]
+    trace = sorted([*short, *long], key=lambda request: request.at_s)
     autoscale = AutoscaleConfig(
-        min_workers=1, max_workers=8, cold_start_s=2.0, scale_down_after_s=10.0
+        min_workers=1, max_workers=8, cold_start_s=2.0, scale_down_after_s=5.0
     )
-    simulation = msgspec.structs.replace(SIMULATION, start_s=2.0)
-    settings = _settings(1, scheduler=SchedulerConfig(autoscale=autoscale), simulation=simulation)
-    report = _report(trace, settings)
+    settings = _settings(
+        1,
+        scheduler=SchedulerConfig(autoscale=autoscale),
+        simulation=msgspec.structs.replace(SIMULATION, start_s=2.0),
+    )
+    result = _run(trace, settings)
+    report = policy_report("fair", result, settings)
     workers = [one.num_workers for one in report.timeline]
-    assert max(workers) > 1
+    assert max(workers) > 2
     assert workers[-1] < max(workers)
+    assert report.num_deaths == 0
+    assert report.num_runs_moved > 0, "what a drained worker runs goes on elsewhere"
     assert report.overall.num_done == len(trace)
+    _check_conserved(result.outcomes)
+    assert report.cost.gpu_hours < 8 * report.end_s / 3_600
 
 
 # --- the command ---
