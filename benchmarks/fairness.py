@@ -128,7 +128,8 @@ async def _ask_quietly(service: Service, prompts: _Prompts, duration_s: float) -
         while time.perf_counter() < end_s:
             answer = await service.send(tenant, prompts.make(_QUIET_PROMPT), _QUIET_TOKENS)
             ttfts_ms += await _ttfts_ms([answer])
-            await asyncio.sleep(chance.uniform(*_QUIET_PAUSE_S))
+            pause_s = chance.uniform(*_QUIET_PAUSE_S)
+            await asyncio.sleep(max(0.0, min(pause_s, end_s - time.perf_counter())))
         return ttfts_ms
 
     asked = await asyncio.gather(*(ask(f"quiet-{number}") for number in range(_NUM_QUIET)))
