@@ -1,0 +1,159 @@
+"""What must be true at every moment, and once everything has come to rest."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bus import subjects
+from bus.codec import JOB_RESULT, JSON
+from schemas.frames import Failed
+from schemas.records import RequestRecord, Status
+from tests.protocol.clients import Asked
+from tests.protocol.system import System
+from workers.engine_process import EngineFailedError
+
+# Ends are told by notices; one that was missed is found within half a minute.
+_REST_WITHIN_S = 90.0
+_LOOK_EVERY_S = 1.0
+_END_WITHIN_S = 300.0
+
+
+def check_now(system: System) -> None:
+    """At every moment."""
+    assert not system.wrongs, system.wrongs
+    for worker in system.workers.values():
+        process = worker.process
+        failure = process.failure
+        is_allowed = failure is None or isinstance(failure, EngineFailedError)
+        assert is_allowed, f"{process.name} ended with {failure!r}"
+    for scheduler in system.schedulers.values():
+        failure = scheduler.process.failure
+        assert failure is None, f"{scheduler.process.name} ended with {failure!r}"
+        if scheduler.process.is_alive:
+            scheduler.scheduler.parts.fleet.check_integrity()
+            scheduler.scheduler.parts.prefixes.check_integrity()
+            for lane in scheduler.scheduler.lanes.values():
+                lane.queue.check_integrity()
+    for worker in system.workers.values():
+        if worker.process.is_alive:
+            worker.engine.check_integrity()
+    records(system)
+
+
+def records(system: System) -> dict[str, RequestRecord]:
+    """The records by request; each has at most one once they are known by their identity."""
+    found: dict[str, RequestRecord] = {}
+    for logged in system.broker.outbox._records:
+        if logged.subject == "rec.request":
+            record = msgspec.msgpack.decode(logged.payload, type=RequestRecord)
+            assert record.request_id not in found, f"{record.request_id} has two records"
+            found[record.request_id] = record
+    return found
+
+
+def come_to_rest(system: System) -> None:
+    """Nothing goes wrong any more: all must end, and nothing be left behind."""
+    deadline_s = system.clock.monotonic() + _END_WITHIN_S
+    while unfinished := _unfinished(system):
+        assert system.clock.monotonic() < deadline_s, f"no end of {unfinished}"
+        system.pass_s(_LOOK_EVERY_S)
+        check_now(system)
+    _check_ends(system)
+    deadline_s = system.clock.monotonic() + _REST_WITHIN_S
+    while left := _left_behind(system):
+        assert system.clock.monotonic() < deadline_s, f"left behind: {left}"
+        system.pass_s(_LOOK_EVERY_S)
+    check_now(system)
+
+
+def _unfinished(system: System) -> list[str]:
+    known = records(system)
+    waiting = [f"{asked.request_id} for its client" for asked in system.open_questions()]
+    unrecorded = [
+        f"{asked.request_id} for a record"
+        for asked in system.asked.values()
+        if asked.is_accepted and asked.request_id not in known
+    ]
+    stored = [f"{job.subject}, {job.sequence}" for job in system.broker.jobs._jobs.values()]
+    unsettled = [
+        f"{asked.request_id} for its acceptance"
+        for asked in system.asked.values()
+        if not asked.is_accepted and not asked.is_refused
+    ]
+    return [*waiting, *unrecorded, *stored, *unsettled]
+
+
+def _check_ends(system: System) -> None:
+    known = records(system)
+    for asked in system.asked.values():
+        codes = [one.code for one in asked.terminals if isinstance(one, Failed)]
+        # An end that was lost on its way is known by the index alone.
+        assert "request_timeout" not in codes or system.index.was_away, f"{asked.request_id} hung"
+        record = known.get(asked.request_id)
+        if record is not None:
+            _check_record(asked, record)
+            if asked.question.job.store_result:
+                _check_result(system, asked, record)
+    assert known.keys() <= system.asked.keys(), "records of nobody's requests"
+
+
+def _check_record(asked: Asked, record: RequestRecord) -> None:
+    job, num_tokens = asked.question.job, len(asked.question.token_ids)
+    told = f"{asked.request_id} is recorded as {record.status.value}"
+    match record.status:
+        case Status.DONE:
+            assert record.completion_tokens == num_tokens, f"{told} with too few tokens"
+        case Status.CANCELLED:
+            assert asked.may_be_cancelled, told
+        case Status.EXPIRED:
+            assert job.deadline_ns is not None, told
+        case Status.SHED:
+            raise AssertionError(told)
+        case Status.FAILED:
+            assert record.error_code, told
+    assert record.tenant == job.tenant, "a record of another tenant's"
+
+
+def _check_result(system: System, asked: Asked, record: RequestRecord) -> None:
+    job = asked.question.job
+    stored = system.broker.results.get(subjects.result(job.tenant, job.request_id))
+    assert stored is not None, f"{asked.request_id} has no result"
+    result = JOB_RESULT.decode(stored, JSON)
+    if result.status == Status.DONE:
+        assert result.token_ids == asked.question.token_ids, f"{asked.request_id}: other tokens"
+        assert result.text == asked.question.text, f"{asked.request_id}: another text"
+
+
+def _left_behind(system: System) -> list[str]:
+    left: list[str] = []
+    for name, scheduler in system.schedulers.items():
+        if not scheduler.process.is_alive:
+            continue
+        parts = scheduler.scheduler.parts
+        left += [f"{name} has {entry.request_id} {entry.state.name}" for entry in parts.table]
+        for view in parts.fleet.of_model("demo"):
+            left += [f"{name} thinks {view.worker_id} runs {runs}" for runs in view.runs]
+        for model, lane in scheduler.scheduler.lanes.items():
+            left += [f"{name} queues {entry.request_id}" for entry in lane.queue]
+            for is_batch in (True, False):
+                if lane.num_here(is_batch=is_batch):
+                    left.append(f"{name} prepares {lane.num_here(is_batch=is_batch)}")
+            backlog = scheduler.scheduler.intakes[model].backlog
+            left += [
+                f"{name} has a window of {line}"
+                for line in backlog.lines()
+                if backlog.num_here(line) or backlog.num_waiting(line)
+            ]
+    for name, worker in system.workers.items():
+        if not worker.process.is_alive:
+            continue
+        requests, stats = worker.worker.requests, worker.engine.stats
+        if requests.num_running or requests.num_ending:
+            left.append(f"{name} runs {requests.num_running} and ends {requests.num_ending}")
+        if stats.num_running or stats.num_waiting or stats.num_free_blocks != stats.num_blocks:
+            left.append(f"the engine of {name} holds something")
+    for name, gateway in system.gateways.items():
+        if not gateway.process.is_alive:
+            continue
+        left += [f"{name} has a stream of {stream.request_id}" for stream in gateway.table]
+    return left

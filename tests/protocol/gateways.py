@@ -1,0 +1,164 @@
+"""A gateway without HTTP: the real table of streams, and what ``gateway.resuming`` does with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from bus.api import Bus
+from bus.clock import Clock
+from gateway.fleet import Fleet
+from gateway.replays import GenerationIndex
+from gateway.stream import OpenStream
+from gateway.streams import StreamTable
+from schemas.config import GatewayConfig
+from schemas.control import Cancel, HandedOver
+from schemas.errors import MillraceError
+from tests.protocol.clients import Asked, Reader
+from tests.protocol.processes import Process
+
+_HANDOVER_TIMEOUT_S = 0.5
+_GRACE_S = 20.0
+_REQUEST_TIMEOUT_S = 200.0
+_NEVER_S = 1e9
+
+
+class Gateway:
+    """One life. ``gateway_id`` stays over lives."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        process: Process,
+        bus: Bus,
+        clock: Clock,
+        generations: GenerationIndex,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self.process = process
+        self._bus = bus
+        self._clock = clock
+        self._fleet = Fleet(clock)
+        config = GatewayConfig(gateway_id=gateway_id, request_timeout_s=_REQUEST_TIMEOUT_S)
+        self.table = StreamTable(bus, config, gateway_id, self._fleet, clock, _ignore, generations)
+        self._readers: dict[str, Reader] = {}
+
+    async def run(self) -> None:
+        """Serve until it is killed."""
+        await self._insist_on_fleet()
+        await self.table.start()
+        await self._bus.control.serve_handovers(self.gateway_id, self._hand_over)
+        await self._clock.sleep(_NEVER_S)
+
+    async def _insist_on_fleet(self) -> None:
+        while True:
+            try:
+                await self._fleet.start(self._bus)
+            except MillraceError:
+                await self._clock.sleep(0.25)  # as the supervisor starts it again
+            else:
+                return
+
+    # --- what a Reader needs ---
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(self.process.do, callback)
+
+    def now_s(self) -> float:
+        return self._clock.monotonic()
+
+    def finished(self, stream: OpenStream) -> None:
+        self._readers.pop(stream.request_id, None)
+        self.table.finish(stream)
+
+    # --- requests ---
+
+    async def ask(self, asked: Asked) -> None:
+        """Publish it. Raises MillraceError: it was perhaps not stored."""
+        job = asked.question.job
+        reader = self._reader(asked)
+        stripped = replace(job, prompt_token_ids=())
+        stream = self.table.open(stripped, reader, self._clock.monotonic())
+        try:
+            await self._bus.jobs.publish(job)
+        except BaseException:
+            self.table.discard(stream)
+            raise
+        self.table.accept(stream)
+
+    async def resume(self, asked: Asked) -> None:
+        """Go on with what another connection began, from the first token that is missing."""
+        is_dead = False
+        if asked.holder != self.gateway_id:
+            is_dead = await self._take_from(asked) is None
+        elif (former := self.table.get(asked.request_id)) is not None:
+            self._let_go(former)
+        stripped = replace(asked.question.job, prompt_token_ids=())
+        reader = self._reader(asked)
+        stream = self.table.take_over(stripped, reader, None, len(asked.token_ids))
+        is_foreign = asked.origin != self.gateway_id
+        try:
+            if is_foreign:
+                origin_is_dead = is_dead and asked.origin == asked.holder
+                await self.table.stand_in_for(asked.origin, is_dead=origin_is_dead)
+                is_foreign = not origin_is_dead
+        finally:
+            self.table.follow(stream, is_foreign=is_foreign)
+        asked.holder = self.gateway_id
+
+    async def _take_from(self, asked: Asked) -> HandedOver | None:
+        try:
+            return await self._bus.control.hand_over(
+                asked.holder, asked.request_id, _HANDOVER_TIMEOUT_S
+            )
+        except (MillraceError, TimeoutError):
+            return None
+
+    async def publish(self, asked: Asked) -> None:
+        """For nobody who listens. Raises MillraceError: it was perhaps not stored."""
+        await self._bus.jobs.publish(asked.question.job)
+
+    def cancel(self, request_id: str) -> None:
+        """On behalf of somebody who owns the request."""
+        self.process.spawn(self._bus.control.cancel(Cancel(request_id=request_id)))
+
+    def disconnect(self, asked: Asked) -> None:
+        """The client's connection is gone; it may come back for a while."""
+        stream = self.table.get(asked.request_id)
+        self._close(asked.request_id)
+        if stream is not None:
+            self.table.hold(stream, self._clock.monotonic() + _GRACE_S)
+
+    def leave(self, asked: Asked) -> None:
+        """The client does not want it any more."""
+        stream = self.table.get(asked.request_id)
+        self._close(asked.request_id)
+        if stream is not None:
+            self.table.leave(stream, "disconnect")
+
+    def _reader(self, asked: Asked) -> Reader:
+        reader = self._readers[asked.request_id] = Reader(self, asked)
+        return reader
+
+    def _hand_over(self, request_id: str) -> HandedOver:
+        stream = self.table.get(request_id)
+        if stream is None:
+            return HandedOver()
+        token_ids = tuple(stream.reader.token_ids)
+        self._let_go(stream)
+        return HandedOver(token_ids=token_ids)
+
+    def _let_go(self, stream: OpenStream) -> None:
+        self._close(stream.request_id)
+        self.table.let_go(stream)
+
+    def _close(self, request_id: str) -> None:
+        reader = self._readers.pop(request_id, None)
+        if reader is not None:
+            reader.close()
+
+
+def _ignore(_stream: OpenStream) -> None:
+    """Nobody counts them."""

@@ -1,0 +1,272 @@
+"""One process's view of the bus: as ``bus.memory``, through connections that can break."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from bus.api import (
+    Control,
+    FrameStreams,
+    JobQueue,
+    Journal,
+    LeasedJob,
+    Line,
+    Objects,
+    Outbox,
+    OutboxMessage,
+    PublishedJob,
+    QueueDepth,
+    Results,
+    Subscription,
+    WorkerDirectory,
+)
+from bus.clock import Clock
+from bus.control import CoreControl
+from bus.directory import CoreWorkerDirectory
+from bus.frames import CoreFrameStreams
+from bus.generations import Generation
+from bus.memory import MemoryBroker, MemoryBus
+from bus.memory.jobs import MemoryJobQueue
+from bus.refusals import Refusals
+from schemas.errors import BusUnavailableError
+from schemas.jobs import DeadJob, Job, JobResult
+from schemas.records import Record
+from tests.protocol.network import FaultyTransport, Weather
+from tests.protocol.processes import Process
+
+T = TypeVar("T")
+
+_LATENCIES_S = (0.000_3, 0.001, 0.005)
+
+
+class Link:
+    """The way of one process to a server and back, for what the server confirms."""
+
+    def __init__(self, process: Process, clock: Clock, draw: random.Random) -> None:
+        self.process = process
+        self._clock = clock
+        self._draw = draw
+
+    async def call(self, kind: str, step: Callable[[], Awaitable[T]]) -> T:
+        """Have the server do something. Raises BusUnavailableError, perhaps though it was done."""
+        process = self.process
+        await process.passes(kind, is_after=False)
+        await self._travel()
+        result = await step()
+        await process.passes(kind, is_after=True)
+        await self._travel()
+        await process.running()
+        return result
+
+    async def tell(self, kind: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Have the server do something, of which nothing is heard."""
+        await self.process.passes(kind, is_after=False)
+        if not self.process.is_cut:
+            await step()
+
+    async def _travel(self) -> None:
+        await self._clock.sleep(self._draw.choice(_LATENCIES_S))
+        if self.process.is_cut:
+            raise BusUnavailableError("The message bus cannot be reached. Try again later.")
+
+
+class FaultyJobs:
+    """See ``bus.api.JobQueue``."""
+
+    def __init__(self, inner: MemoryJobQueue, link: Link) -> None:
+        self._inner = inner
+        self._link = link
+
+    async def publish(self, job: Job) -> PublishedJob:
+        return await self._link.call("publish", lambda: self._inner.publish(job))
+
+    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+        return await self._link.call("pull", lambda: self._inner.pull(line, max_jobs, timeout_s))
+
+    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+        return await self._inner.watch(on_published)
+
+    async def lines(self) -> dict[Line, int]:
+        return await self._link.call("lines", self._inner.lines)
+
+    async def forget_line(self, line: Line) -> bool:
+        return await self._link.call("forget", lambda: self._inner.forget_line(line))
+
+    async def depth(self, line: Line) -> QueueDepth:
+        return await self._link.call("depth", lambda: self._inner.depth(line))
+
+    async def is_open(self, stream_sequence: int) -> bool:
+        return await self._link.call("is_open", lambda: self._inner.is_open(stream_sequence))
+
+    async def shed_newest(self, line: Line, count: int) -> list[Job]:
+        return await self._link.call("shed", lambda: self._inner.shed_newest(line, count))
+
+    async def extend(self, lease: str) -> None:
+        await self._link.tell("extend", lambda: self._inner.extend(lease))
+
+    async def ack(self, lease: str) -> None:
+        await self._link.call("ack", lambda: self._inner.ack(lease))
+
+    async def release(self, lease: str, delay_s: float = 0.0) -> None:
+        await self._link.tell("release", lambda: self._inner.release(lease, delay_s))
+
+    async def bury(self, dead: DeadJob, lease: str) -> None:
+        await self._link.call("bury", lambda: self._inner.bury(dead, lease))
+
+
+class FaultyOutbox:
+    """See ``bus.api.Outbox``."""
+
+    def __init__(self, bus: MemoryBus, link: Link) -> None:
+        self._inner = bus.outbox
+        self._link = link
+
+    async def publish(self, record: Record) -> None:
+        await self._link.call("record", lambda: self._inner.publish(record))
+
+    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
+        return await self._link.call("bridge", lambda: self._inner.pull(max_records, timeout_s))
+
+    async def ack(self, messages: Sequence[OutboxMessage]) -> None:
+        await self._link.call("bridge", lambda: self._inner.ack(messages))
+
+    async def rewind(self, sequence: int) -> None:
+        await self._link.call("bridge", lambda: self._inner.rewind(sequence))
+
+    async def last_sequence(self) -> int:
+        return await self._link.call("bridge", self._inner.last_sequence)
+
+
+class FaultyResults:
+    """See ``bus.api.Results``."""
+
+    def __init__(self, bus: MemoryBus, link: Link) -> None:
+        self._inner = bus.results
+        self._link = link
+
+    async def store(self, result: JobResult) -> None:
+        await self._link.call("result", lambda: self._inner.store(result))
+
+    async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
+        return await self._link.call("fetch", lambda: self._inner.fetch(tenant, request_id))
+
+    async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
+        return await self._inner.watch(tenant, on_stored)
+
+
+class FaultyBucket:
+    """See ``bus.directory.WorkerBucket``."""
+
+    def __init__(self, broker: MemoryBroker, link: Link) -> None:
+        self._broker = broker
+        self._link = link
+
+    async def put(self, subject: str, payload: bytes) -> None:
+        async def put() -> None:
+            if self._broker.up:
+                self._broker.workers.put(subject, payload)
+
+        await self._link.tell("bucket", put)
+
+    async def entries(self) -> Sequence[bytes]:
+        async def entries() -> Sequence[bytes]:
+            self._broker.require_up()
+            return self._broker.workers.all()
+
+        return await self._link.call("entries", entries)
+
+
+class FaultyBus:
+    """See ``bus.api.Bus``: one process's."""
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        process: Process,
+        clock: Clock,
+        weather: Weather,
+        draw: random.Random,
+    ) -> None:
+        self._broker = broker
+        self._process = process
+        inner = MemoryBus(broker)
+        link = Link(process, clock, draw)
+        transport = FaultyTransport(broker, process, clock, weather, draw)
+        self.frames: FrameStreams = CoreFrameStreams(transport)
+        self.control: Control = CoreControl(transport)
+        self.workers: WorkerDirectory = CoreWorkerDirectory(transport, FaultyBucket(broker, link))
+        self.results: Results = FaultyResults(inner, link)
+        self.outbox: Outbox = FaultyOutbox(inner, link)
+        self.journal: Journal = inner.journal
+        self.objects: Objects = inner.objects
+        refusals = Refusals(self.frames, self.results, self.outbox, clock)
+        self.jobs: JobQueue = FaultyJobs(MemoryJobQueue(broker, transport, refusals), link)
+        broker.on_start.append(self._restarted)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._broker.max_payload_bytes
+
+    @property
+    def connected(self) -> bool:
+        return self._broker.up and not self._process.is_cut
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._process.on_mended.append(callback)
+
+    def _restarted(self) -> None:
+        for callback in self._process.on_mended:
+            self._process.receive(callback)
+
+    async def close(self) -> None:
+        self._broker.on_start.remove(self._restarted)
+
+
+class SharedIndex:
+    """What Redis has. While it is away nothing is known, and writes are lost."""
+
+    def __init__(self) -> None:
+        self.is_away = self.was_away = False
+        self.known: dict[str, Generation] = {}
+
+    def lookup(self, request_id: str) -> Generation | None:
+        return None if self.is_away else self.known.get(request_id)
+
+    def write(self, request_id: str, entry: Generation) -> None:
+        """By the rule of ``bus.generations``."""
+        known = self.known.get(request_id)
+        if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
+            self.known[request_id] = entry
+
+
+class IndexLink:
+    """See ``workers.index.Generations``: one process's."""
+
+    def __init__(self, index: SharedIndex, link: Link, clock: Clock) -> None:
+        self._index = index
+        self._process = link.process
+        self._clock = clock
+
+    async def start(self, request_id: str, worker_id: str, epoch: int) -> None:
+        await self._write(request_id, worker_id, epoch, finished=False)
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        await self._write(request_id, worker_id, epoch, finished=True)
+
+    async def lookup(self, request_id: str) -> Generation | None:
+        await self._process.running()
+        await self._clock.sleep(_LATENCIES_S[0])
+        known = self._index.lookup(request_id)
+        await self._process.running()
+        return known
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        raise AssertionError(f"{request_id} names its model")
+
+    async def _write(self, request_id: str, worker_id: str, epoch: int, *, finished: bool) -> None:
+        await self._process.passes("index", is_after=False)
+        await self._clock.sleep(_LATENCIES_S[0])
+        entry = Generation(worker_id=worker_id, epoch=epoch, finished=finished)
+        self._index.write(request_id, entry)

@@ -1,0 +1,323 @@
+"""Real schedulers, workers and gateways' stream tables on one in-memory bus, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import random
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from bus.clock import Clock
+from bus.memory import MemoryBroker
+from bus.virtual_time import VirtualClock, VirtualTimeLoop
+from registry.served import ServedModel
+from scheduler.scheduler import Scheduler
+from schemas.config import (
+    EngineConfig,
+    NatsConfig,
+    SchedulerConfig,
+    SimulationConfig,
+    WorkerConfig,
+)
+from schemas.errors import MillraceError
+from schemas.jobs import Job
+from schemas.simulated_tokens import SimulatedTokens
+from tests.protocol.clients import Asked, Question
+from tests.protocol.gateways import Gateway
+from tests.protocol.links import FaultyBus, IndexLink, Link, SharedIndex
+from tests.protocol.network import Weather
+from tests.protocol.processes import Process, task_factory
+from workers.engine_keeper import EngineKeeper
+from workers.simulated_engine import SimulatedEngine
+from workers.simulated_words import readable_token_ids
+from workers.text import TextStream
+from workers.worker import Worker
+
+MODEL = "demo"
+_RECONNECT_S = 0.05
+
+_PACKAGES = frozenset({"bus", "gateway", "registry", "scheduler", "schemas", "workers"})
+_WORKER = WorkerConfig(
+    model=MODEL,
+    max_num_waiting=1,
+    replay_memory_s=1e6,
+    engine=EngineConfig(
+        kind="simulated",
+        simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=15.0),
+        max_num_sequences=3,
+        num_blocks=64,
+    ),
+)
+
+
+class WorkerLife:
+    """A worker's bus side and the engine that it has now. ``stopping`` is SIGTERM."""
+
+    def __init__(self, process: Process, worker: Worker, engine: SimulatedEngine) -> None:
+        self.process = process
+        self.worker = worker
+        self.engine = engine
+        self.stopping = asyncio.Event()
+
+
+class SchedulerLife:
+    """A scheduler. ``stopping`` is SIGTERM."""
+
+    def __init__(self, process: Process, scheduler: Scheduler) -> None:
+        self.process = process
+        self.scheduler = scheduler
+        self.stopping = asyncio.Event()
+
+
+class System:
+    """Everything in one loop of its own; ``pass_s`` is how time goes on.
+
+    Each process has a name, under which its next life starts. ``wrongs`` is what should not have
+    happened so far.
+    """
+
+    def __init__(self, model: ServedModel, seed: int) -> None:
+        self.model = model
+        self.draw = random.Random(seed)
+        self.weather = Weather()
+        self.wrongs: list[str] = []
+        self.asked: dict[str, Asked] = {}
+        self.workers: dict[str, WorkerLife] = {}
+        self.schedulers: dict[str, SchedulerLife] = {}
+        self.gateways: dict[str, Gateway] = {}
+        self.index = SharedIndex()
+        self.loop = VirtualTimeLoop()
+        self.loop.set_task_factory(task_factory)
+        self.clock: Clock = VirtualClock(self.loop)
+        self.broker = MemoryBroker(self.clock, NatsConfig(ack_wait_s=6.0))
+        self._lives: list[Process] = []
+        self._errands: set[asyncio.Task[None]] = set()
+        self._tokens = SimulatedTokens(readable_token_ids(model.tokenizer))
+        self._log = _ErrorLog(self.wrongs)
+        logging.getLogger().addHandler(self._log)
+        ids = (uuid.UUID(int=number << 96) for number in itertools.count(1))
+        self._ids = mock.patch("workers.worker.uuid.uuid4", side_effect=ids)
+        self._ids.start()
+
+    # --- time ---
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(work)
+
+    def pass_s(self, seconds: float) -> None:
+        """Let time go on for everybody."""
+        self.run(asyncio.sleep(seconds))
+
+    def act(self, deed: Callable[[], object]) -> None:
+        """Do something to the system, at once."""
+
+        async def act() -> None:
+            deed()
+
+        self.run(act())
+
+    def errand(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that goes on outside the system."""
+        task = self.loop.create_task(work, context=contextvars.Context())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    def close(self) -> None:
+        """End everything."""
+        self._ids.stop()
+        logging.getLogger().removeHandler(self._log)
+        self.run(self._reap())
+        self.loop.close()
+
+    async def _reap(self) -> None:
+        for process in self._lives:
+            process.on_death = _nothing
+            await process.reap()
+        errands = list(self._errands)
+        for task in errands:
+            task.cancel()
+        await asyncio.gather(*errands, return_exceptions=True)
+
+    # --- processes ---
+
+    def processes(self) -> list[Process]:
+        """Those that live, in a fixed order."""
+        processes = [
+            *(worker.process for worker in self.workers.values()),
+            *(scheduler.process for scheduler in self.schedulers.values()),
+            *(gateway.process for gateway in self.gateways.values()),
+        ]
+        return [process for process in processes if process.is_alive]
+
+    def _begin(self, name: str) -> tuple[Process, FaultyBus, IndexLink]:
+        process = Process(name)
+        self._lives.append(process)
+        bus = FaultyBus(self.broker, process, self.clock, self.weather, self.draw)
+        link = Link(process, self.clock, self.draw)
+        return process, bus, IndexLink(self.index, link, self.clock)
+
+    def start_worker(self, name: str) -> None:
+        """Its next life."""
+
+        async def start() -> None:
+            process, bus, index = self._begin(name)
+            began = asyncio.Event()
+            process.start(self._live_as_worker(process, bus, index, began))
+            await began.wait()
+
+        self.run(start())
+
+    async def _live_as_worker(
+        self, process: Process, bus: FaultyBus, index: IndexLink, began: asyncio.Event
+    ) -> None:
+        async def make_engine() -> SimulatedEngine:
+            life.engine = SimulatedEngine(self.model, config.engine, self.clock)
+            return life.engine
+
+        config = msgspec.structs.replace(_WORKER, name=process.name)
+        engine = SimulatedEngine(self.model, config.engine, self.clock)
+        keeper = EngineKeeper(engine, make_engine, self.clock)
+        worker = Worker(bus, config, self.model, keeper, self.clock, index)
+        life = self.workers[process.name] = WorkerLife(process, worker, engine)
+        began.set()
+        await worker.run(life.stopping)
+
+    def start_scheduler(self, name: str) -> None:
+        """Its next life."""
+        process, bus, index = self._begin(name)
+        config = SchedulerConfig(models=(MODEL,), scheduler_id=name)
+        scheduler = Scheduler(bus, config, self.clock, [MODEL], lambda _name: self.model, index)
+        life = self.schedulers[name] = SchedulerLife(process, scheduler)
+
+        async def start() -> None:
+            process.start(scheduler.run(life.stopping))
+
+        self.run(start())
+
+    def start_gateway(self, name: str) -> None:
+        """Its next life; the clients of the former one come back after a moment, to any."""
+        process, bus, index = self._begin(name)
+        gateway = self.gateways[name] = Gateway(name, process, bus, self.clock, index)
+        process.on_death = lambda: self._lose_clients(name)
+
+        async def start() -> None:
+            process.start(gateway.run())
+
+        self.run(start())
+
+    # --- requests ---
+
+    def question(self, **fields: Any) -> Question:
+        """A job, and what its answer has to be."""
+        job = Job(model=MODEL, **fields)
+        sampling = job.sampling
+        assert sampling.seed is not None
+        assert sampling.max_tokens is not None
+        token_ids = tuple(
+            self._tokens.draw(sampling.seed, index) for index in range(sampling.max_tokens)
+        )
+        stream = TextStream(self.model.tokenizer, sampling, job.prompt_token_ids or ())
+        text = "".join(stream.push(token_id)[0] for token_id in token_ids) + stream.flush()
+        return Question(job, token_ids, text)
+
+    def ask(self, question: Question, gateway: str) -> None:
+        """A client asks a gateway, or a service publishes by itself (no ``reply``)."""
+        asked = Asked(question, gateway, gateway, self.wrongs)
+        self.asked[asked.request_id] = asked
+        self.errand(self._ask(asked))
+
+    async def _ask(self, asked: Asked) -> None:
+        gateway = self.gateways[asked.origin]
+        is_for_client = bool(asked.question.job.reply)
+        work = gateway.ask(asked) if is_for_client else gateway.publish(asked)
+        asked.is_accepted = await self._done(gateway.process, work)
+        asked.is_refused = not asked.is_accepted
+        if asked.is_accepted and not gateway.process.is_alive:
+            self._come_back_later(asked)
+
+    async def _done(self, process: Process, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether a process has done something, and heard so."""
+        task = process.spawn(work)
+        await asyncio.wait({task})
+        if task.cancelled():
+            return False
+        error = task.exception()
+        if error is not None and not isinstance(error, MillraceError):
+            self.wrongs.append(f"{process.name} failed: {error!r}")
+        return error is None
+
+    def cancel(self, asked: Asked) -> None:
+        """Somebody else who owns the request stops it."""
+        asked.may_be_cancelled = True
+
+        gateway = self.draw.choice(list(self.gateways.values()))
+        self.act(lambda: gateway.process.do(lambda: gateway.cancel(asked.request_id)))
+
+    def leave(self, asked: Asked) -> None:
+        """The client goes away for good."""
+        if not asked.is_answered and asked.is_accepted:
+            asked.may_be_cancelled = asked.has_left = True
+            gateway = self.gateways[asked.holder]
+            self.act(lambda: gateway.process.do(lambda: gateway.leave(asked)))
+
+    def move(self, asked: Asked, gateway: str) -> None:
+        """The client has lost its connection, and comes back at a gateway."""
+        if asked.is_open:
+            holder = self.gateways[asked.holder]
+            self.act(lambda: holder.process.do(lambda: holder.disconnect(asked)))
+            asked.forget_tail(self.draw.randint(0, 3))
+            self._come_back_later(asked, gateway)
+
+    def _lose_clients(self, name: str) -> None:
+        for asked in self.asked.values():
+            if asked.holder == name and asked.is_open:
+                asked.forget_tail(self.draw.randint(0, 3))
+                self._come_back_later(asked)
+
+    def _come_back_later(self, asked: Asked, gateway: str = "") -> None:
+        asked.num_moves += 1
+        self.errand(self._come_back(asked, gateway, asked.num_moves))
+
+    async def _come_back(self, asked: Asked, wanted: str, number: int) -> None:
+        """Try gateways until one takes it."""
+        is_back = False
+        while not is_back:
+            await asyncio.sleep(_RECONNECT_S)
+            if not asked.is_open or asked.num_moves != number:
+                return
+            there = [
+                name
+                for name, gateway in self.gateways.items()
+                if gateway.process.is_alive and not gateway.process.is_frozen
+            ]
+            if there:
+                name = wanted if wanted in there else self.draw.choice(there)
+                gateway = self.gateways[name]
+                is_back = await self._done(gateway.process, gateway.resume(asked))
+
+    def open_questions(self) -> Iterator[Asked]:
+        return (asked for asked in self.asked.values() if asked.is_open)
+
+
+def _nothing() -> None:
+    """Clients of what is closed do not come back."""
+
+
+class _ErrorLog(logging.Handler):
+    """Errors that are logged are wrong, but for those about engines that were killed."""
+
+    def __init__(self, wrongs: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._wrongs = wrongs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_ours = record.name.partition(".")[0] in _PACKAGES
+        if is_ours and record.getMessage() != "a request killed two engines":
+            self._wrongs.append(f"logged: {self.format(record)}")

@@ -1,0 +1,279 @@
+"""The protocol against whatever can happen to it: no request is lost, none is answered twice, and
+every stream goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from registry.served import ServedModel
+from schemas.jobs import Tier
+from schemas.sampling import SamplingParams
+from tests.protocol.checks import check_now, come_to_rest
+from tests.protocol.processes import Process, Trap
+from tests.protocol.system import System
+from tests.workers.scripted import served_model
+
+WORKERS = ("worker-1", "worker-2", "worker-3")
+SCHEDULERS = ("scheduler-1", "scheduler-2")
+GATEWAYS = ("gateway-1", "gateway-2")
+_MAX_REQUESTS = 24
+_WORKER_TRAPS = ("tok", "record", "result", "ack", "_INBOX", "index", "ended", "hb", "release")
+_SCHEDULER_TRAPS = ("pull", "worker", "cancel", "is_open", "record", "ack", "tok", "bury", "resume")
+_GATEWAY_TRAPS = ("publish", "_INBOX", "worker", "handover", "cancel")
+
+_numbers = st.integers(0, 2**32)
+_waits_s = st.sampled_from((0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 7.0))
+
+
+@cache
+def _model() -> ServedModel:
+    return served_model(Path(tempfile.mkdtemp(prefix="millrace-protocol-")))
+
+
+class Protocol(RuleBasedStateMachine):
+    """What happens, in any order. Parts that died come back only when a rule says so, or at the
+    end, when everything is whole again and all has to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system: System | None = None
+
+    @property
+    def it(self) -> System:
+        assert self.system is not None
+        return self.system
+
+    @initialize(seed=_numbers, num_schedulers=st.integers(1, 2))
+    def begin(self, seed: int, num_schedulers: int) -> None:
+        self.system = System(_model(), seed)
+        for name in SCHEDULERS[:num_schedulers]:
+            self.it.start_scheduler(name)
+        for name in WORKERS[:2]:
+            self.it.start_worker(name)
+        for name in GATEWAYS:
+            self.it.start_gateway(name)
+        self.it.pass_s(0.5)
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if self.system is not None:
+            check_now(self.system)
+
+    def teardown(self) -> None:
+        if self.system is None:
+            return
+        try:
+            self._make_whole()
+            come_to_rest(self.system)
+        finally:
+            self.system.close()
+
+    def _make_whole(self) -> None:
+        it = self.it
+        it.weather.share_lost = it.weather.share_twice = it.weather.delay_s = 0.0
+        it.weather.reorders = it.index.is_away = False
+        it.act(it.broker.start)
+        for process in it.processes():
+            process.trap = None
+            it.act(process.thaw)
+            it.act(process.mend)
+        for name in (*SCHEDULERS[:1], *WORKERS[:2], *GATEWAYS):
+            self._start_if_dead(name)
+
+    # --- load ---
+
+    @precondition(lambda self: len(self.it.asked) < _MAX_REQUESTS)
+    @rule(
+        count=st.integers(1, 4),
+        max_tokens=st.sampled_from((1, 2, 8, 20, 60)),
+        tier=st.sampled_from(Tier),
+        tenant=st.sampled_from("ab"),
+        gateway=st.sampled_from(GATEWAYS),
+        is_for_nobody=st.sampled_from((False, False, False, True)),
+        is_stored=st.booleans(),
+        lives_s=st.sampled_from((0.0, 0.0, 0.0, 0.5, 3.0)),
+        wait_s=_waits_s,
+    )
+    def ask(
+        self,
+        count: int,
+        max_tokens: int,
+        tier: Tier,
+        tenant: str,
+        gateway: str,
+        is_for_nobody: bool,
+        is_stored: bool,
+        lives_s: float,
+        wait_s: float,
+    ) -> None:
+        it = self.it
+        if not it.gateways[gateway].process.is_alive:
+            return
+        for _ in range(count):
+            number, now_ns = len(it.asked), it.clock.now_ns()
+            question = it.question(
+                request_id=f"r{number}",
+                prompt_token_ids=(40, 41, 42 + number),
+                sampling=SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=True),
+                reply="" if is_for_nobody else gateway,
+                batch_frames=True,
+                store_result=is_stored,
+                tier=tier,
+                tenant=tenant,
+                received_ns=now_ns,
+                deadline_ns=now_ns + round(lives_s * 1e9) if lives_s else None,
+            )
+            it.ask(question, gateway)
+        it.pass_s(wait_s)
+
+    @rule(wait_s=_waits_s)
+    def wait(self, wait_s: float) -> None:
+        self.it.pass_s(wait_s)
+
+    @precondition(lambda self: self.it.asked)
+    @rule(number=_numbers, how=st.sampled_from(("cancel", "leave", "move")), to=_numbers)
+    def disturb_one(self, number: int, how: str, to: int) -> None:
+        asked = list(self.it.asked.values())[number % len(self.it.asked)]
+        match how:
+            case "cancel":
+                self.it.cancel(asked)
+            case "leave":
+                self.it.leave(asked)
+            case _:
+                self.it.move(asked, GATEWAYS[to % len(GATEWAYS)])
+        self.it.pass_s(0.0)
+
+    # --- what happens to processes ---
+
+    def _pick(self, number: int) -> Process | None:
+        lives = self.it.processes()
+        return lives[number % len(lives)] if lives else None
+
+    @rule(number=_numbers, wait_s=_waits_s)
+    def kill(self, number: int, wait_s: float) -> None:
+        if (process := self._pick(number)) is not None:
+            self.it.act(process.kill)
+        self.it.pass_s(wait_s)
+
+    @rule(number=_numbers, kind=_numbers, is_after=st.booleans(), wait_s=_waits_s)
+    def set_trap(self, number: int, kind: int, is_after: bool, wait_s: float) -> None:
+        if (process := self._pick(number)) is not None:
+            kinds = (
+                _WORKER_TRAPS
+                if process.name in WORKERS
+                else _SCHEDULER_TRAPS
+                if process.name in SCHEDULERS
+                else _GATEWAY_TRAPS
+            )
+            process.trap = Trap(kinds[kind % len(kinds)], is_after=is_after)
+        self.it.pass_s(wait_s)
+
+    @rule(number=_numbers, for_s=_waits_s, wait_s=_waits_s)
+    def freeze(self, number: int, for_s: float, wait_s: float) -> None:
+        if (process := self._pick(number)) is not None:
+            process.freeze()
+            self.it.pass_s(for_s)
+            self.it.act(process.thaw)
+        self.it.pass_s(wait_s)
+
+    @rule(number=_numbers, for_s=_waits_s, wait_s=_waits_s)
+    def cut_off(self, number: int, for_s: float, wait_s: float) -> None:
+        if (process := self._pick(number)) is not None:
+            process.cut()
+            self.it.pass_s(for_s)
+            self.it.act(process.mend)
+        self.it.pass_s(wait_s)
+
+    @rule(name=st.sampled_from(WORKERS), wait_s=_waits_s)
+    def drain(self, name: str, wait_s: float) -> None:
+        if name in self.it.workers:
+            self.it.workers[name].stopping.set()
+        self.it.pass_s(wait_s)
+
+    @rule(name=st.sampled_from(SCHEDULERS), wait_s=_waits_s)
+    def stop_scheduler(self, name: str, wait_s: float) -> None:
+        if name in self.it.schedulers:
+            self.it.schedulers[name].stopping.set()
+        self.it.pass_s(wait_s)
+
+    @rule(name=st.sampled_from(WORKERS), wait_s=_waits_s)
+    def kill_engine(self, name: str, wait_s: float) -> None:
+        life = self.it.workers.get(name)
+        if life is not None and life.process.is_alive:
+            self.it.act(life.engine._stepping.cancel)
+        self.it.pass_s(wait_s)
+
+    @rule(name=st.sampled_from(WORKERS + SCHEDULERS + GATEWAYS), wait_s=_waits_s)
+    def start(self, name: str, wait_s: float) -> None:
+        self._start_if_dead(name)
+        self.it.pass_s(wait_s)
+
+    def _start_if_dead(self, name: str) -> None:
+        it = self.it
+        if any(process.name == name for process in it.processes()):
+            return
+        if name in WORKERS:
+            it.start_worker(name)
+        elif name in SCHEDULERS:
+            it.start_scheduler(name)
+        else:
+            it.start_gateway(name)
+
+    # --- what happens to the servers and the network ---
+
+    @rule(for_s=_waits_s, is_forgetful=st.booleans(), wait_s=_waits_s)
+    def restart_the_server(self, for_s: float, is_forgetful: bool, wait_s: float) -> None:
+        it = self.it
+        it.broker.stop()
+        it.pass_s(for_s)
+        if is_forgetful:
+            it.broker.jobs.lose_deliveries()
+        it.act(it.broker.start)
+        it.pass_s(wait_s)
+
+    @rule(is_away=st.booleans())
+    def redis(self, is_away: bool) -> None:
+        self.it.index.is_away = is_away
+        self.it.index.was_away |= is_away
+
+    @rule(
+        delay_s=st.sampled_from((0.0, 0.0, 0.01, 0.1, 0.5)),
+        share_twice=st.sampled_from((0.0, 0.2)),
+        share_lost=st.sampled_from((0.0, 0.02, 0.2)),
+        reorders=st.booleans(),
+    )
+    def weather(
+        self, delay_s: float, share_twice: float, share_lost: float, reorders: bool
+    ) -> None:
+        weather = self.it.weather
+        weather.delay_s, weather.share_twice = delay_s, share_twice
+        weather.share_lost, weather.reorders = share_lost, reorders
+
+
+settings.register_profile(
+    "protocol",
+    max_examples=int(os.environ.get("MILLRACE_PROTOCOL_EXAMPLES", "25")),
+    stateful_step_count=int(os.environ.get("MILLRACE_PROTOCOL_STEPS", "25")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+    phases=[Phase.generate] if os.environ.get("PROTO_EXPLORE") else tuple(Phase),
+    report_multiple_bugs=False,
+)
+
+TestProtocol = pytest.mark.timeout(600)(Protocol.TestCase)
+TestProtocol.settings = settings.get_profile("protocol")
