@@ -1,0 +1,120 @@
+"""The manifests cannot be applied here; what they say of us is held to what we do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from bus.settings import load_config
+from schemas.config import Config
+from schemas.control import QueueStatus
+from schemas.jobs import Tier
+from tests.support.running_gateway import running_gateway
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+
+
+def _manifest(name: str) -> dict[str, Any]:
+    tree = yaml.safe_load((FOLDER / name).read_text())
+    assert isinstance(tree, dict)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def worker() -> dict[str, Any]:
+    return _manifest("worker.yaml")
+
+
+@pytest.fixture(scope="module")
+def scaled() -> dict[str, Any]:
+    return _manifest("keda.yaml")
+
+
+def _container(worker: dict[str, Any]) -> dict[str, Any]:
+    [container] = worker["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def _settings(worker: dict[str, Any]) -> Config:
+    env = {one["name"]: one.get("value", "a-pod") for one in _container(worker)["env"]}
+    return load_config(None, env)
+
+
+async def _metrics() -> str:
+    """Of a gateway that has heard of the model's queue."""
+    async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
+        status = QueueStatus(
+            model="demo",
+            num_queued=1,
+            bound=10,
+            desired_workers=2,
+            oldest_wait_s=0.5,
+            ttft_ms={Tier.FREE: 100.0},
+        )
+        front.gateway.fleet.on_queue(status)
+        return (await http.get("/metrics")).text
+
+
+async def test_the_query_and_the_document_name_what_gateways_tell(scaled: dict[str, Any]) -> None:
+    told = await _metrics()
+    [trigger] = scaled["spec"]["triggers"]
+    [series] = re.findall(r"millrace_\w+\{[^}]*\}", trigger["metadata"]["query"])
+    assert f"\n{series} 2.0\n" in told
+    document = (ROOT / "docs" / "autoscaling.md").read_text()
+    described = re.findall(r"^\| `(millrace_\w+)\{([\w,]+)\}`", document, re.MULTILINE)
+    assert len(described) == 4
+    for name, labels in described:
+        pattern = ",".join(f'{label}="[^"]+"' for label in labels.split(","))
+        assert re.search(rf"^{name}\{{{pattern}\}} ", told, re.MULTILINE), name
+
+
+def test_what_is_scaled_is_the_worker_of_that_model(
+    worker: dict[str, Any], scaled: dict[str, Any]
+) -> None:
+    assert scaled["spec"]["scaleTargetRef"]["name"] == worker["metadata"]["name"]
+    [trigger] = scaled["spec"]["triggers"]
+    model = _settings(worker).worker.model
+    assert f'model="{model}"' in trigger["metadata"]["query"]
+    assert worker["metadata"]["labels"]["millrace/model"] == model
+    # Whoever applies the manifests again must not undo what KEDA has done.
+    assert "replicas" not in worker["spec"]
+
+
+def test_one_replica_is_one_worker_that_is_wanted(scaled: dict[str, Any]) -> None:
+    [trigger] = scaled["spec"]["triggers"]
+    assert trigger["metricType"] == "AverageValue"
+    assert trigger["metadata"]["threshold"] == "1"
+    assert trigger["metadata"]["activationThreshold"] == "0"
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+def test_the_schedulers_are_told_the_same_bounds(scaled: dict[str, Any]) -> None:
+    said = re.findall(
+        r"^#   (MILLRACE_\w+)=(\S+)$", (FOLDER / "keda.yaml").read_text(), re.MULTILINE
+    )
+    autoscale = load_config(None, dict(said)).scheduler.autoscale
+    assert autoscale.min_workers == scaled["spec"]["minReplicaCount"]
+    assert autoscale.max_workers == scaled["spec"]["maxReplicaCount"]
+
+
+def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:
+    grace_s = worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    # Giving back what is left and saying goodbye are a second each.
+    assert grace_s >= _settings(worker).worker.drain_timeout_s + 5
+
+
+def test_the_container_runs_a_part_of_ours(worker: dict[str, Any]) -> None:
+    container = _container(worker)
+    [module] = container["args"]
+    assert (ROOT / module / "__main__.py").is_file()
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert container["image"] == compose["x-millrace"]["image"]
+    selector = worker["spec"]["selector"]["matchLabels"]
+    assert worker["spec"]["template"]["metadata"]["labels"].items() >= selector.items()
