@@ -34,10 +34,10 @@ def compare(
 ) -> int:
     """Run the trace under each policy, and print and write what came of it; 1 if requests were
     unfinished. Raises ConfigError."""
-    for model in {request.model for request in trace}:
-        if model == PUBLIC_MODEL_AUTO:
-            raise ConfigError("a trace names the models that answered, none of which is auto")
-        settings.workers_of(model)
+    models = sorted({request.model for request in trace})
+    if PUBLIC_MODEL_AUTO in models:
+        raise ConfigError("a trace names the models that answered, none of which is auto")
+    settings.check(models)
     # As in the scheduler's own process: most of what is made is freed by reference counts.
     gc.set_threshold(*_GC_THRESHOLDS)
     # What the scheduler logs of deaths and refusals is what the report is about.

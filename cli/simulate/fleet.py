@@ -85,18 +85,12 @@ class Fleet:
         """Have the first workers there, at once; then failures take their course."""
         await self._bus.control.subscribe_cancels(self._on_cancel)
         await self._bus.control.subscribe_queue_status(self._on_queue_status)
-        autoscale = self._settings.config.scheduler.autoscale
         for model in self._places:
-            count = self._settings.workers_of(model)
-            if autoscale.max_workers:
-                count = min(max(count, autoscale.min_workers), autoscale.max_workers)
-            for _ in range(count):
+            for _ in range(self._settings.workers_of(model)):
                 await self._begin(self._new_place(model), delay_s=0.0)
         for failure in self._settings.failures:
-            if failure.worker <= len(self._all):
-                self._loop.call_at(
-                    self._start_s + failure.at_s, self._kill, self._all[failure.worker - 1]
-                )
+            place = self._all[failure.worker - 1]
+            self._loop.call_at(self._start_s + failure.at_s, self._kill, place)
 
     async def close(self) -> None:
         """Nobody works any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cli.bench.settings import Slo
@@ -38,8 +40,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: float = 1.0
 
     def workers_of(self, model: str) -> int:
-        """Raises ConfigError if nothing says how many workers a model has."""
+        """How many there are of a model at first. Raises ConfigError if nothing says so."""
         count = self.num_workers.get(model, self.num_workers.get(""))
         if count is None:
             raise ConfigError(f"--workers does not say how many workers serve {model}")
+        bounds = self.config.scheduler.autoscale
+        if bounds.max_workers:
+            return min(max(count, bounds.min_workers), bounds.max_workers)
         return count
+
+    def check(self, models: Iterable[str]) -> None:
+        """Raises ConfigError unless this can be done for a trace of such ``models``."""
+        total = sum(self.workers_of(model) for model in models)
+        for failure in self.failures:
+            if failure.worker > total:
+                raise ConfigError(
+                    f"--fail: there is no worker {failure.worker}, there are {total} at first"
+                )

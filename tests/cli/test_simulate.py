@@ -249,6 +249,35 @@ def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
     assert affine.overall.ttft_ms.mean < apart.overall.ttft_ms.mean
 
 
+def test_batch_work_makes_way_for_what_somebody_waits_for() -> None:
+    batch = _load(40, 0.01, tier=Tier.BATCH, output_tokens=400)
+    chat = [_request(2.0 + number, tier=Tier.PRO, output_tokens=50) for number in range(10)]
+    trace = sorted([*batch, *chat], key=lambda request: request.at_s)
+    report = _report(trace, _settings(1))
+    ttft_ms = report.by_tier["pro"].ttft_ms
+    assert ttft_ms is not None
+    assert ttft_ms.p90 < 250.0  # its prefill, and the steps under way
+    assert report.num_preemptions > 0
+    assert report.overall.num_done == 50
+
+
+def test_the_shortest_come_first_of_one_tenant_only() -> None:
+    lengths = [200, 10, 20, 30] * 20
+    trace = [_request(0.001 * n, output_tokens=length) for n, length in enumerate(lengths)]
+    by_arrival, shortest = (_report(trace, _settings(1), name) for name in ("fair", "shortest"))
+    assert by_arrival.overall.e2e_ms is not None
+    assert shortest.overall.e2e_ms is not None
+    assert shortest.overall.e2e_ms.mean < by_arrival.overall.e2e_ms.mean
+
+
+def test_each_model_has_workers_of_its_own() -> None:
+    trace = [_request(0.1 * n, model=("small", "large")[n % 2]) for n in range(20)]
+    settings = msgspec.structs.replace(_settings(), num_workers={"small": 2, "": 1})
+    result = _run(trace, settings)
+    assert [life.model for life in result.lives] == ["large", "small", "small"]
+    _check_conserved(result.outcomes)
+
+
 def test_the_autoscaler_adds_workers_for_a_load_and_drains_them_behind_it() -> None:
     short = _load(300, 0.05, output_tokens=100)
     long = [_request(10.0 + number, output_tokens=1_500) for number in range(40)]
@@ -307,6 +336,7 @@ def test_policies_side_by_side_with_a_page(
         (["--workers", "0"], "--workers"),
         (["--workers", "other=2"], "demo"),
         (["--fail", "worker=1"], "--fail"),
+        (["--fail", "worker=2@1s"], "no worker 2"),
         (["--autoscale", "3:1"], "--autoscale"),
         (["--heartbeat", "0s"], "--heartbeat"),
         (["--slo", "speed=1s"], "--slo"),
