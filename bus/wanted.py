@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from schemas.control import QueueStatus
 
@@ -11,26 +12,39 @@ from schemas.control import QueueStatus
 _WINDOW_S = 3.0
 
 
+@dataclass
+class _Heard:
+    since_s: float = 0.0
+    figures: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def forget(self, now_s: float) -> None:
+        while self.figures and self.figures[0][0] <= now_s - _WINDOW_S:
+            self.figures.popleft()
+
+
 class WantedWorkers:
     """Remembers what queue statuses said of late. Pure: the caller passes the time in."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, deque[tuple[float, int]]] = {}
+        self._heard: dict[str, _Heard] = {}
 
     def note(self, status: QueueStatus, now_s: float) -> None:
-        heard = self._heard.setdefault(status.model, deque())
-        heard.append((now_s, status.desired_workers))
-        _forget(heard, now_s)
+        heard = self._heard.setdefault(status.model, _Heard())
+        heard.forget(now_s)
+        if not heard.figures:
+            heard.since_s = now_s
+        heard.figures.append((now_s, status.desired_workers))
 
     def of(self, model: str, now_s: float) -> int | None:
         """The most that any scheduler wants for a model; None: none was heard of lately."""
         heard = self._heard.get(model)
         if heard is None:
             return None
-        _forget(heard, now_s)
-        return max((count for _, count in heard), default=None)
+        heard.forget(now_s)
+        return max((count for _, count in heard.figures), default=None)
 
-
-def _forget(heard: deque[tuple[float, int]], now_s: float) -> None:
-    while heard and heard[0][0] <= now_s - _WINDOW_S:
-        heard.popleft()
+    def is_settled(self, model: str, now_s: float) -> bool:
+        """Whether schedulers were heard for so long that none wants more than ``of`` says: enough
+        to stop what is beyond that."""
+        heard = self._heard.get(model)
+        return heard is not None and now_s - heard.since_s >= _WINDOW_S

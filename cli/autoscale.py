@@ -93,7 +93,11 @@ class WorkerScaler:
             if now_s >= self._pauses.get(status.model, (now_s, 0.0))[0]:
                 for _ in range(wanted - len(here)):
                     self._start(status.model, wanted)
-        elif len(here) > wanted and len(here) == len(places):
+        elif (
+            len(here) > wanted
+            and len(here) == len(places)
+            and self._wanted.is_settled(status.model, now_s)
+        ):
             self._stop(self._least_needed(here), wanted)
 
     async def close(self) -> None:

@@ -28,3 +28,16 @@ def test_schedulers_that_are_silent_say_nothing() -> None:
     assert wanted.of("demo", 2.9) == 0
     assert wanted.of("demo", 3.0) is None
     assert wanted.of("other", 0.0) is None
+
+
+def test_schedulers_that_were_away_are_believed_after_a_while() -> None:
+    wanted = WantedWorkers()
+    assert not wanted.is_settled("demo", 0.0)
+    wanted.note(_status(3), 0.0)
+    assert not wanted.is_settled("demo", 0.0)
+    wanted.note(_status(3), 2.0)
+    wanted.note(_status(3), 4.0)
+    assert wanted.is_settled("demo", 4.0)
+    wanted.note(_status(1), 7.5)
+    assert wanted.of("demo", 7.5) == 1
+    assert not wanted.is_settled("demo", 7.5)

@@ -75,12 +75,19 @@ class Rig:
         self.scaler.adopt("worker-1", "demo")
 
     async def hear(self, desired: int, model: str = "demo", after_s: float = 0.0) -> None:
-        """A scheduler publishes its figure ``after_s`` later."""
-        await self.clock.advance(after_s)
+        """A scheduler publishes its figure every second for ``after_s``, and then."""
+        until_s = self.clock.monotonic() + after_s
+        while self.clock.monotonic() + 1.0 < until_s:
+            await self.clock.advance(1.0)
+            self._publish(desired, model)
+        await self.clock.advance(until_s - self.clock.monotonic())
+        self._publish(desired, model)
+        await self.settle()
+
+    def _publish(self, desired: int, model: str) -> None:
         self.scaler.on_queue(
             QueueStatus(model=model, num_queued=0, bound=10, desired_workers=desired)
         )
-        await self.settle()
 
     async def settle(self) -> None:
         await self.clock.advance(0.0)
@@ -129,6 +136,18 @@ async def test_nothing_stops_while_any_scheduler_wanted_more_of_late(rig: Rig) -
     assert list(rig.processes.stopping) == ["worker-2"]
 
 
+async def test_a_scheduler_that_starts_anew_stops_nothing_at_first(rig: Rig) -> None:
+    await rig.has_up("worker-2")
+    await rig.clock.advance(60.0)
+    await rig.hear(1)
+    await rig.hear(2, after_s=1.0)
+    assert rig.processes.stopping == {}
+    await rig.hear(2, after_s=LATER_S)
+    assert rig.processes.stopping == {}
+    await rig.hear(1, after_s=LATER_S)
+    assert list(rig.processes.stopping) == ["worker-2"]
+
+
 async def test_the_least_loaded_is_stopped_then_the_youngest(rig: Rig) -> None:
     await rig.has_up("worker-2", "worker-3", "worker-4")
     rig.held = {"worker-1": 5, "worker-2": 1, "worker-3": 3, "worker-4": 3}
@@ -169,7 +188,7 @@ async def test_a_name_is_not_used_again_while_the_old_process_is_there(rig: Rig)
 
 
 async def test_all_may_go_and_the_first_comes_back(rig: Rig) -> None:
-    await rig.hear(0)
+    await rig.hear(0, after_s=LATER_S)
     assert list(rig.processes.stopping) == ["worker-1"]
     rig.processes.stopped("worker-1")
     await rig.hear(1, after_s=1.0)
