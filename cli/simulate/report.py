@@ -31,8 +31,9 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of everybody, of a tier or of a tenant, by how they ended. Latencies are of those
-    that were answered, from when they were sent; None if there are none. Of ``prompt_tokens``
+    """Requests of everybody, of a tier or of a tenant, by how they ended; those that were not sent,
+    as the turn of their session before them was never answered, are left out. Latencies are of
+    those that were answered, from when they were sent; None if there are none. Of ``prompt_tokens``
     that were to be prefilled, ``cached_tokens`` were found. ``goodput`` is the share of all that
     was answered within the SLO; None without one."""
 

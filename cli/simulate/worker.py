@@ -56,7 +56,6 @@ class SimulatedWorker:
     ) -> None:
         self.worker_id = heartbeats.worker_id
         self.model = heartbeats.model
-        self.name = heartbeats.name
         self.batch = batch
         self.runs: dict[str, Run] = {}
         self.alive = False
