@@ -217,6 +217,7 @@ class FaultyBus:
         self._process.on_mended.append(callback)
 
     def _restarted(self) -> None:
+        self._process.is_shaken = True
         for callback in self._process.on_mended:
             self._process.receive(callback)
 
@@ -244,9 +245,9 @@ class SharedIndex:
 class IndexLink:
     """See ``workers.index.Generations``: one process's."""
 
-    def __init__(self, index: SharedIndex, link: Link, clock: Clock) -> None:
+    def __init__(self, index: SharedIndex, process: Process, clock: Clock) -> None:
         self._index = index
-        self._process = link.process
+        self._process = process
         self._clock = clock
 
     async def start(self, request_id: str, worker_id: str, epoch: int) -> None:

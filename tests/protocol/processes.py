@@ -28,12 +28,13 @@ class Trap:
 
 class Process:
     """One life of a process. ``on_death`` is called when it was killed, or has ended by itself;
-    ``failure`` is what its main task ended with, if that was an error."""
+    ``failure`` is what its main task ended with, if that was an error. ``is_shaken`` is set when
+    it was out of touch for whatever time; whoever looks at that clears it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
-        self.is_cut = False
+        self.is_cut = self.is_shaken = False
         self.trap: Trap | None = None
         self.failure: BaseException | None = None
         self.on_death: Callable[[], None] = _ignore
@@ -110,6 +111,7 @@ class Process:
 
     def freeze(self) -> None:
         if self.is_alive:
+            self.is_shaken = True
             self._is_running.clear()
 
     def thaw(self) -> None:
@@ -119,7 +121,7 @@ class Process:
 
     def cut(self) -> None:
         """Its connection is gone."""
-        self.is_cut = True
+        self.is_cut = self.is_shaken = True
 
     def mend(self) -> None:
         """It is connected again, and is told so."""

@@ -30,8 +30,9 @@ from schemas.errors import MillraceError
 from schemas.jobs import Job
 from schemas.simulated_tokens import SimulatedTokens
 from tests.protocol.clients import Asked, Question
+from tests.protocol.doubles import watch_for_doubles
 from tests.protocol.gateways import Gateway
-from tests.protocol.links import FaultyBus, IndexLink, Link, SharedIndex
+from tests.protocol.links import FaultyBus, IndexLink, SharedIndex
 from tests.protocol.network import Weather
 from tests.protocol.processes import Process, task_factory
 from workers.engine_keeper import EngineKeeper
@@ -50,7 +51,7 @@ _WORKER = WorkerConfig(
     replay_memory_s=1e6,
     engine=EngineConfig(
         kind="simulated",
-        simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=15.0),
+        simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=30.0),
         max_num_sequences=3,
         num_blocks=64,
     ),
@@ -66,6 +67,10 @@ class WorkerLife:
         self.engine = engine
         self.stopping = asyncio.Event()
 
+    def running(self) -> list[str]:
+        """The requests that its engine goes on with."""
+        return list(self.worker.requests._running)
+
 
 class SchedulerLife:
     """A scheduler. ``stopping`` is SIGTERM."""
@@ -79,14 +84,15 @@ class SchedulerLife:
 class System:
     """Everything in one loop of its own; ``pass_s`` is how time goes on.
 
-    Each process has a name, under which its next life starts. ``wrongs`` is what should not have
-    happened so far.
+    Each process has a name, under which its next life starts: ``restarts_after_s`` it has died, or
+    when ``start`` is called. ``wrongs`` is what should not have happened so far.
     """
 
     def __init__(self, model: ServedModel, seed: int) -> None:
         self.model = model
         self.draw = random.Random(seed)
         self.weather = Weather()
+        self.restarts_after_s: float | None = None
         self.wrongs: list[str] = []
         self.asked: dict[str, Asked] = {}
         self.workers: dict[str, WorkerLife] = {}
@@ -105,6 +111,7 @@ class System:
         ids = (uuid.UUID(int=number << 96) for number in itertools.count(1))
         self._ids = mock.patch("workers.worker.uuid.uuid4", side_effect=ids)
         self._ids.start()
+        self.errand(watch_for_doubles(self))
 
     # --- time ---
 
@@ -123,11 +130,12 @@ class System:
 
         self.run(act())
 
-    def errand(self, work: Coroutine[Any, Any, None]) -> None:
+    def errand(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Something that goes on outside the system."""
         task = self.loop.create_task(work, context=contextvars.Context())
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
+        return task
 
     def close(self) -> None:
         """End everything."""
@@ -139,6 +147,7 @@ class System:
     async def _reap(self) -> None:
         for process in self._lives:
             process.on_death = _nothing
+        for process in self._lives:
             await process.reap()
         errands = list(self._errands)
         for task in errands:
@@ -156,61 +165,62 @@ class System:
         ]
         return [process for process in processes if process.is_alive]
 
-    def _begin(self, name: str) -> tuple[Process, FaultyBus, IndexLink]:
+    def start(self, name: str) -> None:
+        """Its next life."""
+        self.act(lambda: self._launch(name))
+
+    def _launch(self, name: str) -> None:
         process = Process(name)
         self._lives.append(process)
+        process.on_death = lambda: self._on_death(process)
         bus = FaultyBus(self.broker, process, self.clock, self.weather, self.draw)
-        link = Link(process, self.clock, self.draw)
-        return process, bus, IndexLink(self.index, link, self.clock)
+        index = IndexLink(self.index, process, self.clock)
+        launchers = {
+            "worker": self._launch_worker,
+            "scheduler": self._launch_scheduler,
+            "gateway": self._launch_gateway,
+        }
+        launch = launchers[name.partition("-")[0]]
+        process.do(lambda: launch(process, bus, index))
 
-    def start_worker(self, name: str) -> None:
-        """Its next life."""
+    def _launch_worker(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
+        def make_engine() -> SimulatedEngine:
+            return SimulatedEngine(self.model, config.engine, self.clock)
 
-        async def start() -> None:
-            process, bus, index = self._begin(name)
-            began = asyncio.Event()
-            process.start(self._live_as_worker(process, bus, index, began))
-            await began.wait()
-
-        self.run(start())
-
-    async def _live_as_worker(
-        self, process: Process, bus: FaultyBus, index: IndexLink, began: asyncio.Event
-    ) -> None:
-        async def make_engine() -> SimulatedEngine:
-            life.engine = SimulatedEngine(self.model, config.engine, self.clock)
+        async def replace_engine() -> SimulatedEngine:
+            life.engine = make_engine()
             return life.engine
 
         config = msgspec.structs.replace(_WORKER, name=process.name)
-        engine = SimulatedEngine(self.model, config.engine, self.clock)
-        keeper = EngineKeeper(engine, make_engine, self.clock)
+        engine = make_engine()
+        keeper = EngineKeeper(engine, replace_engine, self.clock)
         worker = Worker(bus, config, self.model, keeper, self.clock, index)
         life = self.workers[process.name] = WorkerLife(process, worker, engine)
-        began.set()
-        await worker.run(life.stopping)
+        process.start(worker.run(life.stopping))
 
-    def start_scheduler(self, name: str) -> None:
-        """Its next life."""
-        process, bus, index = self._begin(name)
-        config = SchedulerConfig(models=(MODEL,), scheduler_id=name)
+    def _launch_scheduler(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
+        config = SchedulerConfig(models=(MODEL,), scheduler_id=process.name)
         scheduler = Scheduler(bus, config, self.clock, [MODEL], lambda _name: self.model, index)
-        life = self.schedulers[name] = SchedulerLife(process, scheduler)
+        life = self.schedulers[process.name] = SchedulerLife(process, scheduler)
+        process.start(scheduler.run(life.stopping))
 
-        async def start() -> None:
-            process.start(scheduler.run(life.stopping))
+    def _launch_gateway(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
+        gateway = Gateway(process.name, process, bus, self.clock, index)
+        self.gateways[process.name] = gateway
+        process.start(gateway.run())
 
-        self.run(start())
+    def _on_death(self, process: Process) -> None:
+        self._lose_clients(process.name)
+        if self.restarts_after_s is not None:
+            self.errand(self._restart(process.name, self.restarts_after_s))
 
-    def start_gateway(self, name: str) -> None:
-        """Its next life; the clients of the former one come back after a moment, to any."""
-        process, bus, index = self._begin(name)
-        gateway = self.gateways[name] = Gateway(name, process, bus, self.clock, index)
-        process.on_death = lambda: self._lose_clients(name)
+    async def _restart(self, name: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if not self.lives(name):
+            self._launch(name)
 
-        async def start() -> None:
-            process.start(gateway.run())
-
-        self.run(start())
+    def lives(self, name: str) -> bool:
+        return any(process.name == name for process in self.processes())
 
     # --- requests ---
 
@@ -229,6 +239,8 @@ class System:
 
     def ask(self, question: Question, gateway: str) -> None:
         """A client asks a gateway, or a service publishes by itself (no ``reply``)."""
+        if not self.gateways[gateway].process.is_alive:
+            return
         asked = Asked(question, gateway, gateway, self.wrongs)
         self.asked[asked.request_id] = asked
         self.errand(self._ask(asked))

@@ -3,6 +3,7 @@ every stream goes on where it stopped."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from functools import cache
@@ -20,20 +21,23 @@ from hypothesis.stateful import (
 )
 
 from registry.served import ServedModel
-from schemas.jobs import Tier
-from schemas.sampling import SamplingParams
 from tests.protocol.checks import check_now, come_to_rest
+from tests.protocol.load import GATEWAYS, LENGTHS_TOKENS, LIVES_S, ask_something, keep_asking
 from tests.protocol.processes import Process, Trap
 from tests.protocol.system import System
 from tests.workers.scripted import served_model
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
 SCHEDULERS = ("scheduler-1", "scheduler-2")
-GATEWAYS = ("gateway-1", "gateway-2")
-_MAX_REQUESTS = 24
-_WORKER_TRAPS = ("tok", "record", "result", "ack", "_INBOX", "index", "ended", "hb", "release")
-_SCHEDULER_TRAPS = ("pull", "worker", "cancel", "is_open", "record", "ack", "tok", "bury", "resume")
-_GATEWAY_TRAPS = ("publish", "_INBOX", "worker", "handover", "cancel")
+_WORKER_DEEDS = ("tok", "record", "result", "ack", "_INBOX", "index", "ended", "hb", "release")
+_SCHEDULER_DEEDS = ("pull", "worker", "cancel", "is_open", "record", "ack", "tok", "resume")
+_GATEWAY_DEEDS = ("publish", "_INBOX", "worker", "handover", "cancel")
+
+
+def _traps(*deeds: str) -> st.SearchStrategy[tuple[str, bool]]:
+    """What a process is about to do, or has just done, when it dies."""
+    return st.tuples(st.sampled_from(deeds), st.booleans())
+
 
 _numbers = st.integers(0, 2**32)
 _waits_s = st.sampled_from((0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 7.0))
@@ -51,22 +55,29 @@ class Protocol(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.system: System | None = None
+        self.load: asyncio.Task[None] | None = None
 
     @property
     def it(self) -> System:
         assert self.system is not None
         return self.system
 
-    @initialize(seed=_numbers, num_schedulers=st.integers(1, 2))
-    def begin(self, seed: int, num_schedulers: int) -> None:
+    @initialize(
+        seed=_numbers,
+        num_schedulers=st.integers(1, 2),
+        asks_per_s=st.sampled_from((0.0, 1.0, 4.0)),
+        restarts_after_s=st.sampled_from((None, 0.3, 1.5)),
+    )
+    def begin(
+        self, seed: int, num_schedulers: int, asks_per_s: float, restarts_after_s: float | None
+    ) -> None:
         self.system = System(_model(), seed)
-        for name in SCHEDULERS[:num_schedulers]:
-            self.it.start_scheduler(name)
-        for name in WORKERS[:2]:
-            self.it.start_worker(name)
-        for name in GATEWAYS:
-            self.it.start_gateway(name)
+        for name in (*SCHEDULERS[:num_schedulers], *WORKERS[:2], *GATEWAYS):
+            self.it.start(name)
+        self.it.restarts_after_s = restarts_after_s
         self.it.pass_s(0.5)
+        if asks_per_s:
+            self.load = self.it.errand(keep_asking(self.it, asks_per_s))
 
     @invariant()
     def all_is_well(self) -> None:
@@ -84,6 +95,8 @@ class Protocol(RuleBasedStateMachine):
 
     def _make_whole(self) -> None:
         it = self.it
+        if self.load is not None:
+            it.act(self.load.cancel)
         it.weather.share_lost = it.weather.share_twice = it.weather.delay_s = 0.0
         it.weather.reorders = it.index.is_away = False
         it.act(it.broker.start)
@@ -94,51 +107,41 @@ class Protocol(RuleBasedStateMachine):
         for name in (*SCHEDULERS[:1], *WORKERS[:2], *GATEWAYS):
             self._start_if_dead(name)
 
+    def _start_if_dead(self, name: str) -> None:
+        if not self.it.lives(name):
+            self.it.start(name)
+
     # --- load ---
 
-    @precondition(lambda self: len(self.it.asked) < _MAX_REQUESTS)
     @rule(
-        count=st.integers(1, 4),
-        max_tokens=st.sampled_from((1, 2, 8, 20, 60)),
-        tier=st.sampled_from(Tier),
-        tenant=st.sampled_from("ab"),
+        count=st.integers(1, 6),
+        max_tokens=st.sampled_from(LENGTHS_TOKENS),
+        lives_s=st.sampled_from(LIVES_S),
         gateway=st.sampled_from(GATEWAYS),
-        is_for_nobody=st.sampled_from((False, False, False, True)),
+        is_for_nobody=st.booleans(),
         is_stored=st.booleans(),
-        lives_s=st.sampled_from((0.0, 0.0, 0.0, 0.5, 3.0)),
         wait_s=_waits_s,
     )
     def ask(
         self,
         count: int,
         max_tokens: int,
-        tier: Tier,
-        tenant: str,
+        lives_s: float,
         gateway: str,
         is_for_nobody: bool,
         is_stored: bool,
-        lives_s: float,
         wait_s: float,
     ) -> None:
-        it = self.it
-        if not it.gateways[gateway].process.is_alive:
-            return
         for _ in range(count):
-            number, now_ns = len(it.asked), it.clock.now_ns()
-            question = it.question(
-                request_id=f"r{number}",
-                prompt_token_ids=(40, 41, 42 + number),
-                sampling=SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=True),
-                reply="" if is_for_nobody else gateway,
-                batch_frames=True,
-                store_result=is_stored,
-                tier=tier,
-                tenant=tenant,
-                received_ns=now_ns,
-                deadline_ns=now_ns + round(lives_s * 1e9) if lives_s else None,
+            ask_something(
+                self.it,
+                gateway,
+                max_tokens,
+                lives_s,
+                is_for_nobody=is_for_nobody,
+                is_stored=is_stored,
             )
-            it.ask(question, gateway)
-        it.pass_s(wait_s)
+        self.it.pass_s(wait_s)
 
     @rule(wait_s=_waits_s)
     def wait(self, wait_s: float) -> None:
@@ -169,17 +172,23 @@ class Protocol(RuleBasedStateMachine):
             self.it.act(process.kill)
         self.it.pass_s(wait_s)
 
-    @rule(number=_numbers, kind=_numbers, is_after=st.booleans(), wait_s=_waits_s)
-    def set_trap(self, number: int, kind: int, is_after: bool, wait_s: float) -> None:
-        if (process := self._pick(number)) is not None:
-            kinds = (
-                _WORKER_TRAPS
-                if process.name in WORKERS
-                else _SCHEDULER_TRAPS
-                if process.name in SCHEDULERS
-                else _GATEWAY_TRAPS
-            )
-            process.trap = Trap(kinds[kind % len(kinds)], is_after=is_after)
+    @rule(name=st.sampled_from(WORKERS[:2]), trap=_traps(*_WORKER_DEEDS), wait_s=_waits_s)
+    def trap_worker(self, name: str, trap: tuple[str, bool], wait_s: float) -> None:
+        self._set_trap(name, trap, wait_s)
+
+    @rule(name=st.sampled_from(SCHEDULERS), trap=_traps(*_SCHEDULER_DEEDS), wait_s=_waits_s)
+    def trap_scheduler(self, name: str, trap: tuple[str, bool], wait_s: float) -> None:
+        self._set_trap(name, trap, wait_s)
+
+    @rule(name=st.sampled_from(GATEWAYS), trap=_traps(*_GATEWAY_DEEDS), wait_s=_waits_s)
+    def trap_gateway(self, name: str, trap: tuple[str, bool], wait_s: float) -> None:
+        self._set_trap(name, trap, wait_s)
+
+    def _set_trap(self, name: str, trap: tuple[str, bool], wait_s: float) -> None:
+        kind, is_after = trap
+        for process in self.it.processes():
+            if process.name == name:
+                process.trap = Trap(kind, is_after=is_after)
         self.it.pass_s(wait_s)
 
     @rule(number=_numbers, for_s=_waits_s, wait_s=_waits_s)
@@ -221,17 +230,6 @@ class Protocol(RuleBasedStateMachine):
     def start(self, name: str, wait_s: float) -> None:
         self._start_if_dead(name)
         self.it.pass_s(wait_s)
-
-    def _start_if_dead(self, name: str) -> None:
-        it = self.it
-        if any(process.name == name for process in it.processes()):
-            return
-        if name in WORKERS:
-            it.start_worker(name)
-        elif name in SCHEDULERS:
-            it.start_scheduler(name)
-        else:
-            it.start_gateway(name)
 
     # --- what happens to the servers and the network ---
 
