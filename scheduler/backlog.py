@@ -11,22 +11,22 @@ from bus.api import Line
 if TYPE_CHECKING:
     from scheduler.entry import Entry
 
-# Jobs of a line that are not found when it is pulled are somebody else's, for so long.
-_BELIEVE_OTHERS_S = 5.0
 # All jobs of a line seem to be held: a lease may have lapsed, so it is tried now and then.
 _TRY_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
 class _State:
-    """``num_waiting`` jobs are thought to be in the queue for whoever pulls, ``num_others`` are
-    held by other schedulers and their workers; ``num_here`` were pulled and not sent."""
+    """``num_waiting`` jobs are thought to be in the queue for whoever pulls, of which ``num_told``
+    were heard of since the last pull; ``num_others`` were not found by that, so other schedulers
+    and their workers have them. ``num_here`` were pulled and not sent."""
 
     num_waiting: int = 0
+    num_told: int = 0
+    num_told_before: int = 0
     num_here: int = 0
     num_ours: int = 0
     num_others: int = 0
-    others_s: float = 0.0
     total: int = 0
     is_pulled: bool = False
     pulled_s: float = 0.0
@@ -49,7 +49,9 @@ class Backlog:
     # --- what is heard of the queue ---
 
     def published(self, line: Line) -> None:
-        self._of(line).num_waiting += 1
+        state = self._of(line)
+        state.num_told += 1
+        state.num_waiting += 1
 
     def counted(self, totals: Mapping[Line, int], now_s: float) -> None:
         """How many jobs each line has, whoever holds them; lines that are left out have none."""
@@ -57,9 +59,9 @@ class Backlog:
             self._of(line)
         for line, state in self._lines.items():
             state.total = totals.get(line, 0)
-            if now_s - state.others_s > _BELIEVE_OTHERS_S:
-                state.num_others = 0
-            state.num_waiting = max(0, state.total - state.num_ours - state.num_others)
+            # What was stored after the count is told, but not in it.
+            found = state.total - state.num_ours - state.num_others
+            state.num_waiting = max(found, state.num_told, 0)
             state.is_due = bool(state.total) and now_s - state.pulled_s >= _TRY_AGAIN_S
             if state.total or state.num_ours:
                 state.idle_since_s = None
@@ -67,18 +69,21 @@ class Backlog:
                 state.idle_since_s = now_s
 
     def pulling(self, line: Line) -> None:
-        self._of(line).is_pulled = True
+        """A pull begins; it may miss what is told from now on."""
+        state = self._of(line)
+        state.is_pulled = True
+        state.num_told_before = state.num_told
 
     def pulled(self, line: Line, num_wanted: int, num_got: int, now_s: float) -> None:
         """What a pull brought, before those that it brought are ours."""
         state = self._of(line)
         state.is_pulled = state.is_due = False
         state.pulled_s = now_s
+        state.num_told = max(0, state.num_told - (num_got or state.num_told_before))
         state.num_waiting = max(0, state.num_waiting - num_got)
         if not num_got:
-            state.num_waiting = 0
+            state.num_waiting = state.num_told
             state.num_others = max(0, state.total - state.num_ours)
-            state.others_s = now_s
         elif num_got < num_wanted and state.num_waiting:
             # More may have come meanwhile: the next pull tells.
             state.num_waiting = max(1, state.num_waiting)
@@ -119,7 +124,7 @@ class Backlog:
     def num_to_pull(self, line: Line) -> int:
         """How many jobs a pull may bring: one where a lease may have lapsed."""
         state = self._of(line)
-        return max(state.num_waiting, state.is_due)
+        return max(state.num_waiting, int(state.is_due))
 
     def to_pull(self) -> Iterator[Line]:
         """Lines that a pull may bring jobs of, unless one is under way."""

@@ -1,0 +1,87 @@
+"""What a scheduler believes of the lines of a model."""
+
+from __future__ import annotations
+
+from bus.api import Line
+from scheduler.backlog import Backlog
+from schemas.jobs import Tier
+from tests.scheduler.entries import entry
+
+LINE = Line("m", Tier.FREE, "t")
+
+
+def to_pull(backlog: Backlog) -> int:
+    count = backlog.num_to_pull(LINE)
+    assert type(count) is int, "it goes into a request as it is"
+    return count if LINE in backlog.to_pull() else 0
+
+
+def test_news_are_not_undone_by_an_older_count() -> None:
+    backlog = Backlog()
+    backlog.published(LINE)
+    backlog.counted({}, 0.0)
+    assert to_pull(backlog) == 1
+
+
+def test_news_during_a_pull_that_finds_nothing_are_kept() -> None:
+    backlog = Backlog()
+    backlog.published(LINE)
+    backlog.pulling(LINE)
+    backlog.published(LINE)
+    backlog.pulled(LINE, 1, 0, 0.0)
+    assert to_pull(backlog) == 1
+    backlog.pulling(LINE)
+    backlog.pulled(LINE, 1, 0, 0.0)
+    assert to_pull(backlog) == 0
+
+
+def test_what_a_pull_does_not_find_is_somebody_elses() -> None:
+    backlog = Backlog()
+    backlog.counted({LINE: 3}, 0.0)
+    assert to_pull(backlog) == 3
+    backlog.pulling(LINE)
+    assert to_pull(backlog) == 0
+    backlog.pulled(LINE, 3, 0, 0.0)
+    backlog.counted({LINE: 3}, 0.5)
+    assert to_pull(backlog) == 0
+    backlog.counted({LINE: 4}, 0.6)
+    assert to_pull(backlog) == 1, "one more than the others have"
+
+
+def test_leases_may_lapse_so_a_line_with_jobs_is_tried_now_and_then() -> None:
+    backlog = Backlog()
+    for second in range(1, 6):
+        backlog.counted({LINE: 1}, float(second))
+        assert to_pull(backlog) == 1
+        backlog.pulled(LINE, 1, 0, float(second))
+        backlog.counted({LINE: 1}, second + 0.5)
+        assert to_pull(backlog) == 0
+
+
+def test_what_is_ours_is_not_pulled_again() -> None:
+    backlog = Backlog()
+    backlog.published(LINE)
+    mine = entry()
+    mine.backlog = backlog
+    mine.line = LINE
+    backlog.pulled(LINE, 1, 1, 0.0)
+    backlog.took(mine)
+    backlog.waits_here(mine)
+    backlog.counted({LINE: 1}, 0.5)
+    assert to_pull(backlog) == 0
+    assert backlog.num_here(LINE) == 1
+    backlog.left(mine)
+    backlog.left(mine)
+    backlog.dropped(mine)
+    assert backlog.num_here(LINE) == 0
+
+
+def test_a_line_without_jobs_is_idle_after_a_while() -> None:
+    backlog = Backlog()
+    backlog.counted({LINE: 1}, 0.0)
+    backlog.counted({}, 10.0)
+    assert backlog.idle(100.0, 100.0) == []
+    backlog.counted({}, 110.0)
+    assert backlog.idle(110.0, 100.0) == [LINE]
+    backlog.forget(LINE)
+    assert len(backlog) == 0
