@@ -301,6 +301,8 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.handshake_complete and self.conn.close_rcvd is None:
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
         super().connection_lost(exc)
+        # A generator that knows the connection, which knows it; neither is for the collector.
+        self.conn.parser.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

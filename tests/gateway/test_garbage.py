@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 import websockets
+from websockets.server import ServerProtocol
 
 from gateway.server import _HttpProtocol
 from schemas.websocket import SUBPROTOCOL
@@ -32,7 +33,8 @@ async def front() -> AsyncIterator[RunningGateway]:
 
 
 def num_protocols() -> int:
-    return sum(type(one) is _HttpProtocol for one in gc.get_objects())
+    kinds = (_HttpProtocol, ServerProtocol)
+    return sum(type(one) in kinds for one in gc.get_objects())
 
 
 async def test_connections_are_gone_when_they_are_gone(front: RunningGateway) -> None:
