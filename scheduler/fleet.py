@@ -44,6 +44,7 @@ class Fleet:
     def __init__(self, heartbeat_timeout_s: float) -> None:
         self._timeout_s = heartbeat_timeout_s
         self._workers: dict[str, WorkerView] = {}
+        self._by_model: dict[str, dict[str, WorkerView]] = {}
         self._lives: dict[str, str] = {}
         self._stale: OrderedDict[str, int] = OrderedDict()
         self._past: OrderedDict[str, None] = OrderedDict()
@@ -70,7 +71,8 @@ class Fleet:
         if worker is not None:
             worker.observe(status, now_s)
         elif self._is_fresh(status, now_ns):
-            self._workers[worker_id] = WorkerView(status, now_s)
+            view = self._workers[worker_id] = WorkerView(status, now_s)
+            self._by_model.setdefault(status.model, {})[worker_id] = view
             self._lives[status.name] = worker_id
         return departed
 
@@ -105,6 +107,7 @@ class Fleet:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return []
+        del self._by_model[worker.status.model][worker_id]
         if self._lives.get(worker.status.name) == worker_id:
             del self._lives[worker.status.name]
         return [Departed(worker_id, worker.status.name, why, tuple(worker.runs))]
@@ -153,10 +156,10 @@ class Fleet:
 
     def of_model(self, model: str) -> Iterator[WorkerView]:
         """The live workers of a model."""
-        return (w for w in self._workers.values() if w.status.model == model)
+        return iter(self._by_model.get(model, {}).values())
 
     def num_workers(self, model: str) -> int:
-        return sum(1 for _ in self.of_model(model))
+        return len(self._by_model.get(model, ()))
 
     def room(self, model: str, tier: Tier = Tier.BATCH) -> int:
         """How many more requests of a tier the workers of a model would take now."""
@@ -192,5 +195,7 @@ class Fleet:
         for name, worker_id in self._lives.items():
             assert self._workers[worker_id].status.name == name, "a life under another's name"
             assert worker_id not in self._past, "a past life is alive"
+        indexed = [view for views in self._by_model.values() for view in views.values()]
+        assert sorted(map(id, indexed)) == sorted(map(id, self._workers.values()))
         for worker in self._workers.values():
             worker.check_integrity()

@@ -16,6 +16,8 @@ _DOUBT_AFTER_S = 2.0
 # Work of lower tiers that makes way stays at the worker: this times its capacity is held at most.
 _MAX_HELD_FACTOR = 2
 _NUM_TIERS = len(Tier)
+# The longest that it takes to hear of an end and to send another request.
+_REFILL_S = 0.1
 # Of an expected answer that nobody can estimate.
 DEFAULT_OUTPUT_TOKENS = 128.0
 
@@ -216,7 +218,7 @@ class WorkerView:
 
     def _find_places(self) -> _Places:
         status, held = self.status, self._num_held
-        limit = status.max_num_sequences + status.max_num_waiting
+        limit = status.max_num_sequences + self._num_worth_waiting()
         free = self.num_free_blocks
         room: list[int] = []
         free_blocks: list[int] = []
@@ -233,6 +235,16 @@ class WorkerView:
                 room.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
         self._places = _Places(tuple(room), tuple(free_blocks))
         return self._places
+
+    def _num_worth_waiting(self) -> int:
+        """How many requests beyond its slots keep it from running dry until it can be sent more.
+        Whoever waits there is before all that come later, whosever turn it is."""
+        status, step_s = self.status, self.decode_step_s
+        if not step_s:
+            return status.max_num_waiting
+        num_running = min(self._num_held, status.max_num_sequences)
+        each_s = (self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS) * step_s
+        return min(status.max_num_waiting, 1 + int(_REFILL_S * num_running / each_s))
 
     def fits(self, need: Need) -> bool:
         """There is a place and blocks for this request now; an idle worker has all its blocks."""

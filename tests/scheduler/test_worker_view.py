@@ -29,6 +29,26 @@ def test_room_counts_what_was_sent_since_the_heartbeat() -> None:
     fleet.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "output_tokens", "waiting"),
+    [
+        (0.0, 100, 8),  # nothing was measured
+        (50.0, 100, 1),  # an end every 1.25 s
+        (10.0, 4, 8),  # an end every 10 ms
+        (10.0, 10, 5),  # an end every 25 ms
+    ],
+)
+def test_no_more_wait_at_a_worker_than_keep_it_busy(
+    step_ms: float, output_tokens: int, waiting: int
+) -> None:
+    worker = view(max_num_waiting=8, num_running=4, decode_step_ms=step_ms)
+    for number in range(4):
+        worker.reserve(f"r{number}", Need(10, output_tokens), output_tokens)
+        worker.confirm(f"r{number}")
+    worker.observe(status(max_num_waiting=8, num_running=4, decode_step_ms=step_ms), 0.5)
+    assert worker.room == waiting
+
+
 def test_a_refusal_holds_until_the_next_heartbeat_for_that_tier_and_below() -> None:
     fleet = Fleet(2.0)
     fleet.observe(status(), 0.0, NOW_NS)
