@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.1
 # News that a request was taken away takes no longer than this in any weather, but for a worker
 # that was out of touch: it has to find out by itself.
-_TOLERATED_S = 1.0
-_TO_FIND_OUT_S = 5.0
+_TOLERATED_S = 0.8
+_TO_FIND_OUT_S = 4.0
+_NEVER_S = float("-inf")
 
 
 async def watch_for_doubles(system: System) -> None:
@@ -29,7 +30,7 @@ async def watch_for_doubles(system: System) -> None:
                 continue
             if _is_out_of_touch(system, worker):
                 out_of_touch_s[worker.worker.worker_id] = now_s
-            elif now_s - out_of_touch_s.get(worker.worker.worker_id, 0.0) > _TO_FIND_OUT_S:
+            elif now_s - out_of_touch_s.get(worker.worker.worker_id, _NEVER_S) > _TO_FIND_OUT_S:
                 running.update(worker.running())
         for request_id in [one for one in doubles_s if running[one] < 2]:
             del doubles_s[request_id]

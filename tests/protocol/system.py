@@ -45,6 +45,8 @@ MODEL = "demo"
 _RECONNECT_S = 0.05
 
 _PACKAGES = frozenset({"bus", "gateway", "registry", "scheduler", "schemas", "workers"})
+# In bad weather a dispatch takes longer than a scheduler waits for its answer.
+_SCHEDULER = SchedulerConfig(models=(MODEL,), dispatch_timeout_s=0.3, resume_timeout_s=0.3)
 _WORKER = WorkerConfig(
     model=MODEL,
     max_num_waiting=1,
@@ -199,7 +201,7 @@ class System:
         process.start(worker.run(life.stopping))
 
     def _launch_scheduler(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
-        config = SchedulerConfig(models=(MODEL,), scheduler_id=process.name)
+        config = msgspec.structs.replace(_SCHEDULER, scheduler_id=process.name)
         scheduler = Scheduler(bus, config, self.clock, [MODEL], lambda _name: self.model, index)
         life = self.schedulers[process.name] = SchedulerLife(process, scheduler)
         process.start(scheduler.run(life.stopping))
