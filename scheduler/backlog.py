@@ -79,6 +79,9 @@ class Backlog:
         state = self._of(line)
         state.is_pulled = state.is_due = False
         state.pulled_s = now_s
+        if num_got and not state.num_waiting:
+            # All seemed to be others', and here is one: count anew.
+            state.num_others = 0
         state.num_told = max(0, state.num_told - (num_got or state.num_told_before))
         state.num_waiting = max(0, state.num_waiting - num_got)
         if not num_got:
@@ -87,6 +90,10 @@ class Backlog:
         elif num_got < num_wanted and state.num_waiting:
             # More may have come meanwhile: the next pull tells.
             state.num_waiting = max(1, state.num_waiting)
+
+    def pull_failed(self, line: Line) -> None:
+        """Nobody knows whether there was anything."""
+        self._of(line).is_pulled = False
 
     # --- what becomes of ours ---
 
