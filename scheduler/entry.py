@@ -32,13 +32,14 @@ class Entry:
     ``epoch`` is that of the last run that began or may have begun, 0 before the first;
     ``num_failures`` counts the runs that were lost, which ``max_attempts`` bounds.
     ``epoch_floor`` is the highest that somebody else is known to have run at. ``ran_before``: a
-    client may have tokens of an earlier run, so ask before running it again; ``uncertain``: nobody
-    knows whether it ran. ``pulled_s`` is when it came here, ``waits_here`` whether it is among
-    those that wait. ``expected_output_tokens`` is an estimate, ``expected_tokens`` the service
-    that it is expected to take; ``charged_tokens`` is what its tenant was charged for the run that
-    goes on. ``told_position`` is the last that its client was told. ``strikes`` are the deaths of
-    workers that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the
-    tokens that the client had when the last run began.
+    client may have tokens of an earlier run, so ask before running it again; ``interrupted``: there
+    was one, as far as anybody knows; ``uncertain``: nobody knows whether it ran. ``pulled_s`` is
+    when it came here, ``waits_here`` whether it is among those that wait.
+    ``expected_output_tokens`` is an estimate, ``expected_tokens`` the service that it is expected
+    to take; ``charged_tokens`` is what its tenant was charged for the run that goes on.
+    ``told_position`` is the last that its client was told. ``strikes`` are the deaths of workers
+    that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the tokens
+    that the client had when the last run began.
     """
 
     job: Job
@@ -54,6 +55,7 @@ class Entry:
     epoch: int = 0
     epoch_floor: int = 0
     ran_before: bool = False
+    interrupted: bool = False
     worker_id: str = ""
     resume_token_ids: tuple[int, ...] = ()
     extended_s: float = 0.0

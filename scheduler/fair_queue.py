@@ -26,20 +26,22 @@ class Tenant(NamedTuple):
 
 
 class _Shelf:
-    """The jobs of one tenant in one tier, the most urgent first."""
+    """The jobs of one tenant in one tier, the most urgent first. ``count`` are here, of which
+    ``num_passed`` were passed over."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[tuple[float, int], int, Entry]] = []
         self.count = 0
+        self.num_passed = 0
 
 
 class FairQueue:
     """Jobs of one model that wait here, and who has been served how much.
 
-    First come those that ran before: a client is in the middle of their stream. Then the tiers,
-    by tokens served for their weight, but batch work only when nothing else is here. In a tier the
-    tenants, by tokens served; of a tenant the earliest deadline, or the shortest. Tenants with
-    jobs that are still in the queue are known by ``want``.
+    First come those whose run was interrupted: a client is in the middle of their stream. Then the
+    tiers, by tokens served for their weight, but batch work only when nothing else is here. In a
+    tier the tenants, by tokens served; of a tenant the earliest deadline, or the shortest. Tenants
+    with jobs that are still in the queue are known by ``want``.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -57,6 +59,7 @@ class FairQueue:
         # What is left in a heap under another number is no member any more.
         self._members: dict[Entry, int] = {}
         self._on_shelf: set[Entry] = set()
+        self._passed: dict[Entry, None] = {}
         self._num_of = dict.fromkeys(Tier, 0)
 
     def __len__(self) -> int:
@@ -84,7 +87,9 @@ class FairQueue:
         tenants = self._tenants[tenant.tier]
         if not self._wants(tenant):
             self._num_wanting[tenant.tier] += 1
-            self._tiers.begin(tenant.tier)
+            if tenant.tier is not Tier.BATCH:
+                # It is never charged as a tier, so it would be the least served for ever.
+                self._tiers.begin(tenant.tier)
             tenants.begin(tenant.name)
             self._shelves[tenant] = _Shelf()
 
@@ -104,19 +109,25 @@ class FairQueue:
     # --- in and out ---
 
     def push(self, entry: Entry) -> None:
-        number = self._members[entry] = next(self._numbers)
+        self._members[entry] = next(self._numbers)
         tenant = tenant_of(entry)
         self._num_of[tenant.tier] += 1
-        if entry.ran_before:
+        if not entry.interrupted:
+            self._begin(tenant)
+            self._shelves[tenant].count += 1
+            self._on_shelf.add(entry)
+        self._line_up(entry)
+
+    def _line_up(self, entry: Entry) -> None:
+        """Among those that ``head`` looks at."""
+        tenant, number = tenant_of(entry), self._members[entry]
+        if entry in self._on_shelf:
+            shelf = self._shelves[tenant]
+            heapq.heappush(shelf.heap, (self._urgency(entry), number, entry))
+            self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+        else:
             is_batch = tenant.tier is Tier.BATCH
             heapq.heappush(self._returning, (is_batch, entry.stream_sequence, number, entry))
-            return
-        self._begin(tenant)
-        shelf = self._shelves[tenant]
-        heapq.heappush(shelf.heap, (self._urgency(entry), number, entry))
-        shelf.count += 1
-        self._on_shelf.add(entry)
-        self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
 
     def remove(self, entry: Entry) -> None:
         """It waits here no more, whether it was sent or is over."""
@@ -129,10 +140,36 @@ class FairQueue:
         tenant = tenant_of(entry)
         shelf = self._shelves[tenant]
         shelf.count -= 1
-        if not shelf.count:
+        if entry in self._passed:
+            del self._passed[entry]
+            shelf.num_passed -= 1
+        if shelf.count == shelf.num_passed:
             shelf.heap.clear()
             self._ready[tenant.tier].discard(tenant.name)
             self._end_if_idle(tenant)
+
+    def pass_over(self, entry: Entry) -> None:
+        """The head cannot be sent just now: others come before it until ``look_again``. It waits
+        here all the same."""
+        self._passed[entry] = None
+        if entry not in self._on_shelf:
+            heapq.heappop(self._returning)
+            return
+        tenant = tenant_of(entry)
+        shelf = self._shelves[tenant]
+        heapq.heappop(shelf.heap)
+        shelf.num_passed += 1
+        if shelf.count == shelf.num_passed:
+            self._ready[tenant.tier].discard(tenant.name)
+
+    def look_again(self) -> None:
+        """Those who were passed over have their places back."""
+        passed, self._passed = self._passed, {}
+        for entry in passed:
+            if entry in self._on_shelf:
+                self._shelves[tenant_of(entry)].num_passed = 0
+            if entry in self._members:
+                self._line_up(entry)
 
     def head(self) -> Entry | None:
         """Who is next; it stays until it is removed."""
@@ -248,6 +285,7 @@ class FairQueue:
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
         waiting = self._on_shelf
+        assert not self._passed, "somebody is passed over for good"
         assert waiting <= self._members.keys(), "what is gone is on a shelf"
         for tenant, shelf in self._shelves.items():
             count = sum(tenant_of(entry) == tenant for entry in waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from typing import NamedTuple
 
 from bus.api import LeasedJob, Line
 from scheduler.backlog import Backlog
@@ -25,6 +26,14 @@ _MAX_PULLS = 8
 _RETRY_S = 0.25
 
 
+class _Limits(NamedTuple):
+    """For one tier: how many jobs could be sent at once beside those that are here, and how many
+    the window of the tier takes."""
+
+    room: int
+    window: int
+
+
 class Intake:
     """Pulls from the lines of one model, those who were served least first, for its lane, or for
     the first of several that its jobs may go to."""
@@ -36,7 +45,7 @@ class Intake:
         self._lanes = lanes
         self._sender = Sender(parts)
         self._pulls = Tasks()
-        self._num_asked: dict[bool, int] = {True: 0, False: 0}
+        self._num_asked = dict.fromkeys(Tier, 0)
         self._resting_until_s = float("-inf")
         self._failure: BaseException | None = None
 
@@ -70,16 +79,23 @@ class Intake:
         spare = _MAX_PULLS - len(self._pulls)
         if spare <= 0 or not self._parts.bus.connected or self._is_resting():
             return
+        if not any(lane.is_served for lane in self._lanes):
+            return
         queue = self._lanes[0].queue
+        limits = {tier: self._limits(tier) for tier in Tier}
         lines = heapq.nsmallest(
             spare,
-            (line for line in self.backlog.to_pull() if self._num_wanted(line) > 0),
+            (
+                line
+                for line in self.backlog.to_pull()
+                if self._num_wanted(line, limits[line.tier]) > 0
+            ),
             key=lambda line: queue.rank(_tenant_of(line)),
         )
         for line in lines:
-            num_wanted = self._num_wanted(line)
+            num_wanted = self._num_wanted(line, self._limits(line.tier))
             if num_wanted > 0:
-                self._num_asked[_is_batch(line)] += num_wanted
+                self._num_asked[line.tier] += num_wanted
                 self.backlog.pulling(line)
                 pull = self._pulls.spawn(self._pull(line, num_wanted), f"pull {line}")
                 pull.add_done_callback(self._note_failure)
@@ -92,34 +108,42 @@ class Intake:
     def _is_resting(self) -> bool:
         return self._parts.clock.monotonic() < self._resting_until_s
 
-    def _num_wanted(self, line: Line) -> int:
+    def _limits(self, tier: Tier) -> _Limits:
+        is_batch = tier is Tier.BATCH
+        num_asked = sum([n for of, n in self._num_asked.items() if (of is Tier.BATCH) is is_batch])
+        room = max([lane.spare_room(tier) for lane in self._lanes]) - num_asked
+        room = max(room, 0)
+        num_here = sum([lane.num_of(tier) for lane in self._lanes])
+        window = self._parts.config.window_jobs + room - num_here - self._num_asked[tier]
+        return _Limits(room, window)
+
+    def _num_wanted(self, line: Line, limits: _Limits) -> int:
         """How many jobs of a line to pull now: as many as there is room for beside what is here
         already, and a few to choose from."""
-        config = self._parts.config
-        num_asked = self._num_asked[_is_batch(line)]
-        room = max(lane.spare_room(line.tier) for lane in self._lanes) - num_asked
-        if not any(lane.is_served for lane in self._lanes):
+        if limits.window <= 0:
             return 0
-        num_here = sum(lane.num_here(is_batch=_is_batch(line)) for lane in self._lanes)
-        room = max(room, 0)
         return min(
             _MAX_JOBS_PER_PULL,
+            limits.window,
             self.backlog.num_to_pull(line),
-            config.window_jobs_per_tenant + room - self.backlog.num_here(line),
-            config.window_jobs + room - num_here - num_asked,
+            self._parts.config.window_jobs_per_tenant + limits.room - self.backlog.num_here(line),
         )
 
     async def _pull(self, line: Line, num_wanted: int) -> None:
-        parts, pulled = self._parts, []
+        parts = self._parts
+        pulled: list[LeasedJob] | None = None
         try:
             pulled = await parts.bus.jobs.pull(line, num_wanted, 0.0)
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
             self._resting_until_s = parts.clock.monotonic() + _RETRY_S
         finally:
-            self._num_asked[_is_batch(line)] -= num_wanted
-            self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
-        for leased in pulled:
+            self._num_asked[line.tier] -= num_wanted
+            if pulled or (pulled is not None and parts.bus.connected):
+                self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
+            else:
+                self.backlog.pull_failed(line)
+        for leased in pulled or ():
             self.admit(leased)
         self._want(line)
         self._lanes[0].wake.set()
@@ -140,11 +164,7 @@ class Intake:
         if entry is not None and entry.stream_sequence == leased.stream_sequence:
             entry.take_over(leased, now_s)
             if entry.state is State.RUNNING:
-                lane = self._parts.lane_of(entry)
-                self._parts.tasks.spawn(
-                    lane.continue_where_it_runs(entry, entry.worker_id),
-                    f"continue {entry.request_id}",
-                )
+                self._parts.lane_of(entry).continue_where_it_runs(entry, entry.worker_id)
             return
         if entry is not None:
             # The same id was published anew, so the former job had ended.
@@ -199,16 +219,13 @@ class Intake:
         holder = await self._sender.last_holder(entry)
         if entry.is_ended:
             return
+        entry.interrupted = bool(holder)
         if holder is None:
             lane.answered(entry)
         elif holder and self._parts.fleet.get(holder) is not None:
-            await lane.continue_where_it_runs(entry, holder)
+            lane.continue_where_it_runs(entry, holder)
         else:
             lane.enqueue(entry)
-
-
-def _is_batch(line: Line) -> bool:
-    return line.tier is Tier.BATCH
 
 
 def _tenant_of(line: Line) -> Tenant:

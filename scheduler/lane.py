@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 from scheduler import placement
@@ -24,6 +24,9 @@ from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
+# Jobs that fit nowhere just now, and yet let others go, at a time.
+_MAX_PASSED = 16
+
 
 class Lane:
     """Jobs that wait for room, and what becomes of those that were sent.
@@ -41,7 +44,7 @@ class Lane:
         self.estimates = Estimates()
         self._parts = parts
         self._sender = Sender(parts)
-        self._num_preparing = {True: 0, False: 0}
+        self._num_preparing = dict.fromkeys(Tier, 0)
         self._stopped = False
 
     # --- how much there is, and room for ---
@@ -51,12 +54,13 @@ class Lane:
         """There are workers, and jobs may be sent to them."""
         return not self._stopped and self._parts.fleet.num_taking(self.model) > 0
 
+    def num_of(self, tier: Tier) -> int:
+        """Jobs of a tier that were pulled and not sent so far."""
+        return self.queue.num_of(tier) + self._num_preparing[tier]
+
     def num_here(self, *, is_batch: bool) -> int:
         """Jobs that were pulled and not sent so far, of batches or of the others."""
-        waiting = self.queue.num_of(Tier.BATCH)
-        if not is_batch:
-            waiting = len(self.queue) - waiting
-        return waiting + self._num_preparing[is_batch]
+        return sum([self.num_of(tier) for tier in Tier if (tier is Tier.BATCH) is is_batch])
 
     def spare_room(self, tier: Tier) -> int:
         """How many jobs of a tier could be sent now beside those that are here and go first."""
@@ -76,24 +80,28 @@ class Lane:
         self._parts.table.add(entry)
         entry.backlog.took(entry)
         entry.backlog.waits_here(entry)
-        self._num_preparing[entry.job.tier is Tier.BATCH] += 1
+        self._num_preparing[entry.job.tier] += 1
 
     def enqueue(self, entry: Entry) -> None:
         """A prepared job is ready."""
         self._prepared(entry)
         entry.state = State.WAITING
-        expected = self.estimates.expected_output(entry.job.tenant, entry.need.num_new_tokens)
-        entry.expected_output_tokens = expected
-        entry.expected_tokens = self._service(entry.need.num_context_tokens, expected)
-        entry.prefix_keys = PromptKeys.of_job(entry.job)
         self.queue.push(entry)
         self.pump()
         if entry in self.queue:
             self.has_waiting.set()
 
     def _prepared(self, entry: Entry) -> None:
+        """Its prompt is known."""
+        self._leave_preparation(entry)
+        expected = self.estimates.expected_output(entry.job.tenant, entry.need.num_new_tokens)
+        entry.expected_output_tokens = expected
+        entry.expected_tokens = self._service(entry.need.num_context_tokens, expected)
+        entry.prefix_keys = PromptKeys.of_job(entry.job)
+
+    def _leave_preparation(self, entry: Entry) -> None:
         if entry.state is State.PREPARING:
-            self._num_preparing[entry.job.tier is Tier.BATCH] -= 1
+            self._num_preparing[entry.job.tier] -= 1
 
     def _service(self, prompt_tokens: float, output_tokens: float) -> float:
         return prompt_tokens + self._parts.config.output_weight * output_tokens
@@ -102,7 +110,7 @@ class Lane:
         """It is over here, wherever it was."""
         if entry.is_ended:
             return
-        self._prepared(entry)
+        self._leave_preparation(entry)
         self.queue.remove(entry)
         entry.backlog.left(entry)
         entry.backlog.dropped(entry)
@@ -113,7 +121,13 @@ class Lane:
         self.wake.set()
 
     def pump(self) -> None:
-        """Send what has room, in the order of the queue."""
+        """Send what has room, in the order of the queue.
+
+        One that is too large for what is free lets others go, but to another worker than the one
+        that it waits for: that one's requests end, and it gets no others meanwhile.
+        """
+        kept: set[str] = set()
+        num_passed = 0
         while self._parts.bus.connected and not self._stopped:
             entry = self.queue.head()
             if entry is None:
@@ -122,21 +136,45 @@ class Lane:
             if verdict is not None:
                 self.end(entry, verdict)
                 continue
-            place = self._place(entry)
+            place = self._place(entry, kept)
             if place is not None:
                 self._send(entry, *place)
             elif not self._end_if_too_long(entry):
-                break
+                if num_passed == _MAX_PASSED or not self._keep_for(entry, kept):
+                    break
+                self.queue.pass_over(entry)
+                num_passed += 1
+        if num_passed:
+            self.queue.look_again()
         self.wake.set()
 
-    def _place(self, entry: Entry) -> tuple[WorkerView, int] | None:
-        """The worker for it, and how many of its tokens are in that one's cache."""
-        parts = self._parts
-        workers = list(parts.fleet.of_model(self.model))
+    def _keep_for(self, entry: Entry, kept: set[str]) -> bool:
+        """Keep a worker for a job that fits nowhere just now; whether others have places that are
+        too small for it, so that it need not hold them up."""
+        workers = [
+            worker
+            for worker in self._parts.fleet.of_model(self.model)
+            if worker.worker_id not in kept
+        ]
+        tier = entry.job.tier
+        if not any(worker.room_for(tier) for worker in workers):
+            return False
+        best = placement.soonest(workers, entry.need)
+        if best is not None:
+            kept.add(best.worker_id)
+        return True
+
+    def _place(self, entry: Entry, kept: Collection[str] = ()) -> tuple[WorkerView, int] | None:
+        """The worker for it, but none that is kept for others, and how many of its tokens are in
+        that one's cache."""
+        parts, need = self._parts, entry.need
+        workers = [w for w in parts.fleet.of_model(self.model) if w.worker_id not in kept]
+        if not any(worker.fits(need) for worker in workers):
+            return None
         cached = parts.prefixes.cached_tokens(workers, entry.prefix_keys)
         worker = placement.choose(
             workers,
-            entry.need,
+            need,
             cached,
             entry.expected_output_tokens,
             parts.config.placement,
@@ -180,7 +218,10 @@ class Lane:
     # --- ends ---
 
     def end(self, entry: Entry, verdict: Verdict, *, bury: bool = False) -> None:
-        """Answer a job without a worker; it is nobody's but the queue's until that is done."""
+        """Answer a job without a worker; it is nobody's but the queue's until that is done. One
+        that has ended already is not ours to answer."""
+        if entry.is_ended:
+            return
         self._drop(entry)
         self._parts.tasks.spawn(self._end(entry, verdict, bury=bury), f"end {entry.request_id}")
 
@@ -234,18 +275,20 @@ class Lane:
     async def _dispatch(self, entry: Entry) -> None:
         await self._follow_up(entry, self._sender.send(entry, entry.worker_id))
 
-    async def continue_where_it_runs(self, entry: Entry, worker_id: str) -> None:
+    def continue_where_it_runs(self, entry: Entry, worker_id: str) -> None:
         """The queue delivered a job again that a live worker has: it goes on under the new lease,
         and if the worker does not have it after all, it is sent as any other."""
         fleet = self._parts.fleet
-        self._prepared(entry)
+        if entry.state is State.PREPARING:
+            self._prepared(entry)
         entry.backlog.left(entry)
         entry.state = State.DISPATCHING
         entry.worker_id = worker_id
         worker = fleet.get(worker_id)
         if worker is not None and entry.request_id not in worker.runs:
             fleet.reserve(worker_id, entry.request_id, entry.need, entry.expected_output_tokens)
-        await self._follow_up(entry, self._sender.continue_at(entry, worker_id))
+        going_on = self._follow_up(entry, self._sender.continue_at(entry, worker_id))
+        self._parts.tasks.spawn(going_on, f"continue {entry.request_id}")
 
     async def _follow_up(self, entry: Entry, sending: Coroutine[Any, Any, Sent]) -> None:
         try:
@@ -293,9 +336,13 @@ class Lane:
 
     def _accepted(self, entry: Entry) -> None:
         parts = self._parts
-        if parts.fleet.get(entry.worker_id) is None:
+        worker = parts.fleet.get(entry.worker_id)
+        if worker is None:
             self.lost(entry)
             return
+        if entry.request_id not in worker.runs:
+            # It was silent for too long meanwhile, and came back without our reservations.
+            worker.reserve(entry.request_id, entry.need, entry.expected_output_tokens)
         parts.fleet.confirm(entry.worker_id, entry.request_id)
         entry.state = State.RUNNING
         reason = parts.cancels.reason(entry.request_id, parts.clock.monotonic())
@@ -336,7 +383,7 @@ class Lane:
 
     def given_back(self, entry: Entry) -> None:
         """The worker goes, and lets others go on with it."""
-        entry.ran_before = True
+        entry.ran_before = entry.interrupted = True
         entry.extended_s = float("-inf")
         verdict = self._parts.unwanted(entry)
         if verdict is not None:
@@ -357,10 +404,10 @@ class Lane:
                 continue  # it is over sooner than it would start elsewhere
             place = self._place(entry)
             if place is None:
-                return
+                continue  # one that is shorter, or of a higher tier, may fit
             self._parts.fleet.release(worker.worker_id, request_id)
             self._refund(entry)
-            entry.ran_before = True
+            entry.ran_before = entry.interrupted = True
             self._send(entry, *place)
 
     # --- those who wait ---

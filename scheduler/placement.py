@@ -131,6 +131,16 @@ def _comes_first(worker: WorkerView, other: WorkerView) -> bool:
     return worker.worker_id < other.worker_id
 
 
+def soonest(workers: Iterable[WorkerView], need: Need) -> WorkerView | None:
+    """The worker that will probably have the blocks first for a request that fits nowhere now:
+    that with the most of them free, of those that could ever hold it and do not drain."""
+    return max(
+        (worker for worker in workers if worker.could_hold(need) and not worker.status.draining),
+        key=lambda worker: (worker.free_blocks_for(need.tier), worker.worker_id),
+        default=None,
+    )
+
+
 def longest_tokens(workers: Iterable[WorkerView]) -> int | None:
     """The longest prompt + completion that any of the workers can ever hold; None: no limit, or
     no worker to ask."""

@@ -211,6 +211,10 @@ class WorkerView:
         """How many more requests of a tier it would take now; those of lower tiers make way."""
         return (self._places or self._find_places()).room[TIER_RANKS[tier]]
 
+    def free_blocks_for(self, tier: Tier) -> int:
+        """Free blocks, with those that lower tiers would give up."""
+        return (self._places or self._find_places()).free_blocks[TIER_RANKS[tier]]
+
     @property
     def room(self) -> int:
         """How many more requests of any tier it would take now."""

@@ -19,7 +19,7 @@ def entry(
     tokens: float = 10.0,
     *,
     deadline_ns: int | None = None,
-    ran_before: bool = False,
+    interrupted: bool = False,
     pulled_s: float = 0.0,
 ) -> Entry:
     """A job that waits; ``tokens`` is the service that is expected of it."""
@@ -42,7 +42,8 @@ def entry(
         backlog=Backlog(),
         pulled_s=pulled_s,
         state=State.WAITING,
-        ran_before=ran_before,
+        ran_before=interrupted,
+        interrupted=interrupted,
         expected_tokens=tokens,
         expected_output_tokens=tokens,
     )

@@ -101,9 +101,9 @@ def test_the_shortest_may_go_first_but_waiting_counts() -> None:
     assert sent == [short, long, late_short]
 
 
-def test_who_ran_before_goes_first_but_no_batch_before_the_others() -> None:
-    new, old = entry(), entry(ran_before=True)
-    new_batch, old_batch = entry(tier=Tier.BATCH), entry(tier=Tier.BATCH, ran_before=True)
+def test_who_was_interrupted_goes_first_but_no_batch_before_the_others() -> None:
+    new, old = entry(), entry(interrupted=True)
+    new_batch, old_batch = entry(tier=Tier.BATCH), entry(tier=Tier.BATCH, interrupted=True)
     assert send_all(queue_of(new, new_batch, old_batch, old)) == [old, new, old_batch, new_batch]
 
 
@@ -143,8 +143,8 @@ def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
     here: list[Entry] = []
     for operation in operations:
         if isinstance(operation, tuple):
-            tenant, tier, tokens, ran_before, deadline_ns = operation
-            made = entry(tenant, tier, tokens, deadline_ns=deadline_ns, ran_before=ran_before)
+            tenant, tier, tokens, interrupted, deadline_ns = operation
+            made = entry(tenant, tier, tokens, deadline_ns=deadline_ns, interrupted=interrupted)
             queue.push(made)
             here.append(made)
         elif operation == "send" and here:
@@ -157,7 +157,7 @@ def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
             here.remove(sent)
         elif isinstance(operation, int) and operation < len(here):
             gone = here.pop(operation)
-            gone.ran_before = True  # may be learnt while it waits
+            gone.interrupted = True  # may be learnt while it waits
             queue.remove(gone)
         queue.check_integrity()
         assert len(queue) == len(here)
