@@ -23,11 +23,13 @@ class VirtualTokens(Generic[Member]):
     one stopped when nobody wanted: having asked for nothing is no claim. So two members who both
     want all the time are never further apart than the cost of what each has in service. Members
     who want nothing are remembered, up to ``max_idle``, so that a debt is not lost by a pause.
+    Nobody falls below where it was lifted to, whatever of the time before turns out to be less.
     """
 
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
         self._max_idle = max_idle
         self._wanting: LazyMin[Member] = LazyMin()
+        self._floors: dict[Member, float] = {}
         self._idle: OrderedDict[Member, float] = OrderedDict()
         self._last_stop = 0.0
 
@@ -37,6 +39,7 @@ class VirtualTokens(Generic[Member]):
             return
         least = self._wanting.least()
         floor = self._last_stop if least is None else self._wanting.value(least)
+        self._floors[member] = floor
         self._wanting.set(member, max(self._idle.pop(member, floor), floor))
 
     def end(self, member: Member) -> None:
@@ -45,6 +48,7 @@ class VirtualTokens(Generic[Member]):
             return
         counter = self._wanting.value(member)
         self._wanting.discard(member)
+        del self._floors[member]
         if not len(self._wanting):
             self._last_stop = max(self._last_stop, counter)
         self._set_idle(member, counter)
@@ -52,7 +56,8 @@ class VirtualTokens(Generic[Member]):
     def charge(self, member: Member, tokens: float) -> None:
         """It was served, or with less than nothing was charged too much."""
         if member in self._wanting:
-            self._wanting.set(member, self._wanting.value(member) + tokens)
+            counter = self._wanting.value(member) + tokens
+            self._wanting.set(member, max(counter, self._floors[member]))
         else:
             self._set_idle(member, self._idle.pop(member, self._floor()) + tokens)
 

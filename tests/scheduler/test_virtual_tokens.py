@@ -51,6 +51,23 @@ def test_too_much_charged_comes_back() -> None:
     assert tokens.counter("a") == 50
 
 
+def test_what_comes_back_of_the_time_before_a_pause_is_no_claim() -> None:
+    """Who was lifted meanwhile has nothing of what was charged too much."""
+    tokens: VirtualTokens[str] = VirtualTokens()
+    tokens.begin("a")
+    tokens.begin("b")
+    tokens.charge("a", 1_000)
+    tokens.end("a")
+    tokens.charge("b", 5_000)
+    tokens.begin("a")
+    tokens.charge("a", 100)
+    tokens.charge("a", -1_000)
+    assert tokens.counter("a") == 5_000
+    tokens.charge("a", 30)
+    tokens.charge("a", -20)
+    assert tokens.counter("a") == 5_010
+
+
 def test_members_who_want_nothing_are_forgotten_in_turn() -> None:
     tokens: VirtualTokens[int] = VirtualTokens(max_idle=3)
     for number in range(5):
