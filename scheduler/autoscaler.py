@@ -57,7 +57,7 @@ class Autoscaler:
         needed = min(max(needed, floor), config.max_workers)
         # The most that was needed of late: a need that comes and goes starts and stops nothing.
         self._needed.append((now_s, needed))
-        while self._needed[0][0] <= now_s - config.scale_down_after_s:
+        while len(self._needed) > 1 and self._needed[0][0] <= now_s - config.scale_down_after_s:
             self._needed.popleft()
         return max(count for _, count in self._needed)
 

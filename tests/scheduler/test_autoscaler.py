@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,12 @@ def test_it_goes_up_at_once_and_down_late() -> None:
     assert scaler.desired(QUIET._replace(num_workers=4, num_held=5), 30.0) == 4
     assert scaler.desired(QUIET._replace(num_workers=4, num_held=5), 59.0) == 4
     assert scaler.desired(QUIET._replace(num_workers=4, num_held=5), 61.0) == 1
+
+
+def test_it_may_go_down_at_once() -> None:
+    autoscaler = Autoscaler(msgspec.structs.replace(CONFIG, scale_down_after_s=0.0))
+    assert autoscaler.desired(QUIET._replace(num_held=40), 0.0) > 1
+    assert autoscaler.desired(QUIET, 1.0) == 1
 
 
 def test_a_model_that_nobody_asks_for_has_none_and_the_first_job_wakes_it() -> None:
