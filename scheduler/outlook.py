@@ -47,15 +47,26 @@ class Outlook:
         """Tell those who wait where they stand, and refuse what would come too late for its
         tier."""
         per_s = self._lane.throughput.per_s(self._parts.clock.monotonic())
+        # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
+        best_per_s = max(per_s, self._possible_per_s())
         for position, entry in enumerate(self._lane.queue.in_order()):
-            wait_s = eta_s(position + 1, per_s)
-            if wait_s is not None and self._refuse_if_too_slow(entry, wait_s):
+            wait_s, least_s = eta_s(position + 1, per_s), eta_s(position + 1, best_per_s)
+            if per_s and least_s is not None and self._refuse_if_too_slow(entry, least_s):
                 continue
             told = entry.told_position
             if entry.job.reply and (told is None or position <= told // 2 < told):
                 entry.told_position = position
                 frame = Queued(position=position, eta_s=wait_s)
                 self._parts.tasks.spawn(self._tell(entry, frame), f"queued {entry.request_id}")
+
+    def _possible_per_s(self) -> float:
+        """Requests a second that the workers would end who have measured their steps, with their
+        slots full of what they run now."""
+        return sum(
+            worker.status.max_num_sequences / (worker.mean_output_tokens * worker.decode_step_s)
+            for worker in self._parts.fleet.of_model(self._lane.model)
+            if worker.mean_output_tokens and worker.decode_step_s
+        )
 
     def _refuse_if_too_slow(self, entry: Entry, wait_s: float) -> bool:
         policy = self._policy(entry.job.tier)

@@ -20,7 +20,7 @@ from schemas.errors import BusUnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Schedulers that shed at the same time look again after this many, so as not to shed twice.
+# Schedulers shed at the same time, so each looks again after this many.
 _MAX_SHED_AT_ONCE = 64
 # A line that had no job for this long is made anew when one comes. Each that is kept costs the
 # server some 60 KB, and all acknowledgements a little time.
@@ -29,8 +29,8 @@ _MAX_FORGOTTEN_AT_ONCE = 16
 
 
 class QueueWatch:
-    """Looks every ``status_interval_s``. ``answers`` owns the answers to shed jobs, which exist
-    nowhere else."""
+    """Looks every ``status_interval_s``, or at once while there is too much. ``answers`` owns the
+    answers to shed jobs, which exist nowhere else."""
 
     def __init__(
         self,
@@ -52,9 +52,10 @@ class QueueWatch:
         """Runs until it is cancelled."""
         failing = False
         while True:
+            is_too_much = False
             if self._parts.bus.connected:
                 try:
-                    await self.look()
+                    is_too_much = await self.look()
                     failing = False
                 except BusUnavailableError as error:
                     if not failing:
@@ -62,26 +63,38 @@ class QueueWatch:
                             "the queue cannot be watched", extra={"reason": error.message}
                         )
                     failing = True
-            await self._parts.clock.sleep(self._parts.config.status_interval_s)
+            interval_s = self._parts.config.status_interval_s
+            await self._parts.clock.sleep(0.0 if is_too_much else interval_s)
 
-    async def look(self) -> None:
-        """Shed what is over the bound, then say how the queue stands. Raises
-        BusUnavailableError."""
+    async def look(self) -> bool:
+        """Shed of what is over the bound, then say how the queue stands; whether there is more to
+        shed. Raises BusUnavailableError."""
         totals = await self._parts.bus.jobs.lines()
         for model, intake in self._intakes.items():
             own = {line: count for line, count in totals.items() if line.model == model}
             intake.counted(own)
+        is_too_much = False
         for model, lane in self._lanes.items():
             total = sum(count for line, count in totals.items() if line.model == model)
-            await self._look_at(model, lane, total)
+            is_too_much |= await self._look_at(model, lane, total)
         await self._forget_idle()
+        return is_too_much
 
-    async def _look_at(self, model: str, lane: Lane, total: int) -> None:
+    async def _look_at(self, model: str, lane: Lane, total: int) -> bool:
         parts, bound = self._parts, self._parts.config.max_queued_jobs
+        waiting = self._intakes[model].backlog.waiting()
         num_queued = max(0, total - parts.fleet.num_held(model))
+        for name, intake in self._intakes.items():
+            if name not in self._lanes and intake.lane is lane:
+                # What leaves the model open waits for this one, as far as anybody knows.
+                unrouted = intake.backlog.waiting()
+                waiting |= unrouted
+                num_queued += sum(unrouted.values())
         per_s = lane.throughput.per_s(parts.clock.monotonic())
+        num_shed = 0
         if num_queued > bound:
-            num_queued -= await self._shed(model, num_queued, per_s)
+            num_shed = await self._shed(model, waiting, num_queued, per_s)
+            num_queued -= num_shed
         outlook = self._outlooks[model]
         outlook.num_queued = num_queued
         outlook.look()
@@ -110,17 +123,20 @@ class QueueWatch:
                 sent_ns=parts.clock.now_ns(),
             )
         )
+        return num_shed > 0 and num_queued > bound
 
     # --- too much ---
 
-    async def _shed(self, model: str, num_queued: int, per_s: float) -> int:
+    async def _shed(
+        self, model: str, waiting: dict[Line, int], num_queued: int, per_s: float
+    ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
         parts, bound = self._parts, self._parts.config.max_queued_jobs
-        waiting = self._intakes[model].backlog.waiting()
+        num_to_shed = min(num_queued - bound, _MAX_SHED_AT_ONCE)
         num_shed = 0
-        while waiting and num_queued - num_shed > bound:
+        while waiting and num_shed < num_to_shed:
             line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
-            count = min(num_queued - num_shed - bound, _MAX_SHED_AT_ONCE, waiting[line])
+            count = min(num_to_shed - num_shed, waiting[line])
             jobs = await parts.bus.jobs.shed_newest(line, count)
             verdict = shed(retry_after_s(num_queued, bound, per_s))
             for job in jobs:

@@ -56,6 +56,7 @@ class ScriptedWorker:
         self.mute = False
         self.draining = False
         self.tells_ends = True
+        self.decode_step_ms = 0.0
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
         self.cancels: list[Cancel] = []
@@ -109,6 +110,7 @@ class ScriptedWorker:
             num_free_blocks=self.num_blocks - used,
             max_tokens_per_request=self.max_tokens_per_request,
             outstanding_tokens=sum(d.job.sampling.max_tokens or 0 for d in self.running.values()),
+            decode_step_ms=self.decode_step_ms,
             draining=self.draining,
             retired=retired,
             started_ns=self._started_ns,
