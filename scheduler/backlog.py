@@ -154,7 +154,10 @@ class Backlog:
         ]
 
     def forget(self, line: Line) -> None:
-        self._lines.pop(line, None)
+        """Unless it has got jobs just now."""
+        state = self._lines.get(line)
+        if state is not None and not (state.num_ours or state.num_waiting or state.is_pulled):
+            del self._lines[line]
 
     def _of(self, line: Line) -> _State:
         state = self._lines.get(line)

@@ -31,7 +31,8 @@ class Entry:
 
     ``epoch`` is that of the last run that began or may have begun, 0 before the first;
     ``num_failures`` counts the runs that were lost, which ``max_attempts`` bounds.
-    ``epoch_floor`` is the highest that somebody else is known to have run at. ``ran_before``: a
+    ``epoch_floor`` is the highest that somebody else is known to have run at, ``claimed_epoch``
+    the last below which we told everybody to stop. ``ran_before``: a
     client may have tokens of an earlier run, so ask before running it again; ``interrupted``: there
     was one, as far as anybody knows; ``uncertain``: nobody knows whether it ran. ``pulled_s`` is
     when it came here, ``waits_here`` whether it is among those that wait.
@@ -54,6 +55,7 @@ class Entry:
     num_failures: int = 0
     epoch: int = 0
     epoch_floor: int = 0
+    claimed_epoch: int = 0
     ran_before: bool = False
     interrupted: bool = False
     worker_id: str = ""

@@ -43,32 +43,39 @@ class Intake:
         self.backlog = Backlog()
         self._parts = parts
         self._lanes = lanes
+        self._wake = asyncio.Event()
+        for lane in lanes:
+            lane.wakes.append(self._wake)
         self._sender = Sender(parts)
         self._pulls = Tasks()
         self._num_asked = dict.fromkeys(Tier, 0)
         self._resting_until_s = float("-inf")
         self._failure: BaseException | None = None
 
+    @property
+    def lane(self) -> Lane:
+        """The one that its jobs wait for while they are in the queue."""
+        return self._lanes[0]
+
     def published(self, line: Line) -> None:
         """A job has come."""
         self.backlog.published(line)
         self._want(line)
-        self._lanes[0].wake.set()
+        self._wake.set()
 
     def counted(self, totals: dict[Line, int]) -> None:
         """What the queue has of each line."""
         self.backlog.counted(totals, self._parts.clock.monotonic())
         for line in self.backlog.lines():
             self._want(line)
-        self._lanes[0].wake.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled. Raises what ends a pull but an outage."""
-        wake = self._lanes[0].wake
         try:
             while True:
-                await wake.wait()
-                wake.clear()
+                await self._wake.wait()
+                self._wake.clear()
                 if self._failure is not None:
                     raise self._failure
                 self._pull_all()
@@ -103,7 +110,7 @@ class Intake:
     def _note_failure(self, pull: asyncio.Task[None]) -> None:
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._failure = error
-            self._lanes[0].wake.set()
+            self._wake.set()
 
     def _is_resting(self) -> bool:
         return self._parts.clock.monotonic() < self._resting_until_s
@@ -146,7 +153,7 @@ class Intake:
         for leased in pulled or ():
             self.admit(leased)
         self._want(line)
-        self._lanes[0].wake.set()
+        self._wake.set()
 
     def _want(self, line: Line) -> None:
         """Tell the queues who has jobs behind those that are here, where the line says so."""

@@ -31,13 +31,13 @@ _MAX_PASSED = 16
 class Lane:
     """Jobs that wait for room, and what becomes of those that were sent.
 
-    It owns the entries of its model from the moment they were pulled. ``wake`` is set whenever
-    something changed that may let the pull go on, ``has_waiting`` when a job has to wait.
+    It owns the entries of its model from the moment they were pulled. All of ``wakes`` are set
+    whenever something changed that may let a pull go on, ``has_waiting`` when a job has to wait.
     """
 
     def __init__(self, parts: Parts, model: str) -> None:
         self.model = model
-        self.wake = asyncio.Event()
+        self.wakes: list[asyncio.Event] = []
         self.has_waiting = asyncio.Event()
         self.throughput = Throughput()
         self.queue = FairQueue(parts.config)
@@ -118,7 +118,7 @@ class Lane:
         if entry.inquest is not None:
             entry.inquest.report(entry, progressed=True)
         self._parts.table.drop(entry)
-        self.wake.set()
+        self._wake()
 
     def pump(self) -> None:
         """Send what has room, in the order of the queue.
@@ -146,7 +146,7 @@ class Lane:
                 num_passed += 1
         if num_passed:
             self.queue.look_again()
-        self.wake.set()
+        self._wake()
 
     def _keep_for(self, entry: Entry, kept: set[str]) -> bool:
         """Keep a worker for a job that fits nowhere just now; whether others have places that are
@@ -197,6 +197,10 @@ class Lane:
             num_cached_tokens,
         )
         self._parts.tasks.spawn(self._dispatch(entry), f"dispatch {entry.request_id}")
+
+    def _wake(self) -> None:
+        for wake in self.wakes:
+            wake.set()
 
     def _refund(self, entry: Entry) -> None:
         """The run that its tenant was charged for is no more; what it really took is told when it

@@ -230,20 +230,23 @@ class Scheduler:
             for served in ended.served:
                 lane.served(served, ended.worker_id)
         released = frozenset(ended.released)
+        num_answered = 0
         for request_id in ended.request_ids:
             entry = self.parts.table.get(request_id)
             if entry is None:
                 self.parts.fleet.release(ended.worker_id, request_id)
+                num_answered += request_id not in released
             elif request_id in released:
                 if entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
                     self.parts.lane_of(entry).given_back(entry)
             elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
                 self.parts.lane_of(entry).ended(entry)
+                num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
                 self._watchman.doubt(entry)
         if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
-            lane.throughput.add(len(ended.request_ids), self.parts.clock.monotonic())
+            lane.throughput.add(num_answered, self.parts.clock.monotonic())
             lane.pump()
 
     def _on_found_ended(self, entry: Entry) -> None:
@@ -254,8 +257,8 @@ class Scheduler:
     def _on_cancel(self, cancel: Cancel) -> None:
         entry = self.parts.table.get(cancel.request_id)
         if cancel.below_epoch is not None:
-            # Another scheduler runs it anew; what we say ourselves names the entry's own epoch.
-            if entry is not None and entry.epoch < cancel.below_epoch:
+            # Another scheduler runs it anew, unless it is what we said ourselves.
+            if entry is not None and max(entry.epoch, entry.claimed_epoch) < cancel.below_epoch:
                 self.parts.lane_of(entry).overtaken(entry)
             return
         if cancel.reason is CancelReason.SUPERSEDED:

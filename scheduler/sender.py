@@ -87,6 +87,7 @@ class Sender:
 
     async def _supersede(self, entry: Entry) -> None:
         """Whoever runs it at an older epoch stops, and leaves the lease alone."""
+        entry.claimed_epoch = entry.epoch
         await self._bus.control.cancel(
             Cancel(
                 request_id=entry.request_id,

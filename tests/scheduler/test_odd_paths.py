@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from bus.api import LeasedJob, Line
+from registry.routing import Route, Router
 from scheduler.entry import State
 from scheduler.scheduler import Scheduler
+from schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
+from schemas.control import Cancel, CancelReason
 from schemas.errors import BusUnavailableError
-from tests.scheduler.world import LINE, World, job
+from schemas.frames import Shed
+from schemas.jobs import Job
+from tests.scheduler.world import CONFIG, LINE, World, job
+
+_WORDS = {"prompt": "hello", "prompt_token_ids": None}
 
 
 def redelivered(scheduler: Scheduler, request_id: str) -> LeasedJob:
@@ -92,3 +100,99 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     assert len(second.history) == 1
     assert scheduler.lanes["m"].num_here(is_batch=False) == 0
     scheduler.lanes["m"].queue.check_integrity()
+
+
+async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(msgspec.structs.replace(CONFIG, max_queued_jobs=300))
+    await world.open()
+    await world.add_scheduler()
+    for scheduler in world.schedulers:
+        slow_down_shedding(world, scheduler, monkeypatch)
+    await world.add_worker(num_slots=1)
+    for number in range(1_000):
+        await world.client.jobs.publish(job(f"r{number}", reply=""))
+    await world.until(lambda: world.num_stored < 330)
+    told = [status.num_queued for status in world.statuses]
+    assert any(400 < num_queued < 900 for num_queued in told), "the gateways are told meanwhile"
+    await world.pass_s(2.0)
+    assert world.num_stored >= 300 - 64
+    await world.close()
+
+
+def slow_down_shedding(world: World, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = scheduler.parts.bus.jobs
+    shed_newest = jobs.shed_newest
+
+    async def shed(line: Line, count: int) -> list[Job]:
+        await world.clock.sleep(0.02)
+        return await shed_newest(line, count)
+
+    monkeypatch.setattr(jobs, "shed_newest", shed)
+
+
+async def test_our_own_claim_of_an_epoch_does_not_take_a_job_away(world: World) -> None:
+    """The news of it may come when the worker has refused, and the epoch is free again."""
+    first = await world.add_worker("a")
+    await world.client.jobs.publish(job("r1", reply=""))
+    await world.until(lambda: "r1" in first.running)
+    await first.kill()
+    second = await world.add_worker("b")
+    second.veto = "full"
+    scheduler = world.schedulers[0]
+    await world.pass_s(4.0)
+    scheduler._on_cancel(Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2))
+    entry = scheduler.parts.table.get("r1")
+    assert entry is not None
+    assert entry.state is State.WAITING
+    second.veto = ""
+    await world.until(lambda: "r1" in second.running, within_s=2.0)
+    assert second.history[0].epoch == 2
+
+
+async def test_jobs_without_a_model_wake_one_that_has_no_workers() -> None:
+    config = msgspec.structs.replace(
+        CONFIG,
+        models=("small", "large"),
+        max_queued_jobs=20,
+        autoscale=AutoscaleConfig(min_workers=0, max_workers=4, idle_s=1.0, scale_down_after_s=1.0),
+    )
+    router = Router({"auto": Route(small="small", large="large")})
+    world = World(config, models=("small", "large"), router=router)
+    await world.open()
+    for number in range(60):
+        await world.client.jobs.publish(job(f"r{number}", model="auto", **_WORDS))
+    await world.pass_s(5.0)
+    assert {status.model for status in world.statuses[-2:] if status.desired_workers} == {"small"}
+    assert world.num_stored <= 22, "they are bounded like all others"
+    await world.close()
+
+
+async def test_room_at_any_of_its_models_lets_a_job_without_a_model_go_on() -> None:
+    config = msgspec.structs.replace(CONFIG, models=("small", "large"), status_interval_s=60.0)
+    router = Router({"auto": Route(small="small", large="large")})
+    world = World(config, models=("small", "large"), router=router)
+    await world.open()
+    await world.pass_s(1.0)
+    await world.client.jobs.publish(job("r1", model="auto", **_WORDS))
+    await world.pass_s(1.0)
+    large = await world.add_worker("l", model="large")
+    await world.until(lambda: "r1" in large.running, within_s=2.0)
+    await world.close()
+
+
+async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
+    """One end in a while says little; the workers say how fast they are."""
+    tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
+    world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
+    await world.open()
+    worker = await world.add_worker(num_slots=8)
+    worker.decode_step_ms = 20.0
+    for number in range(16):
+        await world.client.jobs.publish(job(f"r{number}", received_ns=world.clock.now_ns()))
+    await world.until(lambda: len(worker.running) == 8)
+    await worker.finish("r0")
+    await world.pass_s(2.0)
+    assert not any(isinstance(frame, Shed) for _, frame in world.frames)
+    await world.close()
