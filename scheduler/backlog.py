@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bus.api import Line
+from schemas.jobs import Tier
 
 if TYPE_CHECKING:
     from scheduler.entry import Entry
@@ -32,6 +33,14 @@ class _State:
     pulled_s: float = 0.0
     is_due: bool = False
     idle_since_s: float | None = None
+
+
+class Pullable(NamedTuple):
+    """A line of which ``num_to_pull`` jobs may be in the queue, and ``num_here`` wait here."""
+
+    line: Line
+    num_to_pull: int
+    num_here: int
 
 
 class Backlog:
@@ -128,17 +137,13 @@ class Backlog:
         """All that are known."""
         return list(self._lines)
 
-    def num_to_pull(self, line: Line) -> int:
-        """How many jobs a pull may bring: one where a lease may have lapsed."""
-        state = self._of(line)
-        return max(state.num_waiting, int(state.is_due))
-
-    def to_pull(self) -> Iterator[Line]:
-        """Lines that a pull may bring jobs of, unless one is under way."""
+    def to_pull(self, tiers: Container[Tier]) -> Iterator[Pullable]:
+        """Lines of these tiers that a pull may bring jobs of, unless one is under way: one job
+        where a lease may have lapsed. They may be a thousand, so that nothing is looked up."""
         return (
-            line
+            Pullable(line, state.num_waiting or 1, state.num_here)
             for line, state in self._lines.items()
-            if (state.num_waiting or state.is_due) and not state.is_pulled
+            if (state.num_waiting or state.is_due) and not state.is_pulled and line.tier in tiers
         )
 
     def waiting(self) -> dict[Line, int]:

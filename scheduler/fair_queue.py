@@ -222,10 +222,13 @@ class FairQueue:
     def _counter(self, tenant: Tenant) -> float:
         return self._tenants[tenant.tier].counter(tenant.name)
 
-    def rank(self, tenant: Tenant) -> tuple[bool, float, float]:
-        """Sorts tenants by who is next to be served."""
-        tier = tenant.tier
-        return tier is Tier.BATCH, self._tiers.counter(tier), self._counter(tenant)
+    def rank_of(self, tier: Tier) -> tuple[bool, float]:
+        """Sorts tiers by which is next to be served."""
+        return tier is Tier.BATCH, self._tiers.counter(tier)
+
+    def counters(self, tier: Tier) -> VirtualTokens[str]:
+        """By which the tenants of a tier are next to be served."""
+        return self._tenants[tier]
 
     def num_wanting(self, tier: Tier) -> int:
         """Tenants of a tier with jobs here or in the queue."""

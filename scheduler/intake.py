@@ -8,7 +8,7 @@ import logging
 from typing import NamedTuple
 
 from bus.api import LeasedJob, Line
-from scheduler.backlog import Backlog
+from scheduler.backlog import Backlog, Pullable
 from scheduler.entry import Entry, State
 from scheduler.fair_queue import Tenant
 from scheduler.lane import Lane
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _MAX_JOBS_PER_PULL = 64
 _MAX_PULLS = 8
 _RETRY_S = 0.25
+# Who comes next is looked for among all lines, so a window that is nearly full waits for this share
+# of its jobs to go, or for the next count.
+_REFILL_SHARE = 16
 
 
 class _Limits(NamedTuple):
@@ -44,6 +47,7 @@ class Intake:
         self._parts = parts
         self._lanes = lanes
         self._wake = asyncio.Event()
+        self._is_counted = False
         for lane in lanes:
             lane.wakes.append(self._wake)
         self._sender = Sender(parts)
@@ -66,6 +70,7 @@ class Intake:
     def counted(self, totals: dict[Line, int]) -> None:
         """What the queue has of each line."""
         self.backlog.counted(totals, self._parts.clock.monotonic())
+        self._is_counted = True
         for line in self.backlog.lines():
             self._want(line)
         self._wake.set()
@@ -88,19 +93,28 @@ class Intake:
             return
         if not any(lane.is_served for lane in self._lanes):
             return
-        queue = self._lanes[0].queue
+        least = 0 if self._is_counted else self._parts.config.window_jobs // _REFILL_SHARE
+        self._is_counted = False
         limits = {tier: self._limits(tier) for tier in Tier}
-        lines = heapq.nsmallest(
-            spare,
-            (
-                line
-                for line in self.backlog.to_pull()
-                if self._num_wanted(line, limits[line.tier]) > 0
-            ),
-            key=lambda line: queue.rank(_tenant_of(line)),
+        queue = self._lanes[0].queue
+        ranks = {
+            tier: (*queue.rank_of(tier), queue.counters(tier))
+            for tier in Tier
+            if limits[tier].window > 0 and (limits[tier].room > 0 or limits[tier].window >= least)
+        }
+
+        def rank(pullable: Pullable) -> tuple[bool, float, float]:
+            is_batch, counter, counters = ranks[pullable.line.tier]
+            return is_batch, counter, counters.counter(pullable.line.tenant or "")
+
+        candidates = (
+            pullable
+            for pullable in self.backlog.to_pull(ranks)
+            if self._num_wanted(pullable, limits[pullable.line.tier]) > 0
         )
-        for line in lines:
-            num_wanted = self._num_wanted(line, self._limits(line.tier))
+        for pullable in heapq.nsmallest(spare, candidates, rank):
+            line = pullable.line
+            num_wanted = self._num_wanted(pullable, self._limits(line.tier))
             if num_wanted > 0:
                 self._num_asked[line.tier] += num_wanted
                 self.backlog.pulling(line)
@@ -124,17 +138,11 @@ class Intake:
         window = self._parts.config.window_jobs + room - num_here - self._num_asked[tier]
         return _Limits(room, window)
 
-    def _num_wanted(self, line: Line, limits: _Limits) -> int:
+    def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
         """How many jobs of a line to pull now: as many as there is room for beside what is here
         already, and a few to choose from."""
-        if limits.window <= 0:
-            return 0
-        return min(
-            _MAX_JOBS_PER_PULL,
-            limits.window,
-            self.backlog.num_to_pull(line),
-            self._parts.config.window_jobs_per_tenant + limits.room - self.backlog.num_here(line),
-        )
+        of_tenant = self._parts.config.window_jobs_per_tenant + limits.room - pullable.num_here
+        return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
 
     async def _pull(self, line: Line, num_wanted: int) -> None:
         parts = self._parts

@@ -11,9 +11,9 @@ LINE = Line("m", Tier.FREE, "t")
 
 
 def to_pull(backlog: Backlog) -> int:
-    count = backlog.num_to_pull(LINE)
-    assert type(count) is int, "it goes into a request as it is"
-    return count if LINE in backlog.to_pull() else 0
+    found = {pullable.line: pullable.num_to_pull for pullable in backlog.to_pull(tuple(Tier))}
+    assert all(type(count) is int for count in found.values()), "it goes into a request as it is"
+    return found.get(LINE, 0)
 
 
 def test_news_are_not_undone_by_an_older_count() -> None:
