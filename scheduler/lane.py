@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-from scheduler import placement
 from scheduler.entry import Entry, State
 from scheduler.estimates import Estimates
 from scheduler.fair_queue import FairQueue, Tenant, tenant_of
 from scheduler.inquest import Inquest
 from scheduler.parts import Parts
+from scheduler.places import Places
 from scheduler.prompt_keys import PromptKeys
 from scheduler.sender import Result, Sender, Sent
 from scheduler.throughput import Throughput
@@ -23,9 +23,6 @@ from schemas.errors import BusUnavailableError, ContextLengthError, MillraceErro
 from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
-
-# Jobs that fit nowhere just now, and yet let others go, at a time.
-_MAX_PASSED = 16
 
 
 class Lane:
@@ -123,11 +120,10 @@ class Lane:
     def pump(self) -> None:
         """Send what has room, in the order of the queue.
 
-        One that is too large for what is free lets others go, but to another worker than the one
-        that it waits for: that one's requests end, and it gets no others meanwhile.
+        One that is too large for what is free lets others go, but to other workers than the one
+        that it waits for.
         """
-        kept: set[str] = set()
-        num_passed = 0
+        places = Places(self._parts, self.model)
         while self._parts.bus.connected and not self._stopped:
             entry = self.queue.head()
             if entry is None:
@@ -135,52 +131,14 @@ class Lane:
             verdict = self._parts.unwanted(entry)
             if verdict is not None:
                 self.end(entry, verdict)
-                continue
-            place = self._place(entry, kept)
-            if place is not None:
+            elif (place := places.find(entry)) is not None:
                 self._send(entry, *place)
-            elif not self._end_if_too_long(entry):
-                if num_passed == _MAX_PASSED or not self._keep_for(entry, kept):
+            elif not self._end_if_too_long(entry, places.longest_tokens()):
+                if not places.keep_for(entry):
                     break
                 self.queue.pass_over(entry)
-                num_passed += 1
-        if num_passed:
-            self.queue.look_again()
+        self.queue.look_again()
         self._wake()
-
-    def _keep_for(self, entry: Entry, kept: set[str]) -> bool:
-        """Keep a worker for a job that fits nowhere just now; whether others have places that are
-        too small for it, so that it need not hold them up."""
-        workers = [
-            worker
-            for worker in self._parts.fleet.of_model(self.model)
-            if worker.worker_id not in kept
-        ]
-        tier = entry.job.tier
-        if not any(worker.room_for(tier) for worker in workers):
-            return False
-        best = placement.soonest(workers, entry.need)
-        if best is not None:
-            kept.add(best.worker_id)
-        return True
-
-    def _place(self, entry: Entry, kept: Collection[str] = ()) -> tuple[WorkerView, int] | None:
-        """The worker for it, but none that is kept for others, and how many of its tokens are in
-        that one's cache."""
-        parts, need = self._parts, entry.need
-        workers = [w for w in parts.fleet.of_model(self.model) if w.worker_id not in kept]
-        if not any(worker.fits(need) for worker in workers):
-            return None
-        cached = parts.prefixes.cached_tokens(workers, entry.prefix_keys)
-        worker = placement.choose(
-            workers,
-            need,
-            cached,
-            entry.expected_output_tokens,
-            parts.config.placement,
-            parts.clock.monotonic(),
-        )
-        return None if worker is None else (worker, cached.get(worker.worker_id, 0))
 
     def _send(self, entry: Entry, worker: WorkerView, num_cached_tokens: int) -> None:
         self.queue.remove(entry)
@@ -209,8 +167,7 @@ class Lane:
             self.queue.charge(tenant_of(entry), -entry.charged_tokens)
             entry.charged_tokens = 0.0
 
-    def _end_if_too_long(self, entry: Entry) -> bool:
-        longest = placement.longest_tokens(self._parts.fleet.of_model(self.model))
+    def _end_if_too_long(self, entry: Entry, longest: int | None) -> bool:
         if longest is None or entry.need.total_tokens <= longest:
             return False
         job = entry.job
@@ -400,13 +357,14 @@ class Lane:
         """Have others go on with what a worker runs that drains, as far as there is room."""
         if self._stopped or not self._parts.bus.connected:
             return
+        places = Places(self._parts, self.model)
         for request_id in list(worker.runs):
             entry = self._parts.table.get(request_id)
             if entry is None or entry.state is not State.RUNNING:
                 continue
             if entry.job.pooling is not None:
                 continue  # it is over sooner than it would start elsewhere
-            place = self._place(entry)
+            place = places.find(entry)
             if place is None:
                 continue  # one that is shorter, or of a higher tier, may fit
             self._parts.fleet.release(worker.worker_id, request_id)
