@@ -58,8 +58,9 @@ class Intake:
 
     @property
     def lane(self) -> Lane:
-        """The one that its jobs wait for while they are in the queue."""
-        return self._lanes[0]
+        """The one that its jobs wait for while they are in the queue: one that is served, if any
+        is."""
+        return next((lane for lane in self._lanes if lane.is_served), self._lanes[0])
 
     def published(self, line: Line) -> None:
         """A job has come."""

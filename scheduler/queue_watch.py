@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Schedulers shed at the same time, so each looks again after this many.
 _MAX_SHED_AT_ONCE = 64
+# Gateways let nobody in while the queue is at its bound, so that it is shed below it by this share:
+# one tenant's flood must not close the door to others.
+_SHED_BELOW = 16
 # A line that had no job for this long is made anew when one comes. Each that is kept costs the
 # server some 60 KB, and all acknowledgements a little time.
 _FORGET_AFTER_S = 300.0
@@ -132,7 +135,7 @@ class QueueWatch:
     ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
         parts, bound = self._parts, self._parts.config.max_queued_jobs
-        num_to_shed = min(num_queued - bound, _MAX_SHED_AT_ONCE)
+        num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
         while waiting and num_shed < num_to_shed:
             line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
