@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
@@ -19,6 +20,9 @@ from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
+# Jobs of which the model is looked up count nowhere else so far.
+_MAX_ROUTING = 64
+
 
 class AutoIntake(Intake):
     """An ``Intake`` for a name that stands for several models. The choice is noted before the job
@@ -31,12 +35,23 @@ class AutoIntake(Intake):
         super().__init__(parts, name, list(by_model.values()))
         self._by_model = by_model
         self._router = router
+        self._num_routing = 0
+
+    def _pull_all(self) -> None:
+        if self._num_routing < _MAX_ROUTING:
+            super()._pull_all()
 
     def admit(self, leased: LeasedJob) -> None:
         if self._parts.table.get(leased.job.request_id) is not None:
             super().admit(leased)
         else:
-            self._parts.tasks.spawn(self._route(leased), f"route {leased.job.request_id}")
+            self._num_routing += 1
+            routing = self._parts.tasks.spawn(self._route(leased), f"route {leased.job.request_id}")
+            routing.add_done_callback(self._routed)
+
+    def _routed(self, _routing: asyncio.Task[None]) -> None:
+        self._num_routing -= 1
+        self._wake.set()
 
     async def _route(self, leased: LeasedJob) -> None:
         entry = self._entry(leased)

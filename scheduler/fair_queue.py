@@ -51,7 +51,7 @@ class FairQueue:
         self._tiers: VirtualTokens[Tier] = VirtualTokens()
         self._tenants: dict[Tier, VirtualTokens[str]] = {tier: VirtualTokens() for tier in Tier}
         self._num_wanting = dict.fromkeys(Tier, 0)
-        self._wanted: set[Tenant] = set()
+        self._wanted: dict[Tenant, set[str]] = {}
         self._shelves: dict[Tenant, _Shelf] = {}
         self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
         self._returning: list[tuple[bool, int, int, Entry]] = []
@@ -74,14 +74,17 @@ class FairQueue:
 
     # --- who wants ---
 
-    def want(self, tenant: Tenant, wants: bool) -> None:
-        """Whether it has jobs in the queue behind those that are here."""
+    def want(self, tenant: Tenant, wants: bool, name: str = "") -> None:
+        """Whether it has jobs in the queue behind those that are here, under one of the names by
+        which the model is asked for."""
         if wants:
-            self._wanted.add(tenant)
+            self._wanted.setdefault(tenant, set()).add(name)
             self._begin(tenant)
-        else:
-            self._wanted.discard(tenant)
-            self._end_if_idle(tenant)
+        elif (names := self._wanted.get(tenant)) is not None:
+            names.discard(name)
+            if not names:
+                del self._wanted[tenant]
+                self._end_if_idle(tenant)
 
     def _begin(self, tenant: Tenant) -> None:
         tenants = self._tenants[tenant.tier]

@@ -169,7 +169,8 @@ class Intake:
         if line.tenant is None:
             return
         for lane in self._lanes:
-            lane.queue.want(_tenant_of(line), bool(self.backlog.num_waiting(line)))
+            is_more = bool(self.backlog.num_waiting(line))
+            lane.queue.want(_tenant_of(line), is_more, self.model)
 
     # --- what was pulled ---
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from scheduler.entry import Entry, State
 from scheduler.fleet import Departed
@@ -116,11 +116,13 @@ class Watchman:
         if due:
             self._chores.spawn(self._check(due), "look up requests")
 
-    async def _check(self, entries: Iterable[Entry]) -> None:
+    async def _check(self, entries: Collection[Entry]) -> None:
         try:
             for entry in entries:
                 is_open = await self._parts.bus.jobs.is_open(entry.stream_sequence)
                 if not is_open and entry.state in (State.RUNNING, State.WAITING):
                     self._on_ended(entry)
         except BusUnavailableError as error:
+            for entry in entries:
+                self.doubt(entry)
             logger.warning("requests could not be looked up", extra={"reason": error.message})

@@ -117,6 +117,36 @@ def test_what_is_taken_back_keeps_its_place() -> None:
     assert send_all(queue) == [first, second]
 
 
+def test_a_tenant_may_want_a_model_by_several_names() -> None:
+    queue = queue_of()
+    tenant = Tenant(Tier.FREE, "t")
+    queue.want(tenant, True, "m")
+    queue.want(tenant, True, "auto")
+    queue.want(tenant, False, "m")
+    assert queue.num_wanting(Tier.FREE) == 1
+    queue.want(tenant, False, "auto")
+    assert queue.num_wanting(Tier.FREE) == 0
+
+
+def test_who_is_passed_over_keeps_its_place() -> None:
+    queue = queue_of(large := entry("a"), small := entry("a"), other := entry("b"))
+    old, batch = entry(interrupted=True), entry(tier=Tier.BATCH)
+    queue.push(old)
+    queue.push(batch)
+    order = [old, large, small, other, batch]
+    for one in order:
+        head = queue.head()
+        assert head is not None
+        assert (head is one) or {head, one} == {small, other}
+        queue.pass_over(head)
+    assert queue.head() is None
+    assert len(queue) == len(order)
+    queue.remove(small)
+    queue.look_again()
+    queue.check_integrity()
+    assert send_all(queue) == [old, large, other, batch]
+
+
 def test_a_tenant_with_jobs_in_the_queue_keeps_its_place_while_none_is_here() -> None:
     queue = queue_of(*(entry("rich", tokens=100) for _ in range(20)))
     poor = Tenant(Tier.FREE, "poor")

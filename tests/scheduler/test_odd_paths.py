@@ -13,7 +13,7 @@ from schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
 from schemas.control import Cancel, CancelReason
 from schemas.errors import BusUnavailableError
 from schemas.frames import Shed
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from tests.scheduler.world import CONFIG, LINE, World, job
 
 _WORDS = {"prompt": "hello", "prompt_token_ids": None}
@@ -208,4 +208,34 @@ async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
     await worker.finish("r0")
     await world.pass_s(2.0)
     assert not any(isinstance(frame, Shed) for _, frame in world.frames)
+    await world.close()
+
+
+async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = msgspec.structs.replace(CONFIG, models=("small", "large"))
+    world = World(
+        config,
+        models=("small", "large"),
+        router=Router({"auto": Route(small="small", large="large")}),
+    )
+    await world.open()
+    settle = world.generations.settle_model
+    is_away = True
+
+    async def slow(request_id: str, model: str, reason: str) -> tuple[str, str]:
+        while is_away:
+            await world.clock.sleep(0.1)
+        return await settle(request_id, model, reason)
+
+    monkeypatch.setattr(world.generations, "settle_model", slow)
+    worker = await world.add_worker("s", num_slots=2, model="small")
+    for number in range(400):
+        await world.client.jobs.publish(job(f"r{number}", model="auto", **_WORDS))
+    await world.pass_s(1.0)
+    depth = await world.client.jobs.depth(Line("auto", Tier.FREE, "local"))
+    assert depth.num_leased <= 80
+    is_away = False
+    await world.until(lambda: len(worker.running) == 2)
     await world.close()
