@@ -272,7 +272,7 @@ class Asker:
                 continue
             if outcome.duplicate:
                 self.streams.follow(stream)
-            self.streams.accept(stream)
+            self.streams.accept(stream, outcome.stream_sequence)
             if failed is not None:
                 self.streams.leave(stream, "refused")
         if failed is not None:

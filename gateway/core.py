@@ -185,11 +185,11 @@ class Gateway:
         stripped = replace(job, prompt_token_ids=())
         stream = self.streams.open(stripped, client, self.clock.monotonic())
         try:
-            await self.bus.jobs.publish(job)
+            published = await self.bus.jobs.publish(job)
         except BaseException:
             self.streams.discard(stream)
             raise
-        self.streams.accept(stream)
+        self.streams.accept(stream, published.stream_sequence)
         return stream
 
     async def generate_quietly(self, job: Job) -> str:

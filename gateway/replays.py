@@ -100,6 +100,17 @@ class Replays:
             stream.replaying = False
             stream.replay_after_s = self._clock.monotonic() + _MIN_INTERVAL_S
 
+    async def look_up(self, stream: OpenStream) -> None:
+        """Find out whether a stream of which nothing was heard has begun, or is over: word of that
+        may have been lost with another's connection. If so, it is to be asked for."""
+        try:
+            async with self._slots:
+                if await self._has_begun(stream) or await self._has_left_the_queue(stream):
+                    stream.must_probe = True
+        finally:
+            stream.replaying = False
+            stream.replay_after_s = self._clock.monotonic()
+
     async def _candidates(self, stream: OpenStream) -> list[str]:
         """The worker that should have it first, then the others of the model."""
         known: list[str] = []
@@ -135,12 +146,36 @@ class Replays:
             return
         silent_s = self._clock.monotonic() - stream.last_frame_s
         is_certain = nobody_has_it and stream.must_probe
-        if self._generations is None or (silent_s < _LOST_AFTER_S and not is_certain):
+        if silent_s < _LOST_AFTER_S and not is_certain:
             return
-        known = await self._generations.lookup(stream.request_id)
-        if known is not None and known.finished and not stream.ended:
+        is_over = await self._is_finished(stream) or (
+            silent_s >= _LOST_AFTER_S and await self._has_left_the_queue(stream)
+        )
+        if is_over and not stream.ended:
             message = "The answer was made, but its end was lost on the way. Ask again."
             self._on_lost(stream, Failed(code="answer_lost", message=message, retryable=True))
+
+    async def _has_begun(self, stream: OpenStream) -> bool:
+        return (
+            self._generations is not None
+            and await self._generations.lookup(stream.request_id) is not None
+        )
+
+    async def _is_finished(self, stream: OpenStream) -> bool:
+        """Whether the index says so; while it is away nobody can tell."""
+        if self._generations is None:
+            return False
+        known = await self._generations.lookup(stream.request_id)
+        return known is not None and known.finished
+
+    async def _has_left_the_queue(self, stream: OpenStream) -> bool:
+        """Whether its job is answered: who did so may have died before the index knew."""
+        if stream.stream_sequence is None:
+            return False
+        try:
+            return not await self._bus.jobs.is_open(stream.stream_sequence)
+        except (MillraceError, TimeoutError):
+            return False
 
     async def _read_result(self, stream: OpenStream) -> bool:
         try:

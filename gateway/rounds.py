@@ -139,7 +139,7 @@ class Rounds:
             # Whoever had the answer before was first, and may be who its frames are sent to.
             stream.job = replace(stream.job, reply=choice.stream.job.reply)
             self._streams.follow(stream)
-        self._streams.accept(stream)
+        self._streams.accept(stream, published.stream_sequence)
         return stream
 
     async def _job(self, answer: Answer, choice: Choice) -> Job:

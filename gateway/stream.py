@@ -41,6 +41,7 @@ class OpenStream:
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
     client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``).
+    ``stream_sequence`` is the job's place in the queue, if this gateway published it.
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
     until its end is recorded.
     A stream ``from_index`` is one that another connection began: the client has the tokens before
@@ -71,6 +72,7 @@ class OpenStream:
         "remove_at_s",
         "replay_after_s",
         "replaying",
+        "stream_sequence",
         "unattended",
     )
 
@@ -97,6 +99,7 @@ class OpenStream:
         self.must_probe = False
         self.replaying = False
         self.num_replays = 0
+        self.stream_sequence: int | None = None
         self.num_delivered = 0
         self.outcome = ""
         self.opened_s = now_s

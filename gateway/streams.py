@@ -22,6 +22,8 @@ from schemas.jobs import Job
 _log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
+# How long nothing is heard of a stream that waits before somebody asks whether it still does.
+_LOOK_UP_S = 10.0
 _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
 _LAST_CANCELS_S = 0.5
@@ -184,9 +186,11 @@ class StreamTable:
             if self._stand_ins.get(gateway_id) is not standing:
                 await standing[kind].close()  # all of its streams ended in the meantime
 
-    def accept(self, stream: OpenStream) -> None:
-        """The job is stored: from now on the stream ends in a terminal frame and a record."""
+    def accept(self, stream: OpenStream, stream_sequence: int | None = None) -> None:
+        """The job is stored, there in the queue: from now on the stream ends in a terminal frame
+        and a record."""
         stream.accepted = True
+        stream.stream_sequence = stream_sequence
         if stream.ended and stream.client_gone:
             self.finish(stream)
         elif stream.cancel_reason is not None:
@@ -276,8 +280,15 @@ class StreamTable:
             stream.must_probe
             or stream.reader.started is not None
             or stream.reader.waits_for_missing
-        ) and now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
-            self._ask_replay(stream)
+        ):
+            if now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
+                self._ask_replay(stream)
+        elif (
+            stream.accepted
+            and now_s - max(stream.last_frame_s, stream.replay_after_s) > _LOOK_UP_S
+            and self._replays.is_due(stream)
+        ):
+            self._spawn(self._replays.look_up(stream))
 
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bus.api import Line
 from bus.clock import ManualClock
 from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
@@ -312,3 +313,32 @@ async def test_standing_in_can_be_tried_again(
     await table.bus.frames.publish("gw-dead", [("r1", delta_of(0, ["a"]))])
     await table.clock.advance(0)
     assert table.text(stream) == "a"
+
+
+async def test_an_end_that_nobody_noted_is_missed_when_the_job_has_left_the_queue(
+    table: Table,
+) -> None:
+    stream = table.open()
+    published = await table.bus.jobs.publish(stream.job)
+    table.streams.accept(stream, published.stream_sequence)
+    table.frames(Started(worker_id="dead"), delta_of(0, ["a"]))
+    await table.clock.advance(20)
+    assert not stream.ended
+    [leased] = await table.bus.jobs.pull(Line.of(stream.job), 1, 0.0)
+    await table.bus.jobs.ack(leased.lease)
+    await table.clock.advance(3)
+    assert isinstance(stream.reader.terminal, Failed)
+    assert stream.reader.terminal.code == "answer_lost"
+
+
+async def test_a_start_that_was_lost_with_its_workers_connection_is_looked_up(
+    table: Table,
+) -> None:
+    await table.add_worker("w1", [Started(worker_id="w1"), delta_of(0, ["a", "b", "c"]), *_END])
+    stream = table.open()
+    await table.clock.advance(20)
+    assert table.replays == []
+    table.index["r1"] = Generation(worker_id="w1", epoch=1, finished=True)
+    await table.clock.advance(15)
+    assert table.text(stream) == "abc"
+    assert isinstance(stream.reader.terminal, Done)
