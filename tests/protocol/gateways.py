@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from bus.api import Bus
 from bus.clock import Clock
 from gateway.fleet import Fleet
+from gateway.latency import GapCounts
 from gateway.replays import GenerationIndex
-from gateway.stream import OpenStream
+from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, HandedOver
@@ -70,8 +71,9 @@ class Gateway:
         return self._clock.monotonic()
 
     def finished(self, stream: OpenStream) -> None:
-        self._readers.pop(stream.request_id, None)
-        self.table.finish(stream)
+        if self.table.get(stream.request_id) is stream:
+            self._readers.pop(stream.request_id, None)
+            self.table.finish(stream)
 
     # --- requests ---
 
@@ -82,11 +84,11 @@ class Gateway:
         stripped = replace(job, prompt_token_ids=())
         stream = self.table.open(stripped, reader, self._clock.monotonic())
         try:
-            await self._bus.jobs.publish(job)
+            published = await self._bus.jobs.publish(job)
         except BaseException:
             self.table.discard(stream)
             raise
-        self.table.accept(stream)
+        self.table.accept(stream, published.stream_sequence)
 
     async def resume(self, asked: Asked) -> None:
         """Go on with what another connection began, from the first token that is missing."""
@@ -129,6 +131,7 @@ class Gateway:
         stream = self.table.get(asked.request_id)
         self._close(asked.request_id)
         if stream is not None:
+            stream.change_client(_Nobody(self))
             self.table.hold(stream, self._clock.monotonic() + _GRACE_S)
 
     def leave(self, asked: Asked) -> None:
@@ -158,6 +161,25 @@ class Gateway:
         reader = self._readers.pop(request_id, None)
         if reader is not None:
             reader.close()
+
+
+class _Nobody(Client):
+    """In the place of a client that may come back."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(limit_bytes=1 << 30)
+        self._gateway = gateway
+
+    def wake(self, stream: OpenStream) -> None:
+        self._gateway.soon(lambda: self._take(stream))
+
+    def drop(self, reason: str) -> None:
+        raise AssertionError(f"nobody was dropped: {reason}")
+
+    def _take(self, stream: OpenStream) -> None:
+        stream.take(self._gateway.now_s(), GapCounts())
+        if stream.ended:
+            self._gateway.finished(stream)
 
 
 def _ignore(_stream: OpenStream) -> None:

@@ -24,6 +24,8 @@ from schemas.config import (
     NatsConfig,
     SchedulerConfig,
     SimulationConfig,
+    TierPolicies,
+    TierPolicy,
     WorkerConfig,
 )
 from schemas.errors import MillraceError
@@ -46,7 +48,17 @@ _RECONNECT_S = 0.05
 
 _PACKAGES = frozenset({"bus", "gateway", "registry", "scheduler", "schemas", "workers"})
 # In bad weather a dispatch takes longer than a scheduler waits for its answer.
-_SCHEDULER = SchedulerConfig(models=(MODEL,), dispatch_timeout_s=0.3, resume_timeout_s=0.3)
+_SCHEDULER = SchedulerConfig(
+    models=(MODEL,),
+    dispatch_timeout_s=0.3,
+    resume_timeout_s=0.3,
+    # However long the parts are away, nobody is refused for that.
+    tiers=TierPolicies(
+        enterprise=TierPolicy(weight=8.0),
+        pro=TierPolicy(weight=4.0),
+        free=TierPolicy(weight=1.0),
+    ),
+)
 _WORKER = WorkerConfig(
     model=MODEL,
     max_num_waiting=1,
