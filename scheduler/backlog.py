@@ -20,9 +20,7 @@ _TRY_AGAIN_S = 1.0
 class _State:
     """``num_waiting`` jobs are thought to be in the queue for whoever pulls, of which ``num_told``
     were heard of since the last pull; ``num_others`` were not found by that, so other schedulers
-    and their workers have them. ``num_here`` were pulled and not sent. ``is_standing``: a pull is
-    out that brings the next job by itself; ``is_late`` if one waited at the last count in spite of
-    that."""
+    and their workers have them. ``num_here`` were pulled and not sent."""
 
     num_waiting: int = 0
     num_told: int = 0
@@ -34,8 +32,6 @@ class _State:
     is_pulled: bool = False
     pulled_s: float = 0.0
     is_due: bool = False
-    is_standing: bool = False
-    is_late: bool = False
     idle_since_s: float | None = None
 
 
@@ -74,13 +70,8 @@ class Backlog:
             state.total = totals.get(line, 0)
             # What was stored after the count is told, but not in it.
             found = state.total - state.num_ours - state.num_others
-            was_waiting, state.num_waiting = state.num_waiting, max(found, state.num_told, 0)
-            state.is_late = bool(was_waiting and state.num_waiting)
-            state.is_due = (
-                bool(state.total)
-                and not state.is_standing
-                and now_s - state.pulled_s >= _TRY_AGAIN_S
-            )
+            state.num_waiting = max(found, state.num_told, 0)
+            state.is_due = bool(state.total) and now_s - state.pulled_s >= _TRY_AGAIN_S
             if state.total or state.num_ours:
                 state.idle_since_s = None
             elif state.idle_since_s is None:
@@ -108,20 +99,6 @@ class Backlog:
         elif num_got < num_wanted and state.num_waiting:
             # More may have come meanwhile: the next pull tells.
             state.num_waiting = max(1, state.num_waiting)
-
-    def stands(self, line: Line, stands: bool) -> None:
-        """A pull waits for the next job of a line, or does no more."""
-        self._of(line).is_standing = stands
-
-    def is_standing(self, line: Line) -> bool:
-        return self._of(line).is_standing
-
-    def brought(self, line: Line) -> None:
-        """A pull that waited has brought a job."""
-        state = self._of(line)
-        state.num_told = max(0, state.num_told - 1)
-        state.num_waiting = max(0, state.num_waiting - 1)
-        state.is_late = False
 
     def pull_failed(self, line: Line) -> None:
         """Nobody knows whether there was anything."""
@@ -164,13 +141,9 @@ class Backlog:
         """Lines of these tiers that a pull may bring jobs of, unless one is under way: one job
         where a lease may have lapsed. They may be a thousand, so that nothing is looked up."""
         return (
-            Pullable(line, state.num_waiting or 1, state.num_here + state.is_standing)
+            Pullable(line, state.num_waiting or 1, state.num_here)
             for line, state in self._lines.items()
-            if (
-                (state.num_waiting > state.is_standing or state.is_late or state.is_due)
-                and not state.is_pulled
-                and line.tier in tiers
-            )
+            if (state.num_waiting or state.is_due) and not state.is_pulled and line.tier in tiers
         )
 
     def waiting(self) -> dict[Line, int]:
@@ -188,9 +161,7 @@ class Backlog:
     def forget(self, line: Line) -> None:
         """Unless it has got jobs just now."""
         state = self._lines.get(line)
-        if state is None or state.num_ours or state.num_waiting:
-            return
-        if not (state.is_pulled or state.is_standing):
+        if state is not None and not (state.num_ours or state.num_waiting or state.is_pulled):
             del self._lines[line]
 
     def _of(self, line: Line) -> _State:

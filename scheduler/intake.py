@@ -14,7 +14,6 @@ from scheduler.fair_queue import Tenant
 from scheduler.lane import Lane
 from scheduler.parts import Parts
 from scheduler.sender import Sender
-from scheduler.standing import StandingPulls
 from scheduler.tasks import Tasks
 from scheduler.verdicts import Verdict, failed, refused
 from schemas.errors import BusUnavailableError, MillraceError
@@ -53,9 +52,6 @@ class Intake:
             lane.wakes.append(self._wake)
         self._sender = Sender(parts)
         self._pulls = Tasks()
-        self._standing = StandingPulls(
-            parts, self.backlog, self._has_room, self._admit_next, self._note_failure
-        )
         self._num_asked = dict.fromkeys(Tier, 0)
         self._resting_until_s = float("-inf")
         self._failure: BaseException | None = None
@@ -91,7 +87,6 @@ class Intake:
                 self._pull_all()
         finally:
             await self._pulls.close()
-            await self._standing.close()
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
@@ -167,17 +162,6 @@ class Intake:
         for leased in pulled or ():
             self.admit(leased)
         self._want(line)
-        if pulled is not None and not self.backlog.num_waiting(line):
-            self._standing.begin(line)
-        self._wake.set()
-
-    def _has_room(self, line: Line) -> bool:
-        """A job of this line that came now would be sent at once."""
-        return self._limits(line.tier).room > 0
-
-    def _admit_next(self, leased: LeasedJob) -> None:
-        self.admit(leased)
-        self._want(leased.line)
         self._wake.set()
 
     def _want(self, line: Line) -> None:

@@ -85,26 +85,3 @@ def test_a_line_without_jobs_is_idle_after_a_while() -> None:
     assert backlog.idle(110.0, 100.0) == [LINE]
     backlog.forget(LINE)
     assert len(backlog) == 0
-
-
-def test_a_pull_that_waits_takes_the_next_job_by_itself() -> None:
-    backlog = Backlog()
-    backlog.stands(LINE, True)
-    backlog.published(LINE)
-    assert to_pull(backlog) == 0
-    backlog.published(LINE)
-    assert to_pull(backlog) == 2, "it brings one of two"
-    backlog.brought(LINE)
-    assert to_pull(backlog) == 0
-    backlog.brought(LINE)
-    backlog.stands(LINE, False)
-    assert to_pull(backlog) == 0
-
-
-def test_a_job_that_a_waiting_pull_does_not_bring_is_pulled() -> None:
-    backlog = Backlog()
-    backlog.stands(LINE, True)
-    backlog.counted({LINE: 1}, 0.0)
-    assert to_pull(backlog) == 0
-    backlog.counted({LINE: 1}, 0.25)
-    assert to_pull(backlog) == 1
