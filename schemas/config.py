@@ -180,9 +180,9 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     tenants with the longest queues first.
 
     While there is no room, a scheduler holds the first ``window_jobs_per_tenant`` jobs of each
-    tenant and ``window_jobs`` of each tier; the others stay in the queue. ``order`` is what comes first
-    among the jobs of one tenant: the earliest ``deadline`` (then arrival), or the ``shortest``
-    predicted completion, with ``ageing_s`` of waiting as good as half the length.
+    tenant and ``window_jobs`` of each tier; the others stay in the queue. ``order`` is what comes
+    first among the jobs of one tenant: the earliest ``deadline`` (then arrival), or the
+    ``shortest`` predicted completion, with ``ageing_s`` of waiting as good as half the length.
     ``placement``: "affine" weighs a worker's cached prefixes against its load, "least_loaded"
     looks at load alone. Output tokens are charged ``output_weight`` times as much as input."""
 
