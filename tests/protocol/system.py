@@ -83,7 +83,9 @@ class WorkerLife:
 
     def running(self) -> list[str]:
         """The requests that its engine goes on with."""
-        return list(self.worker.requests._running)
+        batch = self.engine._batch
+        sequences = [*batch.running, *batch.waiting]
+        return [sequence.request_id.rpartition(":")[0] for sequence in sequences]
 
 
 class SchedulerLife:
