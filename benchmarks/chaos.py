@@ -50,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=10, help="of each event")
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=192, help="of each answer")
     parser.add_argument("--limit-s", type=float, default=3_600.0)
     parser.add_argument("--round-limit-s", type=float, default=120.0)
     parser.add_argument("--smoke", action="store_true", help="few streams, one of each event")
