@@ -119,6 +119,7 @@ class OutputItems:
             return
         message = self._message(events)
         logprobs = self._describe(self._hidden) if self._hidden else ()
+        logprobs = _without_end(logprobs, part.text)
         self._hidden = []
         message.texts.append(part.text)
         message.logprobs += logprobs
@@ -247,3 +248,15 @@ class OutputItems:
 
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._stem}_{len(self._done)}"
+
+
+def _without_end(logprobs: tuple[LogprobInfo, ...], text: str) -> tuple[LogprobInfo, ...]:
+    """Without the token that ended the answer and shows no text: whether it comes in one part with
+    the last text is chance."""
+    shown, length = text.encode(), 0
+    for count, info in enumerate(logprobs):
+        if length == len(shown) and count:
+            tokens = b"".join(bytes(one.bytes) for one in logprobs[:count])
+            return logprobs[:count] if tokens == shown else logprobs
+        length += len(info.bytes)
+    return logprobs

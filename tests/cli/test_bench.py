@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_run_and_reports_what_there_is(tmp_path: Path) -> 
                 assert time.monotonic() < give_up_s
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            shown, _ = process.communicate(timeout=20.0)
+            shown, _ = process.communicate(timeout=60.0)
         finally:
             process.kill()
     assert process.returncode == 0

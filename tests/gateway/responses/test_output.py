@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from gateway.errors import Refusal
 from gateway.parsing import decode
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from gateway.response_items import _without_end
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
+from schemas.openai import LogprobInfo
 from schemas.responses import MessageItem
 from tests.gateway.responses.rendered import (
     DECODER,
@@ -215,3 +217,20 @@ def test_items_without_ids_are_given_some() -> None:
     assert all(isinstance(item, MessageItem) for item in items)
     stem = "0123456789abcdef01234567"
     assert [item.id for item in items] == [f"msg_{stem}_in0", "x", f"msg_{stem}_in2"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "num_kept"),
+    [
+        ([b"net", b"work."], "network.", 2),
+        ([b"net", b"work.", b"<|end|>"], "network.", 2),
+        ([b"\xc3", b"\xa9", b"<|end|>"], "\u00e9", 2),
+        ([b"x", b"<|end|>"], "y", 2),
+        ([b"<|end|>"], "network", 1),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_none_of_its_text(
+    tokens: list[bytes], text: str, num_kept: int
+) -> None:
+    infos = tuple(LogprobInfo(token="", logprob=-1.0, bytes=tuple(one)) for one in tokens)
+    assert _without_end(infos, text) == infos[:num_kept]
