@@ -9,7 +9,7 @@ import zlib
 import msgspec
 
 from bus import subjects
-from bus.redis_link import RedisAwayError, RedisLink
+from bus.redis_link import Argument, RedisAwayError, RedisLink
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 _COMPRESSION = 1
 _MAX_INLINE_BYTES = 65_536
 # The link tries again a second after a failure.
-_PUT_ATTEMPTS = 4
-_PUT_AGAIN_S = 0.5
+_ATTEMPTS = 4
+_AGAIN_S = 0.5
 
 
 class ResponseNotFoundError(MillraceError):
@@ -85,12 +85,10 @@ class ResponseStore:
         num_bytes = len(_encoder.encode(items))
         if num_bytes > self._max_bytes:
             raise PayloadTooLargeError(num_bytes, self._max_bytes)
-        await self._reach().call("PING")
+        await self._insist("PING")
 
     async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
-        """Keep an answer and the items before it; a moment without Redis is waited out, as the
-        answer exists but once. Raises RedisAwayError."""
-        link = self._reach()
+        """Keep an answer and the items before it. Raises RedisAwayError."""
         body = msgspec.Raw(_encoder.encode(response))
         plain = _encoder.encode(StoredResponse(response=body, input=items))
         if len(plain) > _MAX_INLINE_BYTES:
@@ -98,17 +96,7 @@ class ResponseStore:
         else:
             packed = zlib.compress(plain, _COMPRESSION)
         key = subjects.response_key(tenant, response.id)
-        attempts_left = _PUT_ATTEMPTS
-        while True:
-            attempts_left -= 1
-            try:
-                await link.call("SET", key, packed, "EX", self._ttl_s)
-            except RedisAwayError:
-                if not attempts_left:
-                    raise
-                await asyncio.sleep(_PUT_AGAIN_S)
-            else:
-                return
+        await self._insist("SET", key, packed, "EX", self._ttl_s)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None if there is none that can be read. Raises RedisAwayError."""
@@ -128,6 +116,20 @@ class ResponseStore:
         if len(response_id) > MAX_NAME_CHARACTERS:
             return False
         return bool(await link.call("DEL", subjects.response_key(tenant, response_id)))
+
+    async def _insist(self, *command: Argument) -> None:
+        """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
+        link, attempts_left = self._reach(), _ATTEMPTS
+        while True:
+            attempts_left -= 1
+            try:
+                await link.call(*command)
+            except RedisAwayError:
+                if not attempts_left:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
 
     def _reach(self) -> RedisLink:
         if self._link is None:

@@ -234,6 +234,8 @@ def test_an_interrupt_ends_the_run_and_reports_what_there_is(tmp_path: Path) -> 
             ],
             stdout=subprocess.PIPE,
             text=True,
+            # Whoever runs the tests in the background may have it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             give_up_s = time.monotonic() + 30.0

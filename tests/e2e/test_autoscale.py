@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -139,7 +140,8 @@ async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> N
         assert len(_workers(scaled)) == 1
         await streams.cancel("late")
     said = scaled.output()
-    assert "worker-2 is starting: 3 are wanted for demo" in said
+    # Two may be wanted before it shows that three are.
+    assert re.search("worker-2 is starting: [23] are wanted for demo", said)
     assert "is stopping: 1 is wanted for demo" in said
     assert "worker-1 is starting: 1 is wanted for demo" in said
     assert "starting it again" not in said

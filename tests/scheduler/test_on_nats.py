@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bus.api import Bus
@@ -46,7 +47,9 @@ async def bus(config: NatsConfig) -> AsyncIterator[Bus]:
 @pytest.fixture
 async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
     bus = await connect(config, "scheduler")
-    made = Scheduler(bus, CONFIG, SystemClock(), ["m"], load_fake, FakeGenerations())
+    # On the real clock of a busy machine an answer may take a while.
+    config = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
+    made = Scheduler(bus, config, SystemClock(), ["m"], load_fake, FakeGenerations())
     stopping = asyncio.Event()
     running = asyncio.create_task(made.run(stopping))
     await made.ready.wait()
