@@ -48,8 +48,8 @@ async def bus(config: NatsConfig) -> AsyncIterator[Bus]:
 async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
     bus = await connect(config, "scheduler")
     # On the real clock of a busy machine an answer may take a while.
-    config = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
-    made = Scheduler(bus, config, SystemClock(), ["m"], load_fake, FakeGenerations())
+    settings = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
+    made = Scheduler(bus, settings, SystemClock(), ["m"], load_fake, FakeGenerations())
     stopping = asyncio.Event()
     running = asyncio.create_task(made.run(stopping))
     await made.ready.wait()
