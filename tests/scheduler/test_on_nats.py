@@ -76,7 +76,12 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
     for number in range(6):
         await bus.jobs.publish(job(f"r{number}"))
     await eventually(lambda: len(worker.running) == 2)
-    assert (await bus.jobs.depth(LINE)).num_queued == 4 - CONFIG.window_jobs_per_tenant
+
+    async def window_is_full() -> bool:
+        depth = await bus.jobs.depth(LINE)
+        return depth.num_queued == 4 - CONFIG.window_jobs_per_tenant
+
+    await eventually(window_is_full)
     for _ in range(3):
         await eventually(lambda: len(worker.running) == 2)
         await worker.finish_all()
