@@ -19,8 +19,9 @@ _TRY_AGAIN_S = 1.0
 @dataclass(slots=True)
 class _State:
     """``num_waiting`` jobs are thought to be in the queue for whoever pulls, of which ``num_told``
-    were heard of since the last pull; ``num_others`` were not found by that, so other schedulers
-    and their workers have them. ``num_here`` were pulled and not sent."""
+    were heard of since the last pull, less than none if a pull that waited was faster than the
+    news; ``num_others`` were not found by that, so other schedulers and their workers have them.
+    ``num_here`` were pulled and not sent."""
 
     num_waiting: int = 0
     num_told: int = 0
@@ -57,10 +58,14 @@ class Backlog:
 
     # --- what is heard of the queue ---
 
-    def published(self, line: Line) -> None:
+    def published(self, line: Line) -> bool:
+        """Whether there is something to pull that nobody waits for."""
         state = self._of(line)
         state.num_told += 1
+        if state.num_told <= 0:
+            return False
         state.num_waiting += 1
+        return not state.is_pulled
 
     def counted(self, totals: Mapping[Line, int], now_s: float) -> None:
         """How many jobs each line has, whoever holds them; lines that are left out have none."""
@@ -70,6 +75,7 @@ class Backlog:
             state.total = totals.get(line, 0)
             # What was stored after the count is told, but not in it.
             found = state.total - state.num_ours - state.num_others
+            state.num_told = max(0, state.num_told)
             state.num_waiting = max(found, state.num_told, 0)
             state.is_due = bool(state.total) and now_s - state.pulled_s >= _TRY_AGAIN_S
             if state.total or state.num_ours:
@@ -82,6 +88,15 @@ class Backlog:
         state = self._of(line)
         state.is_pulled = True
         state.num_told_before = state.num_told
+
+    def waited(self, line: Line, num_got: int, now_s: float) -> None:
+        """What a pull brought that was out before the job, before that is ours. The news of it may
+        come later."""
+        state = self._of(line)
+        num_told = state.num_told
+        self.pulled(line, num_got, num_got, now_s)
+        if num_got:
+            state.num_told = num_told - num_got
 
     def pulled(self, line: Line, num_wanted: int, num_got: int, now_s: float) -> None:
         """What a pull brought, before those that it brought are ours."""

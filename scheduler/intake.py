@@ -27,6 +27,11 @@ _RETRY_S = 0.25
 # Who comes next is looked for among all lines, so a window that is nearly full waits for this share
 # of its jobs to go, or for the next count.
 _REFILL_SHARE = 16
+# Pulls that are out before there is a job: each is a request that the queue keeps, made anew every
+# few seconds, and for a line that had a job lately.
+_MAX_WAITS = 256
+_WAIT_S = 2.5
+_WAIT_AFTER_JOB_S = 60.0
 
 
 class _Limits(NamedTuple):
@@ -52,6 +57,7 @@ class Intake:
             lane.wakes.append(self._wake)
         self._sender = Sender(parts)
         self._pulls = Tasks()
+        self._waits = Tasks()
         self._num_asked = dict.fromkeys(Tier, 0)
         self._resting_until_s = float("-inf")
         self._failure: BaseException | None = None
@@ -64,9 +70,9 @@ class Intake:
 
     def published(self, line: Line) -> None:
         """A job has come."""
-        self.backlog.published(line)
-        self._want(line)
-        self._wake.set()
+        if self.backlog.published(line):
+            self._want(line)
+            self._wake.set()
 
     def counted(self, totals: dict[Line, int]) -> None:
         """What the queue has of each line."""
@@ -87,6 +93,7 @@ class Intake:
                 self._pull_all()
         finally:
             await self._pulls.close()
+            await self._waits.close()
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
@@ -159,7 +166,39 @@ class Intake:
                 self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
             else:
                 self.backlog.pull_failed(line)
-        for leased in pulled or ():
+        self._took(line, pulled or [])
+        if pulled is not None and len(self._waits) < _MAX_WAITS and self._may_wait(line):
+            wait = self._waits.spawn(self._wait_for_next(line), f"wait for {line}")
+            wait.add_done_callback(self._note_failure)
+
+    def _may_wait(self, line: Line) -> bool:
+        """Nothing of the line is in the queue, and a job that came now would be sent at once."""
+        if self.backlog.num_waiting(line) or not self._parts.bus.connected:
+            return False
+        return self._limits(line.tier).room > 0
+
+    async def _wait_for_next(self, line: Line) -> None:
+        """Have a pull out when the next job is stored, which saves it the news and the pull."""
+        parts = self._parts
+        had_job_s = parts.clock.monotonic()
+        while self._may_wait(line) and parts.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S:
+            self.backlog.pulling(line)
+            pulled: list[LeasedJob] | None = None
+            try:
+                pulled = await parts.bus.jobs.pull(line, 1, _WAIT_S)
+            except BusUnavailableError:
+                return  # a pull that somebody needs says so
+            finally:
+                if pulled or (pulled is not None and parts.bus.connected):
+                    self.backlog.waited(line, len(pulled), parts.clock.monotonic())
+                else:
+                    self.backlog.pull_failed(line)
+            if pulled:
+                had_job_s = parts.clock.monotonic()
+            self._took(line, pulled)
+
+    def _took(self, line: Line, pulled: list[LeasedJob]) -> None:
+        for leased in pulled:
             self.admit(leased)
         self._want(line)
         self._wake.set()

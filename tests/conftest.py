@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
@@ -18,6 +19,9 @@ from tests.support.servers import NatsServer, RedisServer
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read when torch first looks for a device: on a machine with a GPU the tests test the same.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# How long an example takes is a matter of what else the machine does.
+settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session", autouse=True)

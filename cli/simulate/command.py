@@ -6,7 +6,8 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cli.bench.report import write_file
@@ -40,20 +41,18 @@ def compare(
     settings.check(models)
     # As in the scheduler's own process: most of what is made is freed by reference counts.
     gc.set_threshold(*_GC_THRESHOLDS)
-    # What the scheduler logs of deaths and refusals is what the report is about.
-    logging.getLogger("scheduler").setLevel(logging.ERROR)
-    logging.getLogger("bus").setLevel(logging.ERROR)
     reports = []
-    for policy in policies:
-        begun_s = time.perf_counter()
-        result = simulate(trace, settings, policy)
-        took_s = time.perf_counter() - begun_s
-        if sys.stderr.isatty():
-            print(
-                f"{policy.name}: {result.end_s:,.0f} s simulated in {took_s:,.1f} s",
-                file=sys.stderr,
-            )
-        reports.append(policy_report(policy.name, result, settings))
+    with _quiet():
+        for policy in policies:
+            begun_s = time.perf_counter()
+            result = simulate(trace, settings, policy)
+            took_s = time.perf_counter() - begun_s
+            if sys.stderr.isatty():
+                print(
+                    f"{policy.name}: {result.end_s:,.0f} s simulated in {took_s:,.1f} s",
+                    file=sys.stderr,
+                )
+            reports.append(policy_report(policy.name, result, settings))
     report = report_of(trace, settings, reports)
     sys.stdout.write(render(report))
     if json_file is not None:
@@ -61,3 +60,17 @@ def compare(
     if html_file is not None:
         write_file(html_file, render_page(report).encode())
     return 1 if any(one.overall.num_unfinished for one in report.policies) else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the scheduler logs of deaths and refusals is what the report is about."""
+    loggers = [logging.getLogger(name) for name in ("scheduler", "bus")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -85,3 +85,31 @@ def test_a_line_without_jobs_is_idle_after_a_while() -> None:
     assert backlog.idle(110.0, 100.0) == [LINE]
     backlog.forget(LINE)
     assert len(backlog) == 0
+
+
+def test_a_pull_that_waited_may_be_faster_than_the_news() -> None:
+    backlog = Backlog()
+    backlog.pulling(LINE)
+    backlog.waited(LINE, 1, 0.0)
+    assert not backlog.published(LINE), "it was brought already"
+    assert to_pull(backlog) == 0
+    assert backlog.published(LINE), "another one"
+    assert to_pull(backlog) == 1
+
+
+def test_news_that_a_waiting_pull_answers_for_need_no_other() -> None:
+    backlog = Backlog()
+    backlog.pulling(LINE)
+    assert not backlog.published(LINE)
+    assert not backlog.published(LINE)
+    backlog.waited(LINE, 1, 0.0)
+    assert to_pull(backlog) == 1
+
+
+def test_news_that_never_come_hide_no_later_job_behind_the_next_count() -> None:
+    backlog = Backlog()
+    backlog.pulling(LINE)
+    backlog.waited(LINE, 1, 0.0)
+    backlog.counted({}, 0.1)
+    assert backlog.published(LINE)
+    assert to_pull(backlog) == 1

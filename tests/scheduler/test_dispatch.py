@@ -12,6 +12,7 @@ import pytest
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from scheduler.intake import Intake
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Expired, Failed, Queued
 from schemas.jobs import JobResult, Tier
@@ -52,6 +53,32 @@ async def test_only_what_there_is_room_for_and_two_to_choose_from_is_pulled(worl
     await world.until(lambda: "r3" in worker.running)
     await world.pass_s(1.0)
     assert (await world.client.jobs.depth(LINE)).num_queued == 4
+
+
+async def test_with_room_the_next_job_of_a_line_is_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.add_worker()
+    await world.client.jobs.publish(job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+    # Neither the news of it nor a count says that there is another one.
+    monkeypatch.setattr(Intake, "published", lambda _intake, _line: None)
+    monkeypatch.setattr(Intake, "counted", lambda _intake, _totals: None)
+    await world.client.jobs.publish(job("r2"))
+    await world.until(lambda: "r2" in worker.running, within_s=0.1)
+
+
+async def test_without_room_no_job_is_waited_for(world: World) -> None:
+    worker = await world.add_worker(num_slots=1)
+    await world.client.jobs.publish(job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+    await world.pass_s(5.0)  # what was waited for while there was room
+    jobs = [job(f"r{number}") for number in range(2, 9)]
+    for one in jobs:
+        await world.client.jobs.publish(one)
+    await world.pass_s(5.0)
+    depth = await world.client.jobs.depth(LINE)
+    assert depth.num_queued == len(jobs) - CONFIG.window_jobs_per_tenant
 
 
 async def test_without_workers_jobs_stay_in_the_queue(world: World) -> None:

@@ -27,7 +27,7 @@ from tests.scheduler.scripted_worker import ScriptedWorker
 CONTEXT_TOKENS = 1_000
 LINE = Line("m", Tier.FREE, "local")
 CONFIG = SchedulerConfig(
-    models=("m",), dispatch_timeout_s=0.05, resume_timeout_s=0.05, window_jobs_per_tenant=2
+    models=("m",), dispatch_timeout_s=0.25, resume_timeout_s=0.05, window_jobs_per_tenant=2
 )
 _STEP_S = 0.05
 
