@@ -27,7 +27,7 @@ from schemas.control import (
 )
 from schemas.frames import Frame, FrameBatch
 from schemas.jobs import DeadJob, Job, JobResult, Tier
-from schemas.records import DeliveryRecord, RequestRecord, WorkerSample
+from schemas.records import DeliveryRecord, RequestRecord, TranscriptRecord, WorkerSample
 
 _REF = "#/components/schemas/{name}"
 _BOTH = f"{codec.MSGPACK} (no header needed) or {codec.JSON} by the {codec.CONTENT_TYPE} header"
@@ -227,6 +227,13 @@ _CHANNELS = (
                 "rec.delivery",
             ),
             ("worker-samples", subjects.WORKERS_TOPIC, "Worker load", WorkerSample, "rec.worker"),
+            (
+                "transcripts",
+                subjects.TRANSCRIPTS_TOPIC,
+                "Prompts and answers of tenants that have them kept",
+                TranscriptRecord,
+                "rec.transcript",
+            ),
         )
     ),
 )

@@ -11,7 +11,7 @@ import re
 
 from bus.api import Line
 from schemas.jobs import Tier
-from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from schemas.records import DeliveryRecord, Record, RequestRecord, TranscriptRecord, WorkerSample
 from schemas.tenants import LOCAL_TENANT
 
 # --- streams, consumers, buckets -------------------------------------------------------------
@@ -54,9 +54,10 @@ _LINE_CONSUMER = "line-"
 REQUESTS_TOPIC = "millrace.requests.v1"
 DELIVERIES_TOPIC = "millrace.deliveries.v1"
 WORKERS_TOPIC = "millrace.workers.v1"
+TRANSCRIPTS_TOPIC = "millrace.transcripts.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
-RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC)
+RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC, TRANSCRIPTS_TOPIC)
 
 # --- free strings ----------------------------------------------------------------------------
 
@@ -285,6 +286,8 @@ def record(item: Record) -> str:
             return "rec.delivery"
         case WorkerSample():
             return "rec.worker"
+        case TranscriptRecord():
+            return "rec.transcript"
 
 
 def record_identity(item: Record) -> str:
@@ -296,6 +299,8 @@ def record_identity(item: Record) -> str:
             return f"delivery:{token(item.request_id)}"
         case WorkerSample():
             return f"worker:{token(item.worker_id)}:{item.sampled_ns}"
+        case TranscriptRecord():
+            return f"transcript:{token(item.request_id)}"
 
 
 def topic(record_subject: str) -> str:
@@ -307,6 +312,7 @@ _TOPICS = {
     "rec.request": REQUESTS_TOPIC,
     "rec.delivery": DELIVERIES_TOPIC,
     "rec.worker": WORKERS_TOPIC,
+    "rec.transcript": TRANSCRIPTS_TOPIC,
 }
 
 # --- Redis -----------------------------------------------------------------------------------

@@ -8,18 +8,28 @@ import msgspec
 
 from schemas.errors import ParameterError
 
+_COST_STEP = Decimal("0.000000000001")
+_US_PER_HOUR = 3_600_000_000
+
 
 class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prices in ``currency`` per million tokens; ``version`` names them for ever."""
+    """Prices in ``currency`` per million tokens, which the tenant pays, and per hour of a worker's
+    device, which it costs us; ``version`` names all of them for ever."""
 
     version: str
     currency: str = "USD"
     input_per_million: Decimal
     cached_input_per_million: Decimal
     output_per_million: Decimal
+    device_per_hour: Decimal = Decimal(0)
 
     def __post_init__(self) -> None:
-        for name in ("input_per_million", "cached_input_per_million", "output_per_million"):
+        for name in (
+            "input_per_million",
+            "cached_input_per_million",
+            "output_per_million",
+            "device_per_hour",
+        ):
             price: Decimal = getattr(self, name)
             if not price.is_finite() or price < 0:
                 raise ValueError(f"{name} must be a price of 0 or more, got {price}")
@@ -54,3 +64,8 @@ def cost(
         + completion_tokens * prices.output_per_million
     )
     return total.scaleb(-6)
+
+
+def device_cost(prices: PriceBook, device_us: int) -> Decimal:
+    """What ``device_us`` of a worker's device cost us, to a millionth of a millionth."""
+    return (prices.device_per_hour * device_us / _US_PER_HOUR).quantize(_COST_STEP)

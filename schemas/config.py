@@ -290,8 +290,29 @@ class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A batch of rows is stored when it has ``batch_rows``, or ``batch_interval_s`` after its first.
+    Usage by the minute follows within ``rollup_interval_s``."""
+
     batch_rows: int = 5_000
     batch_interval_s: float = 0.5
+    rollup_interval_s: float = 2.0
+
+
+class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a scheduler, worker or telemetry process shows ``/metrics`` to Prometheus (``port`` 0:
+    nowhere). A gateway shows them on its own port."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class TracingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where distributed traces go: ``endpoint`` is the base URL of an OpenTelemetry collector that
+    takes OTLP over HTTP (``http://127.0.0.1:4318``); empty: there are none. ``sample_ratio`` of the
+    traces that begin here are recorded; one that a caller began is recorded if the caller does."""
+
+    endpoint: str = ""
+    sample_ratio: float = 1.0
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -308,3 +329,5 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()

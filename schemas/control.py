@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from schemas.jobs import Job, Tier
+from schemas.records import Life
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -28,12 +29,15 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     ``job`` has ``prompt_token_ids``, ``sampling.max_tokens`` and ``sampling.seed`` filled in.
     ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
     delivered to the client: prefill them behind the prompt and go on from the next index.
+    ``lives`` are the runs before this one, ``sent_ns`` is when the scheduler sent it.
     """
 
     job: Job
     epoch: int
     lease: str
     resume_token_ids: tuple[int, ...] = ()
+    lives: tuple[Life, ...] = ()
+    sent_ns: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
@@ -79,11 +83,14 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The work that one run of a request took, for whom: what fair sharing charges.
 
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
-    ``completion_tokens`` were made by this run, not by one before it."""
+    ``completion_tokens`` were made by this run, not by one before it. It began at ``started_ns``
+    (0: it never did) and took ``device_us`` of the device (see ``RequestRecord``)."""
 
     request_id: str
     tenant: str
     tier: Tier
+    started_ns: int = 0
+    device_us: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -65,7 +65,8 @@ class Job(
     ``model`` "auto" lets the scheduler choose one; ``model_requested`` is what the caller asked
     for then, and ``route_reason`` why it got ``model``.
     ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
-    when an answer is of no use any more.
+    when an answer is of no use any more. ``traceparent`` continues the caller's distributed trace
+    (W3C Trace Context). ``keep_transcript``: analytics may have the words of prompt and answer.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -91,6 +92,8 @@ class Job(
     route_reason: str = ""
     received_ns: int = 0
     deadline_ns: int | None = None
+    traceparent: str = ""
+    keep_transcript: bool = False
 
     def __post_init__(self) -> None:
         given = [x for x in (self.prompt, self.messages, self.prompt_token_ids) if x is not None]
@@ -100,7 +103,7 @@ class Job(
             raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
         for name in ("request_id", "reply", "tenant"):
             check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
-        for name in ("model", "model_requested", "route_reason", "user", "session_id"):
+        for name in ("model", "model_requested", "route_reason", "user", "session_id", "traceparent"):
             check_length(name, getattr(self, name), MAX_LABEL_CHARACTERS)
         for name in ("received_ns", "deadline_ns"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_TIME_NS:

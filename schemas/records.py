@@ -1,4 +1,4 @@
-"""What analytics is made of. No prompt or completion text is in any of these."""
+"""What analytics is made of. No prompt or completion text is in any of these but transcripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import msgspec
 
 from schemas.jobs import Source, Tier
 
-RECORD_VERSION = 1
+# 1: until device time and its cost, earlier runs, stalls. A field that is missing has its default.
+RECORD_VERSION = 2
+
+STALL_MS = 1_000.0
 
 
 class Status(StrEnum):
@@ -22,12 +25,30 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An earlier run of a request, which another one went on from, as far as it is known: one on a
+    worker that was killed took device time that nobody can tell any more. Times are UTC epoch in
+    ns; ``device_us`` as in ``RequestRecord``."""
+
+    epoch: int
+    worker_id: str
+    started_ns: int = 0
+    ended_ns: int = 0
+    device_us: int = 0
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One finished request. Times are UTC epoch in ns, 0 where the request did not get so far.
 
     ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
-    token, ``tpot_us`` the mean time per token after the first, ``cost`` in ``currency`` by the
-    price book's ``price_version``.
+    token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
+    ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when the scheduler sent
+    the run that ended it to its worker, ``lives`` are the runs before that.
+
+    ``device_us`` is the request's share of the time that the worker's device was busy, of all runs
+    together: each step is shared among its sequences by the work they did in it. ``device_cost`` is
+    what that time costs us, in ``currency``, by the same price book. ``trace_id`` is that of the
+    caller's distributed trace, empty without one.
     """
 
     request_id: str
@@ -60,11 +81,21 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     done_ns: int = 0
     epoch: int = 0
     num_preemptions: int = 0
+    dispatched_ns: int = 0
+    device_us: int = 0
+    device_cost: Decimal = Decimal(0)
+    lives: tuple[Life, ...] = ()
+    trace_id: str = ""
     version: int = RECORD_VERSION
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True, tag="delivery"):
-    """What the client really saw of a request, as the gateway that held the stream measured it."""
+    """What the client really saw of a request, as the gateway that held the stream measured it.
+
+    A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
+    ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
+    ``num_resumes`` counts a client's returns to its stream.
+    """
 
     request_id: str
     gateway_id: str
@@ -77,11 +108,24 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True, tag="delivery"):
     num_epochs: int = 0
     outcome: str = ""
     done_ns: int = 0
+    model: str = ""
+    num_resumes: int = 0
+    num_stalls: int = 0
+    stalled_ms: float = 0.0
+    longest_gap_ms: float = 0.0
     version: int = RECORD_VERSION
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
-    """A worker's state over one sampling period that ended at ``sampled_ns``."""
+    """A worker's state over one sampling period that ended at ``sampled_ns``.
+
+    Of ``period_ms`` the device was busy for ``busy_us``, of which requests were charged
+    ``charged_us``; the rest of the period it was idle. An hour of the device costs
+    ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation that its driver shows,
+    ``device_memory_bytes`` what is in use of ``device_memory_total_bytes``; 0 where there is no
+    driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for in the prefix cache,
+    ``prefix_hit_tokens`` were there.
+    """
 
     worker_id: str
     name: str
@@ -99,7 +143,30 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     decode_tokens: int = 0
     num_preemptions: int = 0
     queue_depth: int = 0
+    busy_us: int = 0
+    charged_us: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    device_name: str = ""
+    device_share: float = 0.0
+    device_memory_bytes: int = 0
+    device_memory_total_bytes: int = 0
+    device_per_hour: Decimal = Decimal(0)
+    currency: str = "USD"
     version: int = RECORD_VERSION
 
 
-Record = RequestRecord | DeliveryRecord | WorkerSample
+class TranscriptRecord(msgspec.Struct, frozen=True, kw_only=True, tag="transcript"):
+    """What was asked and answered, word for word: only of tenants that asked for it to be kept, on
+    a subject and in a topic and a table of its own."""
+
+    request_id: str
+    tenant: str
+    model: str
+    prompt: str
+    completion: str
+    done_ns: int = 0
+    version: int = RECORD_VERSION
+
+
+Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord
