@@ -10,19 +10,34 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from schemas.errors import MalformedMessageError
-from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from schemas.records import (
+    DeliveryRecord,
+    Life,
+    Record,
+    RequestRecord,
+    TranscriptRecord,
+    WorkerSample,
+)
 
-R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample)
+R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord)
 
 _STRING = "LowCardinality(String)"
 _TIME = "DateTime64(6, 'UTC')"
+_MONEY = "Decimal(38, 12)"
+_LIVES = (
+    f"Array(Tuple(epoch UInt32, worker String, started_at Nullable({_TIME}), "
+    f"ended_at Nullable({_TIME}), device_us UInt64))"
+)
 _MAX_UINT16 = (1 << 16) - 1
 _MAX_UINT32 = (1 << 32) - 1
+# Microseconds and bytes: what JSON's numbers hold exactly.
+_MAX_WIDE = 1 << 53
 # DateTime64(6) ends in 2299; what is later is a mistake of units.
 _MAX_TIME_NS = timedelta(days=330 * 365) // timedelta(microseconds=1) * 1000
 _MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
-_MAX_COST = Decimal(10) ** 24
+# With the column's 12 digits behind the point, as many as a Decimal is rounded to.
+_MAX_COST = Decimal(10) ** 15
 
 
 class Column(msgspec.Struct, Generic[R], frozen=True):
@@ -63,6 +78,8 @@ def table_of(record: Record) -> Table[Any]:
             return DELIVERIES
         case WorkerSample():
             return WORKER_SAMPLES
+        case TranscriptRecord():
+            return TRANSCRIPTS
 
 
 def check(record: Record) -> None:
@@ -71,10 +88,10 @@ def check(record: Record) -> None:
     if not identity:
         raise MalformedMessageError("the record does not say what it is about: its id is empty")
     fields = _FIELDS[type(record)]
-    for name, limit in fields.counts:
-        count = getattr(record, name)
-        if not 0 <= count <= limit:
-            raise MalformedMessageError(f"{name} must be between 0 and {limit}, got {count}")
+    _check_counts(record, fields.counts)
+    if isinstance(record, RequestRecord):
+        for life in record.lives:
+            _check_counts(life, _LIFE_COUNTS, "lives.")
     for name in fields.measures:
         measure = getattr(record, name)
         if not -_MAX_MEASURE < measure < _MAX_MEASURE:
@@ -85,6 +102,17 @@ def check(record: Record) -> None:
             raise MalformedMessageError(f"{name} is not an amount of money: {amount}")
 
 
+def _check_counts(
+    part: Record | Life, counts: tuple[tuple[str, int], ...], prefix: str = ""
+) -> None:
+    for name, limit in counts:
+        count = getattr(part, name)
+        if not 0 <= count <= limit:
+            raise MalformedMessageError(
+                f"{prefix}{name} must be between 0 and {limit}, got {count}"
+            )
+
+
 class _Fields(msgspec.Struct, frozen=True):
     """The fields of a kind of record that a column might not hold, by what they are."""
 
@@ -93,7 +121,7 @@ class _Fields(msgspec.Struct, frozen=True):
     amounts: tuple[str, ...]
 
     @classmethod
-    def of(cls, kind: type[Record]) -> _Fields:
+    def of(cls, kind: type[Record | Life]) -> _Fields:
         types = {field.name: field.type for field in msgspec.structs.fields(kind)}
         return cls(
             counts=tuple((name, _limit(name)) for name in types if types[name] is int),
@@ -105,10 +133,16 @@ class _Fields(msgspec.Struct, frozen=True):
 def _limit(name: str) -> int:
     if name.endswith("_ns"):
         return _MAX_TIME_NS
+    if name.endswith(("_us", "_bytes")):
+        return _MAX_WIDE
     return _MAX_UINT16 if name == "version" else _MAX_UINT32
 
 
-_FIELDS = {kind: _Fields.of(kind) for kind in (RequestRecord, DeliveryRecord, WorkerSample)}
+_FIELDS = {
+    kind: _Fields.of(kind)
+    for kind in (RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord)
+}
+_LIFE_COUNTS = _Fields.of(Life).counts
 
 
 def _micros(name: str) -> Callable[[Any], int]:
@@ -117,6 +151,23 @@ def _micros(name: str) -> Callable[[Any], int]:
 
 def _micros_if_reached(name: str) -> Callable[[Any], int | None]:
     return lambda record: getattr(record, name) // 1000 or None
+
+
+def _amount(name: str) -> Callable[[Any], Decimal]:
+    return lambda record: getattr(record, name).quantize(_COST_STEP)
+
+
+def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None, int]]:
+    return [
+        (
+            life.epoch,
+            life.worker_id,
+            life.started_ns // 1000 or None,
+            life.ended_ns // 1000 or None,
+            life.device_us,
+        )
+        for life in record.lives
+    ]
 
 
 REQUESTS: Table[RequestRecord] = Table(
@@ -145,14 +196,19 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("finish_reason", _STRING, lambda r: r.finish_reason),
         Column("status", _STRING, lambda r: r.status.value),
         Column("error_code", _STRING, lambda r: r.error_code),
-        Column("cost", "Decimal(38, 12)", lambda r: r.cost.quantize(_COST_STEP)),
+        Column("cost", _MONEY, _amount("cost")),
+        Column("device_us", "UInt64", lambda r: r.device_us),
+        Column("device_cost", _MONEY, _amount("device_cost")),
         Column("currency", _STRING, lambda r: r.currency),
         Column("price_version", _STRING, lambda r: r.price_version),
         Column("received_at", _TIME, _micros("received_ns")),
+        Column("dispatched_at", f"Nullable({_TIME})", _micros_if_reached("dispatched_ns")),
         Column("started_at", f"Nullable({_TIME})", _micros_if_reached("started_ns")),
         Column("first_token_at", f"Nullable({_TIME})", _micros_if_reached("first_token_ns")),
         Column("done_at", _TIME, _micros("done_ns")),
         Column("epoch", "UInt32", lambda r: r.epoch),
+        Column("lives", _LIVES, _lives),
+        Column("trace_id", "String", lambda r: r.trace_id),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
@@ -165,11 +221,16 @@ DELIVERIES: Table[DeliveryRecord] = Table(
         Column("gateway", _STRING, lambda r: r.gateway_id),
         Column("tenant", _STRING, lambda r: r.tenant),
         Column("source", _STRING, lambda r: r.source.value),
+        Column("model", _STRING, lambda r: r.model),
         Column("first_byte_ms", "Float64", lambda r: r.first_byte_ms),
         Column("total_ms", "Float64", lambda r: r.total_ms),
         Column("tokens_delivered", "UInt32", lambda r: r.tokens_delivered),
         Column("num_replays", "UInt32", lambda r: r.num_replays),
         Column("num_epochs", "UInt32", lambda r: r.num_epochs),
+        Column("num_resumes", "UInt32", lambda r: r.num_resumes),
+        Column("num_stalls", "UInt32", lambda r: r.num_stalls),
+        Column("stalled_ms", "Float64", lambda r: r.stalled_ms),
+        Column("longest_gap_ms", "Float64", lambda r: r.longest_gap_ms),
         Column("outcome", _STRING, lambda r: r.outcome),
         Column("done_at", _TIME, _micros("done_ns")),
         Column("record_version", "UInt16", lambda r: r.version),
@@ -191,10 +252,33 @@ WORKER_SAMPLES: Table[WorkerSample] = Table(
         Column("num_steps", "UInt32", lambda r: r.num_steps),
         Column("step_ms_mean", "Float64", lambda r: r.step_ms_mean),
         Column("busy_share", "Float64", lambda r: r.busy_share),
+        Column("busy_us", "UInt64", lambda r: r.busy_us),
+        Column("charged_us", "UInt64", lambda r: r.charged_us),
         Column("prefill_tokens", "UInt32", lambda r: r.prefill_tokens),
         Column("decode_tokens", "UInt32", lambda r: r.decode_tokens),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
         Column("queue_depth", "UInt32", lambda r: r.queue_depth),
+        Column("prefix_query_tokens", "UInt32", lambda r: r.prefix_query_tokens),
+        Column("prefix_hit_tokens", "UInt32", lambda r: r.prefix_hit_tokens),
+        Column("device_name", _STRING, lambda r: r.device_name),
+        Column("device_share", "Float64", lambda r: r.device_share),
+        Column("device_memory_bytes", "UInt64", lambda r: r.device_memory_bytes),
+        Column("device_memory_total_bytes", "UInt64", lambda r: r.device_memory_total_bytes),
+        Column("device_per_hour", _MONEY, _amount("device_per_hour")),
+        Column("currency", _STRING, lambda r: r.currency),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)
+
+TRANSCRIPTS: Table[TranscriptRecord] = Table(
+    "transcripts",
+    (
+        Column("request_id", "String", lambda r: r.request_id),
+        Column("tenant", _STRING, lambda r: r.tenant),
+        Column("model", _STRING, lambda r: r.model),
+        Column("prompt", "String", lambda r: r.prompt),
+        Column("completion", "String", lambda r: r.completion),
+        Column("done_at", _TIME, _micros("done_ns")),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )
