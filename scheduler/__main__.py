@@ -19,10 +19,12 @@ from bus import nats
 from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.metrics import Monitor, monitored
 from bus.process import exit_code_of
 from bus.settings import load_config
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from scheduler.metrics import SchedulerMetrics
 from scheduler.scheduler import Scheduler
 from schemas.config import Config
 
@@ -37,6 +39,11 @@ async def serve(config: Config) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with monitored("scheduler", config.metrics) as monitor:
+        await _schedule(config, stopping, monitor)
+
+
+async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:
     catalogue = load_catalogue(config.catalogue)
     for model in config.scheduler.models:
         catalogue = catalogue.with_model(model)
@@ -54,6 +61,8 @@ async def serve(config: Config) -> None:
             index,
             catalogue.router(config.scheduler.tiers),
         )
+        monitor.registry.register(SchedulerMetrics(scheduler))
+        monitor.trouble = lambda: "" if bus.connected else "the message bus is away"
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)

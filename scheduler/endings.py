@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -12,9 +13,9 @@ from bus.clock import Clock
 from bus.ends import record_of, result_of
 from scheduler.entry import Entry
 from scheduler.verdicts import Verdict
-from schemas.errors import BusUnavailableError
+from schemas.errors import BusUnavailableError, ModelNotFoundError
 from schemas.jobs import DeadJob, Job, JobResult
-from schemas.records import RequestRecord
+from schemas.records import RequestRecord, Status
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,13 @@ class Endings:
     queue has the job: if we die before, it is delivered and answered again, and its record is known
     by then. The frame comes after what the bus confirms, because nobody could send it again: it
     goes out when the bus is known to be there. If it is lost all the same, the index tells its
-    reader that there is nothing to wait for."""
+    reader that there is nothing to wait for. ``num_ended`` counts by model, status and code."""
 
     def __init__(self, bus: Bus, clock: Clock, generations: Generations) -> None:
         self._bus = bus
         self._clock = clock
         self._generations = generations
+        self.num_ended: Counter[tuple[str, Status, str]] = Counter()
 
     async def end(self, entry: Entry, verdict: Verdict) -> None:
         """Answer a job whose lease is ours. Raises BusUnavailableError: it will be delivered
@@ -65,6 +67,7 @@ class Endings:
         """Answer a job that was taken out of the queue: it exists nowhere but here, so each step
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
+        self._count(job, verdict)
         record = _record(job, verdict, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if job.store_result:
@@ -80,6 +83,7 @@ class Endings:
             await self._bus.results.store(_result(job, verdict, now_ns))
         await self._tell(job, verdict, epoch)
         await self._generations.finish(job.request_id, NOBODY, epoch)
+        self._count(job, verdict)
         logger.info(
             "ended without a worker",
             extra={
@@ -89,6 +93,11 @@ class Endings:
                 "code": verdict.code,
             },
         )
+
+    def _count(self, job: Job, verdict: Verdict) -> None:
+        """By model, but for names that nobody knows: anybody can make up more of them."""
+        model = "" if verdict.code == ModelNotFoundError.code else job.model
+        self.num_ended[model, verdict.status, verdict.code] += 1
 
     async def _tell(self, job: Job, verdict: Verdict, epoch: int) -> None:
         if job.reply:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from scheduler.counts import LaneCounts, Rerun
 from scheduler.entry import Entry, State
 from scheduler.estimates import Estimates
 from scheduler.fair_queue import FairQueue, Tenant, tenant_of
@@ -39,6 +40,7 @@ class Lane:
         self.throughput = Throughput()
         self.queue = FairQueue(parts.config)
         self.estimates = Estimates()
+        self.counts = LaneCounts()
         self._parts = parts
         self._sender = Sender(parts)
         self._num_preparing = dict.fromkeys(Tier, 0)
@@ -252,9 +254,12 @@ class Lane:
         self._parts.tasks.spawn(going_on, f"continue {entry.request_id}")
 
     async def _follow_up(self, entry: Entry, sending: Coroutine[Any, Any, Sent]) -> None:
+        clock, counts = self._parts.clock, self.counts
+        started_s = clock.monotonic()
         try:
             sent = await sending
         except BusUnavailableError:
+            counts.dispatches["unsent"] += 1
             self._take_back(entry)
             return
         except Exception as error:
@@ -265,6 +270,8 @@ class Lane:
             message = f"The job could not be dispatched: {type(error).__name__}."
             verdict = failed(MillraceError.code, message, retryable=False)
             sent = Sent(Result.ENDS, verdict)
+        counts.dispatches[sent.result.name.lower()] += 1
+        counts.dispatch_s.add(clock.monotonic() - started_s)
         self._follow(entry, sent)
 
     def _follow(self, entry: Entry, sent: Sent) -> None:
@@ -306,6 +313,9 @@ class Lane:
             worker.reserve(entry.request_id, entry.need, entry.expected_output_tokens)
         parts.fleet.confirm(entry.worker_id, entry.request_id)
         entry.state = State.RUNNING
+        if not entry.ran_before and entry.job.received_ns:
+            queue_s = (parts.clock.now_ns() - entry.job.received_ns) / 1e9
+            self.counts.queue_s[entry.job.tier].add(max(0.0, queue_s))
         reason = parts.cancels.reason(entry.request_id, parts.clock.monotonic())
         if reason is not None:
             # The worker may have heard the cancel before the dispatch.
@@ -334,16 +344,21 @@ class Lane:
 
     def lost(self, entry: Entry) -> None:
         """The worker that has it, or may have it, is gone: run it again elsewhere."""
+        self.counts.reruns[Rerun.LOST] += 1
         entry.num_failures += 1
         if entry.num_failures >= self._parts.config.max_attempts:
             self._parts.fleet.release(entry.worker_id, entry.request_id)
             message = f"The request was given to {entry.num_failures} workers and none answered it."
             self.end(entry, failed("too_many_attempts", message, retryable=True), bury=True)
             return
-        self.given_back(entry)
+        self._run_again(entry)
 
     def given_back(self, entry: Entry) -> None:
         """The worker goes, and lets others go on with it."""
+        self.counts.reruns[Rerun.RETURNED] += 1
+        self._run_again(entry)
+
+    def _run_again(self, entry: Entry) -> None:
         entry.ran_before = entry.interrupted = True
         entry.extended_s = float("-inf")
         verdict = self._parts.unwanted(entry)
@@ -370,6 +385,7 @@ class Lane:
             self._parts.fleet.release(worker.worker_id, request_id)
             self._refund(entry)
             entry.ran_before = entry.interrupted = True
+            self.counts.reruns[Rerun.MOVED] += 1
             self._send(entry, *place)
 
     # --- those who wait ---

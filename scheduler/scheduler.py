@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from bus.api import Bus, Line, Subscription
@@ -76,16 +77,17 @@ class Scheduler:
         )
         models = config.models or tuple(sorted(known_models))
         self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
-        self._outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
+        self.outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
         self.intakes = {model: Intake(self.parts, model, [self.lanes[model]]) for model in models}
         if router is not None:
-            self._add_routes(router_of(router, self._outlooks, self.parts, generations))
+            self._add_routes(router_of(router, self.outlooks, self.parts, generations))
+        self.departures: Counter[Departure] = Counter()
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
         self._pulls = Tasks()
         self._queue_watch = QueueWatch(
-            self.parts, self.intakes, self.lanes, self._outlooks, self._answers
+            self.parts, self.intakes, self.lanes, self.outlooks, self._answers
         )
         names = () if router is None else router.routes
         self._strays = Strays(self.parts, (*known_models, *names))
@@ -108,7 +110,7 @@ class Scheduler:
             await self._subscribe(subscriptions)
             loops = [self._pulls.spawn(one.run(), "pull") for one in self.intakes.values()]
             loops += [
-                self._services.spawn(one.run(), "tell positions") for one in self._outlooks.values()
+                self._services.spawn(one.run(), "tell positions") for one in self.outlooks.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._strays.run(), "look for strays"))
@@ -181,6 +183,7 @@ class Scheduler:
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         for gone in departed:
+            self.departures[gone.why] += 1
             logger.warning(
                 "a worker is gone",
                 extra={

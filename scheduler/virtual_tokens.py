@@ -66,6 +66,11 @@ class VirtualTokens(Generic[Member]):
             return self._wanting.value(member)
         return self._idle.get(member, self._floor())
 
+    def spread(self) -> float:
+        """How much more the one of those who want was served than another, at most."""
+        values = [self._wanting.value(member) for member in self._wanting]
+        return max(values) - min(values) if values else 0.0
+
     def _floor(self) -> float:
         least = self._wanting.least()
         return self._last_stop if least is None else self._wanting.value(least)
