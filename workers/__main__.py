@@ -23,6 +23,7 @@ from bus.api import Bus
 from bus.clock import Clock, SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.metrics import Monitor, monitored
 from bus.process import exit_code_of
 from bus.settings import load_config
 from registry.catalogue import load_catalogue
@@ -31,6 +32,7 @@ from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError
 from workers.engine_keeper import EngineKeeper
 from workers.engine_process import EngineClient, EngineLike
+from workers.metrics import WorkerMetrics
 from workers.simulated_engine import SimulatedEngine
 from workers.worker import Worker
 
@@ -50,15 +52,23 @@ async def serve(config: Config, count: int = 1) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    async with monitored("worker", config.metrics) as monitor:
+        await _serve(config, count, stopping, monitor)
+
+
+async def _serve(config: Config, count: int, stopping: asyncio.Event, monitor: Monitor) -> None:
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
     bus = await nats.connect(config.nats, config.worker.name)
+    metrics = WorkerMetrics()
+    monitor.registry.register(metrics)
+    monitor.trouble = lambda: _trouble(bus, metrics, count)
     index = GenerationIndex(config.redis)
     try:
         async with asyncio.TaskGroup() as group:
             for settings in _each(config.worker, count):
-                life = _live(bus, settings, served_model, index, stopping)
+                life = _live(bus, settings, served_model, index, stopping, metrics)
                 group.create_task(life, name=settings.name)
     except* MillraceError as failed:
         raise _first(failed) from None
@@ -79,6 +89,7 @@ async def _live(
     served_model: ServedModel,
     index: GenerationIndex,
     stopping: asyncio.Event,
+    metrics: WorkerMetrics,
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
@@ -88,6 +99,7 @@ async def _live(
     engine = EngineKeeper(first, start, clock)
     try:
         worker = Worker(bus, config, served_model, engine, clock, index)
+        metrics.watch(config.name, served_model.entry.name, engine, worker.requests)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -96,6 +108,15 @@ async def _live(
         await worker.run(stopping)
     finally:
         await engine.close()
+
+
+def _trouble(bus: Bus, metrics: WorkerMetrics, count: int) -> str:
+    """Why this process cannot take requests just now, if so."""
+    if metrics.num_workers < count:
+        return "the engine is starting"
+    if not bus.connected:
+        return "the message bus is away"
+    return "draining" if metrics.all_drain else ""
 
 
 def _engine_starter(

@@ -9,6 +9,7 @@ from typing import NoReturn
 import msgspec
 
 from bus.clock import Clock
+from bus.tally import STEP_S, Tally
 from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
 from workers.engine_process import EngineFailedError, EngineLike
 
@@ -42,8 +43,8 @@ class EngineKeeper:
     ``on_lost`` is called when an engine has ended, ``on_replaced`` when the next one is there.
     What is added or cancelled in between is dropped: nothing of an engine outlives it, so who hears
     ``on_replaced`` adds what shall go on. The restarts are bounded; the first follows at once, the
-    others after a growing pause. Counters in ``stats`` run on over all engines. Owns the engine: it
-    ends with ``close``.
+    others after a growing pause. Counters in ``stats`` run on over all engines, as do
+    ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it ends with ``close``.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class EngineKeeper:
         self._clock = clock
         self._restarts_s: list[float] = []
         self._ended: EngineStats | None = None
+        self._seen = EngineStats()
+        self.step_s = Tally(STEP_S)
+        self.num_restarts = 0
         self._take_over(engine)
 
     @property
@@ -113,9 +117,17 @@ class EngineKeeper:
             await self._engine.close()
 
     def _take_over(self, engine: EngineLike) -> None:
-        engine.on_outputs = lambda outputs, _stats: self.on_outputs(outputs)
+        self._seen = engine.stats
+        engine.on_outputs = self._on_outputs
         engine.on_prefixes = lambda changes: self.on_prefixes(changes)
         self._engine = engine
+
+    def _on_outputs(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
+        before, self._seen = self._seen, stats
+        num_steps = stats.num_steps - before.num_steps
+        if num_steps:
+            self.step_s.add((stats.busy_s - before.busy_s) / num_steps, num_steps)
+        self.on_outputs(outputs)
 
     async def _start_another(self, why: str) -> EngineLike:
         while True:
@@ -129,6 +141,7 @@ class EngineKeeper:
             if recent:
                 await self._clock.sleep(_FIRST_BACKOFF_S * 2 ** (len(recent) - 1))
             self._restarts_s = [*recent, self._clock.monotonic()]
+            self.num_restarts += 1
             try:
                 return await self._restart()
             except EngineFailedError as error:

@@ -27,6 +27,7 @@ from workers.readmission import EngineKilledError, Readmission
 from workers.records import request_record
 from workers.tenure import Tenure
 from workers.text import TextStream
+from workers.times import RequestTimes
 
 # While the bus does not take records, ended requests pile up to this many times the capacity.
 _MAX_ENDING_FACTOR = 4
@@ -83,6 +84,7 @@ class Requests:
         self._finished = FinishedGenerations(clock, config.replay_memory_s)
         self._floors = EpochFloors()
         self._readmission = Readmission(self._admit)
+        self.times = RequestTimes()
 
     @property
     def num_running(self) -> int:
@@ -246,7 +248,10 @@ class Requests:
 
     def _take(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
         is_start, is_first = not generation.started_ns, not generation.first_token_ns
+        before_ns = generation.last_token_ns
         outcome = generation.take(output, now_ns)
+        if output.token_ids and generation.first_token_ns:
+            self.times.add_tokens(generation, before_ns, len(output.token_ids))
         if is_start:
             self._flusher.post(generation, [generation.started_frame(self._worker_id)])
         if outcome is None:
@@ -288,6 +293,7 @@ class Requests:
     def _end(self, generation: Generation, outcome: Outcome) -> None:
         generation.outcome = outcome
         generation.done_ns = self._clock.now_ns()
+        self.times.add_end(generation)
         self._drop(generation)
         self._finished.add(generation)
         self._flusher.flush_now(generation, *generation.closing_frames())
