@@ -59,7 +59,8 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     The holder extends the lease well within AckWait, or hands the lease string to another process
     which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
     then the queue may have lost count. That is so for jobs that are older than this process's
-    first pull from their line, or the first since the server was away.
+    first pull from their line, or the first since the server was away. ``stored_ns`` is when the
+    queue got it, UTC epoch.
     """
 
     job: Job
@@ -68,6 +69,7 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     stream_sequence: int
     line: Line
     uncertain: bool = False
+    stored_ns: int = 0
 
 
 class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):

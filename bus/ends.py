@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bus.intake import Owner
+from bus.tracing import recorded_trace_id
 from schemas.jobs import Job, JobResult
 from schemas.records import RequestRecord, Status
 
@@ -29,6 +30,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         received_ns=job.received_ns,
         done_ns=done_ns,
         epoch=epoch,
+        trace_id=recorded_trace_id(job.traceparent),
     )
 
 

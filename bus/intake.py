@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from bus import codec, subjects
+from bus.tracing import parse_traceparent
 from schemas.errors import MalformedMessageError
 from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
 
@@ -40,12 +41,19 @@ _OWNER: codec.Codec[Owner] = codec.Codec(Owner)
 _STATED: codec.Codec[_Stated] = codec.Codec(_Stated)
 
 
-def read_job(subject: str, payload: bytes, content_type: str | None, stored_ns: int) -> Job:
+def read_job(
+    subject: str,
+    payload: bytes,
+    content_type: str | None,
+    stored_ns: int,
+    traceparent: str | None = None,
+) -> Job:
     """The job in a message of the stream JOBS.
 
     The model in the body must be the subject's, and so must tier and tenant where both state
     them. A job without ``received_ns`` was received when it was stored; a JSON job's listener
-    reads JSON. Raises MalformedMessageError.
+    reads JSON. A job that names no trace is of that in the message's header ``traceparent``, if
+    that is one. Raises MalformedMessageError.
     """
     job = codec.JOB.decode(payload, content_type)
     try:
@@ -67,6 +75,8 @@ def read_job(subject: str, payload: bytes, content_type: str | None, stored_ns: 
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
         changes["frames_as_json"] = True
+    if traceparent and not job.traceparent and parse_traceparent(traceparent) is not None:
+        changes["traceparent"] = traceparent
     try:
         return msgspec.structs.replace(job, **changes) if changes else job
     except ValueError as error:

@@ -47,8 +47,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
     ``device_us`` is the request's share of the time that the worker's device was busy, of all runs
     together: each step is shared among its sequences by the work they did in it. ``device_cost`` is
-    what that time costs us, in ``currency``, by the same price book. ``trace_id`` is that of the
-    caller's distributed trace, empty without one.
+    what that time costs us, in ``currency``, by the same price book. ``trace_id`` is that of its
+    distributed trace, empty where none is recorded.
     """
 
     request_id: str

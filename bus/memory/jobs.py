@@ -95,6 +95,7 @@ class MemoryJobQueue:
             stream_sequence=stored.sequence,
             line=line,
             uncertain=stored.sequence <= self._opened[stored.subject][1],
+            stored_ns=stored.stored_ns,
         )
 
     async def _refuse_unreadable(self, stored: StoredJob, cause: str) -> None:

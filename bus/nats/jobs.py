@@ -22,6 +22,7 @@ from bus.nats.leases import Delivery, read_lease
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
 from bus.refusals import Refusals
+from bus.tracing import HEADER as TRACEPARENT
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError, MalformedMessageError, QueueFullError
 from schemas.jobs import DeadJob, Job
@@ -132,10 +133,13 @@ class NatsJobQueue:
 
     async def _read(self, open_line: _OpenLine, message: Msg) -> LeasedJob | None:
         delivery = read_lease(message.reply)
-        content_type = message.headers.get(CONTENT_TYPE) if message.headers else None
+        headers = message.headers or {}
+        content_type = headers.get(CONTENT_TYPE)
         subject, payload = message.subject, message.data
         try:
-            job = intake.read_job(subject, payload, content_type, delivery.stored_ns)
+            job = intake.read_job(
+                subject, payload, content_type, delivery.stored_ns, headers.get(TRACEPARENT)
+            )
         except MalformedMessageError as error:
             await self._dead_letters.refuse_unreadable(
                 subject, payload, content_type, error.message, delivery
@@ -153,6 +157,7 @@ class NatsJobQueue:
             stream_sequence=delivery.stream_sequence,
             line=open_line.line,
             uncertain=open_line.may_have_been_held(delivery.stored_ns),
+            stored_ns=delivery.stored_ns,
         )
 
     async def _forget(self, lease: str) -> None:
