@@ -22,10 +22,12 @@ from bus.logs import configure_logging
 from bus.metrics import Monitor, monitored
 from bus.process import exit_code_of
 from bus.settings import load_config
+from bus.tracing import open_tracing
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from scheduler.metrics import SchedulerMetrics
 from scheduler.scheduler import Scheduler
+from scheduler.tracing import JobTraces
 from schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
@@ -49,17 +51,20 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         catalogue = catalogue.with_model(model)
     models = tuple(catalogue.entry_for(model).name for model in config.scheduler.models)
     scheduler_id = config.scheduler.scheduler_id or f"scheduler-{uuid.uuid4().hex[:8]}"
+    tracing = open_tracing(config.tracing, "scheduler", scheduler_id)
+    clock = SystemClock()
     bus = await nats.connect(config.nats, scheduler_id)
     index = GenerationIndex(config.redis)
     try:
         scheduler = Scheduler(
             bus,
             msgspec.structs.replace(config.scheduler, models=models),
-            SystemClock(),
+            clock,
             catalogue.names(),
             partial(ServedModel.load, catalogue),
             index,
             catalogue.router(config.scheduler.tiers),
+            None if tracing is None else JobTraces(tracing, clock, scheduler_id),
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.trouble = lambda: "" if bus.connected else "the message bus is away"
@@ -71,6 +76,8 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
     finally:
         await index.close()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 def main() -> int:

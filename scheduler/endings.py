@@ -12,6 +12,7 @@ from bus.api import Bus
 from bus.clock import Clock
 from bus.ends import record_of, result_of
 from scheduler.entry import Entry
+from scheduler.tracing import JobTraces
 from scheduler.verdicts import Verdict
 from schemas.errors import BusUnavailableError, ModelNotFoundError
 from schemas.jobs import DeadJob, Job, JobResult
@@ -37,10 +38,13 @@ class Endings:
     goes out when the bus is known to be there. If it is lost all the same, the index tells its
     reader that there is nothing to wait for. ``num_ended`` counts by model, status and code."""
 
-    def __init__(self, bus: Bus, clock: Clock, generations: Generations) -> None:
+    def __init__(
+        self, bus: Bus, clock: Clock, generations: Generations, traces: JobTraces | None = None
+    ) -> None:
         self._bus = bus
         self._clock = clock
         self._generations = generations
+        self._traces = traces
         self.num_ended: Counter[tuple[str, Status, str]] = Counter()
 
     async def end(self, entry: Entry, verdict: Verdict) -> None:
@@ -70,6 +74,8 @@ class Endings:
         self._count(job, verdict)
         record = _record(job, verdict, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
+        if self._traces is not None:
+            self._traces.recorded(job, now_ns)
         if job.store_result:
             result = _result(job, verdict, now_ns)
             await self._insist(lambda: self._bus.results.store(result))
@@ -79,6 +85,8 @@ class Endings:
     async def _answer(self, job: Job, verdict: Verdict, epoch: int) -> None:
         now_ns = self._clock.now_ns()
         await self._bus.outbox.publish(_record(job, verdict, epoch, now_ns))
+        if self._traces is not None:
+            self._traces.recorded(job, now_ns)
         if job.store_result:
             await self._bus.results.store(_result(job, verdict, now_ns))
         await self._tell(job, verdict, epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from bus.api import LeasedJob, Line
 from scheduler.backlog import Backlog
@@ -13,6 +14,9 @@ from scheduler.need import Need
 from scheduler.prompt_keys import NO_KEYS, PromptKeys
 from schemas.control import EPOCHS_PER_DELIVERY
 from schemas.jobs import Job
+
+if TYPE_CHECKING:
+    from scheduler.tracing import JobTrace
 
 
 class State(Enum):
@@ -72,6 +76,8 @@ class Entry:
     strikes: float = 0.0
     inquest: Inquest | None = None
     num_delivered: int = 0
+    stored_ns: int = 0
+    trace: JobTrace | None = None
 
     @classmethod
     def of(cls, leased: LeasedJob, backlog: Backlog, now_s: float) -> Entry:
@@ -86,6 +92,7 @@ class Entry:
             ran_before=leased.num_deliveries > 1,
             uncertain=leased.uncertain,
             extended_s=now_s,
+            stored_ns=leased.stored_ns,
         )
 
     @property
@@ -125,6 +132,31 @@ class Entry:
         self.num_attempts += 1
         self.checked_s = now_s
 
+    def place(self, worker_id: str, num_cached_tokens: int) -> None:
+        """It goes to a worker, in whose cache so much of its prompt is thought to be."""
+        self.worker_id = worker_id
+        if self.trace is not None:
+            self.trace.run_over("lease_lapsed")
+            self.trace.placed(worker_id, num_cached_tokens)
+
+    def take_back(self, error: str) -> None:
+        """It is with no worker; ``error``: why, if nobody said so before."""
+        self.worker_id = ""
+        if self.trace is not None:
+            self.trace.run_over(error)
+
+    def count_failure(self) -> None:
+        """A run was lost with its worker."""
+        self.num_failures += 1
+        if self.trace is not None:
+            self.trace.run_over("worker_lost")
+
+    def interrupt(self, error: str) -> None:
+        """Others are to go on with it; ``error``: why."""
+        self.ran_before = self.interrupted = True
+        if self.trace is not None:
+            self.trace.run_over(error)
+
     def undo_run(self, epoch_before: int) -> None:
         """The worker refused the dispatch: nothing ran at that epoch, it is free again."""
         self.epoch = epoch_before
@@ -158,8 +190,11 @@ class Table:
         assert entry.request_id not in self._entries, "an entry is there already"
         self._entries[entry.request_id] = entry
 
-    def drop(self, entry: Entry) -> None:
-        """The entry is over here; what is still in flight for it finds it ended."""
+    def drop(self, entry: Entry, error: str = "") -> None:
+        """The entry is over here, for ``error`` if it failed; what is still in flight for it finds
+        it ended."""
         entry.state = State.ENDED
+        if entry.trace is not None:
+            entry.trace.over(error)
         if self._entries.get(entry.request_id) is entry:
             del self._entries[entry.request_id]

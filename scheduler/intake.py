@@ -232,6 +232,8 @@ class Intake:
 
     def _take(self, entry: Entry, lane: Lane) -> None:
         lane.took(entry)
+        if self._parts.traces is not None:
+            self._parts.traces.begin(entry)
         self._parts.tasks.spawn(self._prepare(entry, lane), f"prepare {entry.request_id}")
 
     async def _refuse(self, entry: Entry, verdict: Verdict) -> None:

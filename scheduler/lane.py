@@ -105,7 +105,7 @@ class Lane:
     def _service(self, prompt_tokens: float, output_tokens: float) -> float:
         return prompt_tokens + self._parts.config.output_weight * output_tokens
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: Entry, error: str = "") -> None:
         """It is over here, wherever it was."""
         if entry.is_ended:
             return
@@ -116,7 +116,7 @@ class Lane:
         self._refund(entry)
         if entry.inquest is not None:
             entry.inquest.report(entry, progressed=True)
-        self._parts.table.drop(entry)
+        self._parts.table.drop(entry, error)
         self._wake()
 
     def pump(self) -> None:
@@ -146,7 +146,7 @@ class Lane:
         self.queue.remove(entry)
         entry.backlog.left(entry)
         entry.state = State.DISPATCHING
-        entry.worker_id = worker.worker_id
+        entry.place(worker.worker_id, num_cached_tokens)
         entry.charged_tokens = entry.expected_tokens - num_cached_tokens
         self.queue.charge(tenant_of(entry), entry.charged_tokens)
         self._parts.fleet.reserve(
@@ -185,7 +185,7 @@ class Lane:
         that has ended already is not ours to answer."""
         if entry.is_ended:
             return
-        self._drop(entry)
+        self._drop(entry, verdict.code)
         self._parts.tasks.spawn(self._end(entry, verdict, bury=bury), f"end {entry.request_id}")
 
     async def _end(self, entry: Entry, verdict: Verdict, *, bury: bool) -> None:
@@ -246,7 +246,7 @@ class Lane:
             self._prepared(entry)
         entry.backlog.left(entry)
         entry.state = State.DISPATCHING
-        entry.worker_id = worker_id
+        entry.place(worker_id, 0)
         worker = fleet.get(worker_id)
         if worker is not None and entry.request_id not in worker.runs:
             fleet.reserve(worker_id, entry.request_id, entry.need, entry.expected_output_tokens)
@@ -326,7 +326,7 @@ class Lane:
         """It waits for room again: nothing ran there, or it is no more."""
         self._parts.fleet.release(entry.worker_id, entry.request_id)
         self._refund(entry)
-        entry.worker_id = ""
+        entry.take_back("not_taken")
         if entry.state is not State.ENDED:
             entry.state = State.WAITING
             entry.backlog.waits_here(entry)
@@ -345,7 +345,7 @@ class Lane:
     def lost(self, entry: Entry) -> None:
         """The worker that has it, or may have it, is gone: run it again elsewhere."""
         self.counts.reruns[Rerun.LOST] += 1
-        entry.num_failures += 1
+        entry.count_failure()
         if entry.num_failures >= self._parts.config.max_attempts:
             self._parts.fleet.release(entry.worker_id, entry.request_id)
             message = f"The request was given to {entry.num_failures} workers and none answered it."
@@ -359,7 +359,7 @@ class Lane:
         self._run_again(entry)
 
     def _run_again(self, entry: Entry) -> None:
-        entry.ran_before = entry.interrupted = True
+        entry.interrupt("given_back")
         entry.extended_s = float("-inf")
         verdict = self._parts.unwanted(entry)
         if verdict is not None:
@@ -384,7 +384,7 @@ class Lane:
                 continue  # one that is shorter, or of a higher tier, may fit
             self._parts.fleet.release(worker.worker_id, request_id)
             self._refund(entry)
-            entry.ran_before = entry.interrupted = True
+            entry.interrupt("moved")
             self.counts.reruns[Rerun.MOVED] += 1
             self._send(entry, *place)
 

@@ -14,6 +14,7 @@ from scheduler.fleet import Fleet
 from scheduler.prefix_index import PrefixIndex
 from scheduler.shelf import Shelf
 from scheduler.tasks import Tasks
+from scheduler.tracing import JobTraces
 from scheduler.verdicts import EXPIRED, Verdict, cancelled
 from schemas.config import SchedulerConfig
 
@@ -61,6 +62,7 @@ class Parts:
     prefixes: PrefixIndex
     cancels: CancelMemory
     endings: Endings
+    traces: JobTraces | None = None
     table: Table = field(default_factory=Table)
     tasks: Tasks = field(default_factory=Tasks)
     lanes: dict[str, Lane] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from scheduler.routing import AutoRouter
 from scheduler.shelf import Preparer, Shelf
 from scheduler.strays import Strays
 from scheduler.tasks import Tasks
+from scheduler.tracing import JobTraces
 from scheduler.verdicts import cancelled
 from scheduler.watchman import Watchman
 from schemas.config import SchedulerConfig
@@ -57,6 +58,7 @@ class Scheduler:
         load_model: Callable[[str], Preparer],
         generations: Generations,
         router: Router | None = None,
+        traces: JobTraces | None = None,
     ) -> None:
         unknown = set(config.models) - set(known_models)
         if unknown:
@@ -73,7 +75,8 @@ class Scheduler:
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock, generations),
+            endings=Endings(bus, clock, generations, traces),
+            traces=traces,
         )
         models = config.models or tuple(sorted(known_models))
         self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
@@ -150,6 +153,7 @@ class Scheduler:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 for entry in held:
+                    entry.trace = None  # whoever gets it next tells of it
                     self.parts.table.drop(entry)
                     await self.parts.bus.jobs.release(entry.lease)
         except (BusUnavailableError, TimeoutError):

@@ -8,6 +8,8 @@ import logging
 from enum import Enum, auto
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from scheduler.entry import Entry
 from scheduler.inquest import MAX_STRIKES
 from scheduler.parts import Parts
@@ -131,8 +133,12 @@ class Sender:
         return entry.strikes >= MAX_STRIKES
 
     async def _dispatch(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
+        job = entry.job
+        if entry.trace is not None:
+            traceparent = entry.trace.sent(entry.epoch, len(entry.resume_token_ids))
+            job = replace(job, traceparent=traceparent)
         dispatch = Dispatch(
-            job=entry.job,
+            job=job,
             epoch=entry.epoch,
             lease=entry.lease,
             resume_token_ids=entry.resume_token_ids,
