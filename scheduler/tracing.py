@@ -65,9 +65,7 @@ class JobTrace:
         """It waits no more; of its prompt so many tokens are thought to be in the worker's
         cache."""
         self._stop_waiting()
-        self._run = _Run(
-            self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens
-        )
+        self._run = _Run(self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens)
 
     def sent(self, epoch: int, num_resumed_tokens: int) -> str:
         """It goes out to the worker now; the ``traceparent`` of what the worker tells."""

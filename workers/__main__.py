@@ -26,6 +26,7 @@ from bus.logs import configure_logging
 from bus.metrics import Monitor, monitored
 from bus.process import exit_code_of
 from bus.settings import load_config
+from bus.tracing import Tracing, open_tracing
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from schemas.config import Config, WorkerConfig
@@ -60,6 +61,7 @@ async def _serve(config: Config, count: int, stopping: asyncio.Event, monitor: M
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
+    tracing = open_tracing(config.tracing, "worker", config.worker.name)
     bus = await nats.connect(config.nats, config.worker.name)
     metrics = WorkerMetrics()
     monitor.registry.register(metrics)
@@ -68,13 +70,15 @@ async def _serve(config: Config, count: int, stopping: asyncio.Event, monitor: M
     try:
         async with asyncio.TaskGroup() as group:
             for settings in _each(config.worker, count):
-                life = _live(bus, settings, served_model, index, stopping, metrics)
+                life = _live(bus, settings, served_model, index, stopping, metrics, tracing)
                 group.create_task(life, name=settings.name)
     except* MillraceError as failed:
         raise _first(failed) from None
     finally:
         await index.close()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 def _each(config: WorkerConfig, count: int) -> list[WorkerConfig]:
@@ -90,6 +94,7 @@ async def _live(
     index: GenerationIndex,
     stopping: asyncio.Event,
     metrics: WorkerMetrics,
+    tracing: Tracing | None,
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
@@ -98,7 +103,7 @@ async def _live(
         return
     engine = EngineKeeper(first, start, clock)
     try:
-        worker = Worker(bus, config, served_model, engine, clock, index)
+        worker = Worker(bus, config, served_model, engine, clock, index, tracing)
         metrics.watch(config.name, served_model.entry.name, engine, worker.requests)
         gc.collect()
         gc.freeze()

@@ -101,6 +101,8 @@ class Endings:
                     await self._store_result(generation)
                 record = self._make_record(generation)
                 await self._insist(lambda: self._bus.outbox.publish(record), generation)
+                if generation.trace is not None:
+                    generation.trace.recorded(generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
                 self._on_acked(generation)
             except _NotOursError as error:

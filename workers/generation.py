@@ -29,6 +29,7 @@ from schemas.records import Status
 from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.text import TextStream
+from workers.tracing import RunTrace
 
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
@@ -107,6 +108,7 @@ class Generation:
         "routes",
         "started_ns",
         "token_ids",
+        "trace",
         "vouched_s",
     )
 
@@ -140,6 +142,7 @@ class Generation:
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
         self.known_outcome: Outcome | None = None
         self.outcome: Outcome | None = None
+        self.trace: RunTrace | None = None
 
     @property
     def request_id(self) -> str:
@@ -211,6 +214,8 @@ class Generation:
         if output.token_ids and self.known_outcome is None:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns
+                if self.trace is not None:
+                    self.trace.prefilled(self)
             self.last_token_ns = now_ns
             if output.logprobs:
                 self.logprobs.extend(output.logprobs)

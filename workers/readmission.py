@@ -68,6 +68,9 @@ class Readmission:
         self._has_engine = False
         blamed, self._on_trial = self._on_trial, None
         had = [g for g in running if g is not blamed and g not in self._newcomers]
+        for generation in had:
+            if generation.trace is not None:
+                generation.trace.note("engine lost")
         had.sort(key=lambda g: (-g.priority, g.num_tokens))
         self._suspects = dict.fromkeys(had)
         return blamed

@@ -28,6 +28,7 @@ from workers.records import request_record
 from workers.tenure import Tenure
 from workers.text import TextStream
 from workers.times import RequestTimes
+from workers.tracing import RunTraces
 
 # While the bus does not take records, ended requests pile up to this many times the capacity.
 _MAX_ENDING_FACTOR = 4
@@ -59,6 +60,7 @@ class Requests:
         generations: Generations,
         notices: EndedNotices,
         on_room: Callable[[], None],
+        traces: RunTraces | None = None,
     ) -> None:
         self.draining = False
         self._bus = bus
@@ -70,6 +72,7 @@ class Requests:
         self._index = index
         self._notices = notices
         self._on_room = on_room
+        self._traces = traces
         self._capacity = config.engine.max_num_sequences + config.max_num_waiting
         self._prefixes_per_tenant = config.prefixes_per_tenant
         self._running: dict[str, Generation] = {}
@@ -164,6 +167,8 @@ class Requests:
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
         generation = Generation(dispatch, stream, self._clock.now_ns(), self._clock.monotonic())
+        if self._traces is not None:
+            generation.trace = self._traces.begin(dispatch)
         self._running[job.request_id] = generation
         self._num_by_tier[job.tier] += 1
         self._by_engine_id[generation.engine_id] = generation
@@ -323,6 +328,8 @@ class Requests:
         if self._running.pop(generation.request_id, None) is not None:
             self._num_by_tier[generation.job.tier] -= 1
         self._by_engine_id.pop(generation.engine_id, None)
+        if generation.trace is not None:
+            generation.trace.over(generation)
         self._readmission.remove(generation)
 
     def expire_late(self) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
+from bus.tracing import Tracing
 from registry.served import ServedModel
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
@@ -23,6 +24,7 @@ from workers.notices import EndedNotices
 from workers.prefix_reports import PrefixReporter
 from workers.requests import Requests
 from workers.status import StatusReporter
+from workers.tracing import RunTraces
 
 _CHECK_INTERVAL_S = 0.1
 _GOODBYE_TIMEOUT_S = 1.0
@@ -42,6 +44,7 @@ class Worker:
         engine: EngineKeeper,
         clock: Clock,
         generations: Generations,
+        tracing: Tracing | None = None,
     ) -> None:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
@@ -67,6 +70,7 @@ class Worker:
             generations,
             self._notices,
             lambda: self._status.note_capacity(),
+            None if tracing is None else RunTraces(tracing, clock, self.worker_id),
         )
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
