@@ -362,6 +362,9 @@ class Outbox(Protocol):
     async def last_sequence(self) -> int:
         """The newest record's sequence; 0 when there is none."""
 
+    async def num_waiting(self) -> int:
+        """How many records no bridge has acknowledged yet."""
+
 
 class Bus(Protocol):
     """All of it, over one connection."""

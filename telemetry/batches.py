@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from bus import codec
 from schemas.errors import MalformedMessageError
 from schemas.records import Record
+from telemetry.dead_letters import Letter
 from telemetry.kafka import SEQUENCE_HEADER
 from telemetry.tables import Table, check, table_of
 
@@ -24,20 +25,12 @@ class Row(msgspec.Struct, frozen=True):
     message: ConsumerRecord
 
 
-class Poison(msgspec.Struct, frozen=True):
-    """A message that can never become a row, and why."""
-
-    message: ConsumerRecord
-    reason: str
-    sequence: int | None
-
-
 class Batch:
     """Consumed messages, in order within each partition."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {}
-        self.poison: list[Poison] = []
+        self.poison: list[Letter] = []
         self.next_offsets: dict[TopicPartition, int] = {}
         self.num_messages = 0
 
@@ -51,7 +44,7 @@ class Batch:
             record = codec.RECORD.decode(message.value or b"")
             check(record)
         except MalformedMessageError as error:
-            self.poison.append(Poison(message, error.message, sequence))
+            self.poison.append(Letter.of(message, error.message, sequence))
             return
         self.rows.setdefault(table_of(record).name, []).append(Row(record, sequence, message))
 
@@ -66,7 +59,7 @@ class Batch:
         return settled + [item.sequence for item in self.poison if item.sequence is not None]
 
 
-def content_token(rows: list[Row]) -> str:
+def content_token(rows: Sequence[Row]) -> str:
     """The same for the same rows only: offsets alone would name other rows after Kafka was wiped,
     and ClickHouse would drop them as inserted before."""
     digest = hashlib.blake2b(digest_size=16)

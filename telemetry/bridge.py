@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -13,10 +14,10 @@ from bus import subjects
 from bus.api import Bus, OutboxMessage
 from bus.clock import Clock
 from schemas.config import KafkaConfig
-from telemetry.dead_letters import DeadLetters
+from schemas.errors import MillraceError
+from telemetry.dead_letters import DeadLetters, Letter
 from telemetry.kafka import (
-    SEQUENCE_HEADER,
-    SUBJECT_HEADER,
+    LARGEST_MESSAGE_BYTES,
     Incarnation,
     Offsets,
     ensure_topics,
@@ -24,27 +25,18 @@ from telemetry.kafka import (
     stop_client,
 )
 from telemetry.ledger import Ledger
+from telemetry.shipment import Shipment
+from telemetry.volatile import Backlog
 
 logger = logging.getLogger(__name__)
 
-_PULL_RECORDS = 500
+_PULL_RECORDS = 1_000
 _PULL_TIMEOUT_S = 0.5
+_SHIP_BYTES = 1_000_000
 _CHECK_INTERVAL_S = 2.0
 _COMPACTION_INTERVAL_S = 60.0
-# The embedded cluster drops a partition's oldest messages past 5 MB: more than this is not put
-# into it before the sink has caught up. The outbox holds the rest.
-_VOLATILE_BACKLOG = 6_000
-_BACKLOG_POLL_S = 0.05
-
-
-class _Key(msgspec.Struct):
-    """What a record is keyed by in Kafka; the other fields are the sink's business."""
-
-    request_id: str = ""
-    worker_id: str = ""
-
-
-_KEYS = msgspec.msgpack.Decoder(_Key)
+_BACKLOG_POLL_S = 0.02
+_WATCH_INTERVAL_S = 1.0
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +52,10 @@ class Bridge:
     Kafka may forget (the embedded cluster is volatile) and a former bridge may have died holding
     records. Whenever the sink has stored all that Kafka held and the ledger's mark is still below
     what was sent, the outbox is rewound to the mark: the tables merge what comes twice.
+
+    ``num_bridged`` counts records that went to Kafka, ``num_dead`` those that went to the dead
+    letters instead. ``num_waiting`` are in the outbox and not in Kafka yet, as of a second ago, or
+    longer while NATS is away.
     """
 
     def __init__(
@@ -82,7 +78,10 @@ class Bridge:
         self._bridged_sequence = 0
         self._promise: Promise | None = None
         self._rewound_to: int | None = None
+        self._backlog = Backlog(num_behind)
         self.num_bridged = 0
+        self.num_dead = 0
+        self.num_waiting = 0
 
     def stop(self) -> None:
         """End after the batch in hand."""
@@ -90,33 +89,42 @@ class Bridge:
 
     async def run(self) -> None:
         """Bridge until ``stop``; raises what Kafka, the bus or the store raises."""
-        is_durable = await ensure_topics(self._config)
-        producer = make_producer(self._config)
-        await producer.start()
-        try:
-            await self._begin(producer)
-            dead_letters = DeadLetters(producer)
-            next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
-            next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
-            while not self._stopping:
-                if not is_durable and self._num_behind(self._ends) > _VOLATILE_BACKLOG:
-                    await self._clock.sleep(_BACKLOG_POLL_S)
-                    continue
+        async with self._watching():
+            is_durable = await ensure_topics(self._config)
+            producer = make_producer(self._config)
+            await producer.start()
+            try:
+                await self._begin(producer)
+                await self._move(producer, is_durable=is_durable)
+            finally:
+                await stop_client(producer)
+
+    async def _move(self, producer: AIOKafkaProducer, *, is_durable: bool) -> None:
+        dead_letters = DeadLetters(producer)
+        next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+        next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
+        while not self._stopping:
+            if is_durable or not self._backlog.is_full:
                 messages = await self._bus.outbox.pull(_PULL_RECORDS, _PULL_TIMEOUT_S)
                 await self._note_delivery(messages)
-                if messages:
-                    await self._send(producer, dead_letters, messages)
-                    await self._bus.outbox.ack(messages)
-                    self.num_bridged += len(messages)
-                if self._clock.monotonic() >= next_check_s:
-                    await self._check()
-                    next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
-                if self._clock.monotonic() >= next_compaction_s:
-                    # Here, where the ledger is also cleared: neither may undo the other.
-                    await self._ledger.compact()
-                    next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
-        finally:
-            await stop_client(producer)
+                for part in _parts(messages):
+                    await self._until_room(is_durable=is_durable)
+                    await self._ship(producer, dead_letters, part)
+                    await self._bus.outbox.ack(part)
+                    self.num_bridged += len(part)
+            else:
+                await self._clock.sleep(_BACKLOG_POLL_S)
+            if self._clock.monotonic() >= next_check_s:
+                await self._check()
+                next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+            if self._clock.monotonic() >= next_compaction_s:
+                # Here, where the ledger is also cleared: neither may undo the other.
+                await self._ledger.compact()
+                next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
+
+    async def _until_room(self, *, is_durable: bool) -> None:
+        while not is_durable and self._backlog.is_full and not self._stopping:
+            await self._clock.sleep(_BACKLOG_POLL_S)
 
     async def _begin(self, producer: AIOKafkaProducer) -> None:
         incarnation = Incarnation(self._config)
@@ -159,38 +167,34 @@ class Bridge:
                 messages[0].sequence - 1 if messages else await self._bus.outbox.last_sequence()
             )
 
-    async def _send(
+    async def _ship(
         self,
         producer: AIOKafkaProducer,
         dead_letters: DeadLetters,
-        messages: list[OutboxMessage],
+        messages: Sequence[OutboxMessage],
     ) -> None:
-        sent = []
-        unroutable = []
+        shipment = Shipment(producer)
+        letters = []
         for message in messages:
             try:
                 topic = subjects.topic(message.subject)
             except KeyError:
-                unroutable.append(message)
+                letters.append(_letter(message, f"no topic for subject {message.subject}"))
                 continue
-            headers = [
-                (SEQUENCE_HEADER, str(message.sequence).encode()),
-                (SUBJECT_HEADER, message.subject.encode()),
-            ]
-            sent.append(
-                await producer.send(topic, message.payload, key=_key(message), headers=headers)
-            )
-        for metadata in await asyncio.gather(*sent):
-            partition = TopicPartition(metadata.topic, metadata.partition)
-            self._ends[partition] = metadata.offset + 1
-        if unroutable:
-            for message in unroutable:
-                await dead_letters.send(
-                    message.payload,
-                    reason=f"no topic for subject {message.subject}",
-                    sequence=message.sequence,
-                )
-            await self._ledger.add([message.sequence for message in unroutable])
+            num_bytes = len(message.payload)
+            if num_bytes > LARGEST_MESSAGE_BYTES:
+                reason = f"it has {num_bytes} bytes, and {LARGEST_MESSAGE_BYTES} are the most"
+                letters.append(_letter(message, reason))
+                continue
+            await shipment.add(topic, message)
+        landed = await shipment.send()
+        self._backlog.add(landed)
+        for partition, load in landed.items():
+            self._ends[partition] = max(self._ends.get(partition, 0), load.end)
+        if letters:
+            await dead_letters.send(letters)
+            self.num_dead += len(letters)
+            await self._ledger.add([letter.sequence for letter in letters if letter.sequence])
         self._bridged_sequence = max(self._bridged_sequence, messages[-1].sequence)
 
     async def _check(self) -> None:
@@ -202,11 +206,39 @@ class Bridge:
             if await self._ledger.mark() < promise.sequence:
                 await self._rewind()
 
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Follow what waits in the outbox, also while Kafka is away."""
 
-def _key(message: OutboxMessage) -> bytes | None:
-    """The request's id, or the worker's; None for what is no record: the sink will say why."""
-    try:
-        key = _KEYS.decode(message.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return (key.request_id or key.worker_id).encode("utf-8", "surrogatepass") or None
+        async def watch() -> None:
+            while True:
+                try:
+                    self.num_waiting = await self._bus.outbox.num_waiting()
+                except MillraceError as error:
+                    logger.debug("the outbox does not answer", extra={"reason": error.message})
+                await self._clock.sleep(_WATCH_INTERVAL_S)
+
+        task = asyncio.create_task(watch(), name="bridge-watch")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage]]:
+    """In order, of about ``_SHIP_BYTES`` each."""
+    first, num_bytes = 0, 0
+    for number, message in enumerate(messages, start=1):
+        num_bytes += len(message.payload)
+        if num_bytes >= _SHIP_BYTES or number == len(messages):
+            yield messages[first:number]
+            first, num_bytes = number, 0
+
+
+def _letter(message: OutboxMessage, reason: str) -> Letter:
+    return Letter(
+        payload=message.payload,
+        reason=reason,
+        sequence=message.sequence,
+    )

@@ -7,7 +7,12 @@ import logging
 import uuid
 from collections.abc import Mapping
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import (
+    AIOKafkaConsumer,
+    AIOKafkaProducer,
+    ConsumerRebalanceListener,
+    TopicPartition,
+)
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import TopicAlreadyExistsError, for_code
 
@@ -16,6 +21,8 @@ from schemas.config import KafkaConfig
 
 SEQUENCE_HEADER = "outbox-sequence"
 SUBJECT_HEADER = "subject"
+# Brokers take 1 MiB, unless they are told otherwise, with key, headers and reason.
+LARGEST_MESSAGE_BYTES = 1_000_000
 
 Offsets = Mapping[TopicPartition, int]
 
@@ -25,20 +32,25 @@ _STOP_TIMEOUT_S = 1.5
 
 
 def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
-    """Idempotent, acknowledged by all in-sync replicas, in order within a partition."""
+    """Idempotent, acknowledged by all in-sync replicas, in order within a partition.
+
+    Uncompressed: compressing a record here takes longer than storing it. A topic's own
+    ``compression.type`` has the broker do it.
+    """
     return AIOKafkaProducer(
         bootstrap_servers=config.bootstrap_servers,
         enable_idempotence=True,
         acks="all",
-        linger_ms=2,
         max_batch_size=256 * 1024,
         request_timeout_ms=10_000,
-        compression_type="gzip",
     )
 
 
-async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKafkaConsumer:
-    """The sink's consumer, started; offsets are committed by hand.
+async def start_consumer(
+    config: KafkaConfig, *, manages_groups: bool, listener: ConsumerRebalanceListener
+) -> AIOKafkaConsumer:
+    """The sink's consumer, started; offsets are committed by hand, ``listener`` hears of
+    rebalances.
 
     A broker shares the partitions among the group's members. The embedded cluster is slow at that
     (a member that died costs 10 s), and has one consumer only: it takes all partitions.
@@ -50,6 +62,8 @@ async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKaf
         auto_offset_reset="earliest",
         session_timeout_ms=10_000,
         heartbeat_interval_ms=2_000,
+        # Longer than a member takes to store what it has in hand (see ``telemetry.handover``).
+        rebalance_timeout_ms=15_000,
         # A store that is away for hours must not cost the membership.
         max_poll_interval_ms=24 * 3_600_000,
         metadata_max_age_ms=30_000,
@@ -57,7 +71,7 @@ async def start_consumer(config: KafkaConfig, *, manages_groups: bool) -> AIOKaf
         max_partition_fetch_bytes=4 * 1024 * 1024,
     )
     if manages_groups:
-        consumer.subscribe(subjects.RECORD_TOPICS)
+        consumer.subscribe(subjects.RECORD_TOPICS, listener=listener)
     await consumer.start()
     if not manages_groups:
         consumer.assign(await _record_partitions(consumer))

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from bus.clock import Clock
 from schemas.config import KafkaConfig, TelemetryConfig
-from telemetry.batches import Batch, Row, content_token
-from telemetry.dead_letters import DeadLetters
+from schemas.records import RequestRecord
+from telemetry.batches import Batch
+from telemetry.dead_letters import DeadLetters, Letter
+from telemetry.handover import Handover
+from telemetry.insertion import Insertion
 from telemetry.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
 from telemetry.ledger import Ledger
-from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
-from telemetry.tables import Table
+from telemetry.progress import Progress
+from telemetry.store import Store
 
 logger = logging.getLogger(__name__)
 
-_RETRY_FIRST_S = 0.2
-_RETRY_MOST_S = 5.0
-_POSITION_TIMEOUT_S = 0.5
+_POLL_MOST_S = 0.2
+_POLL_MESSAGES = 1_000
+_REFRESH_INTERVAL_S = 1.0
+_CATCH_UP_FACTOR = 4
 
 
 class Sink:
@@ -31,6 +35,11 @@ class Sink:
 
     A batch is stored table by table, then entered in the ledger, then committed. It may be stored
     again after any failure in between: rows merge by identity, the ledger's ranges by overlap.
+    ``on_stored`` is told the ``done_ns`` of the requests that have just landed.
+
+    ``num_stored`` counts messages that became rows, ``num_dead`` those that went to the dead
+    letters, ``num_batches`` the batches that they came in; ``last_stored_s`` is when the latest one
+    landed, in seconds of the UTC epoch, 0 before the first.
     """
 
     def __init__(
@@ -40,25 +49,45 @@ class Sink:
         store: Store,
         ledger: Ledger,
         clock: Clock,
+        on_stored: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
         self._config = config
         self._telemetry = telemetry
-        self._store = store
         self._ledger = ledger
         self._clock = clock
+        self._on_stored = on_stored
+        self._insertion = Insertion(store, clock)
+        self._progress = Progress()
         self._stopping = False
         self._restart = asyncio.Event()
-        self._stored: dict[TopicPartition, int] = {}
         self.num_stored = 0
+        self.num_dead = 0
+        self.num_batches = 0
+        self.last_stored_s = 0.0
 
     def stop(self) -> None:
         """End after the batch in hand."""
         self._stopping = True
+        self._insertion.stop()
+
+    def lag(self) -> dict[str, int]:
+        """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
+        refreshed every second, stays as it was while Kafka is away, and lacks a topic of which
+        nothing is known yet."""
+        return self._progress.lag()
 
     def num_behind(self, ends: Offsets) -> int:
-        """How many messages before these offsets this sink has still to store."""
-        behind = (end - self._stored.get(partition, 0) for partition, end in ends.items())
-        return sum(count for count in behind if count > 0)
+        """How many messages before these offsets the group has still to store."""
+        return self._progress.num_behind(ends)
+
+    @property
+    def num_inserts(self) -> int:
+        """Inserts that landed; ``insert_s`` is the time that they took together."""
+        return self._insertion.num_inserts
+
+    @property
+    def insert_s(self) -> float:
+        return self._insertion.insert_s
 
     def begin_again(self) -> None:
         """Forget the positions and join the group anew: Kafka is another one than before."""
@@ -68,123 +97,116 @@ class Sink:
         """Consume until ``stop``; raises what Kafka raises. Waits while the store is away."""
         manages_groups = await ensure_topics(self._config)
         while not self._stopping:
-            self._restart.clear()
-            self._stored.clear()
+            if self._restart.is_set():
+                self._restart.clear()
+                self._progress.clear()
             await self._consume(manages_groups)
 
     async def _consume(self, manages_groups: bool) -> None:
-        consumer = await start_consumer(self._config, manages_groups=manages_groups)
+        handover = Handover()
+        consumer = await start_consumer(
+            self._config, manages_groups=manages_groups, listener=handover
+        )
         producer = make_producer(self._config)
         try:
             await producer.start()
             try:
-                dead_letters = DeadLetters(producer)
-                while not self._stopping and not self._restart.is_set():
-                    batch = await self._gather(consumer)
-                    if batch.num_messages:
-                        await self._store_batch(batch, dead_letters)
-                        await _commit(consumer, batch)
-                    await self._note_positions(consumer, batch)
+                async with self._watching(consumer):
+                    await self._move(consumer, handover, DeadLetters(producer))
             finally:
                 await stop_client(producer)
         finally:
             await stop_client(consumer)
 
-    async def _gather(self, consumer: AIOKafkaConsumer) -> Batch:
-        """Up to ``batch_rows`` messages, or what came within ``batch_interval_s`` of the first."""
+    async def _move(
+        self, consumer: AIOKafkaConsumer, handover: Handover, dead_letters: DeadLetters
+    ) -> None:
+        while not self._stopping and not self._restart.is_set():
+            if handover.wanted:
+                await handover.wait(_POLL_MOST_S)
+                continue
+            with handover.batch():
+                batch = await self._gather(consumer, handover)
+                if batch.num_messages:
+                    await self._store_batch(batch, dead_letters)
+                    await _commit(consumer, batch)
+                    self._progress.note_stored(batch.next_offsets)
+            await self._progress.note_positions(consumer)
+
+    async def _gather(self, consumer: AIOKafkaConsumer, handover: Handover) -> Batch:
+        """What came within ``batch_interval_s`` of the first message, or as many as a batch has
+        at most. Short of that if partitions are about to change hands."""
         batch = Batch()
+        most = self._most_messages()
         interval_s = self._telemetry.batch_interval_s
         deadline_s = self._clock.monotonic() + interval_s
-        while batch.num_messages < self._telemetry.batch_rows and not self._stopping:
+        while batch.num_messages < most and not self._stopping and not handover.wanted:
             left_s = deadline_s - self._clock.monotonic()
             if left_s <= 0:
                 break
             polled = await consumer.getmany(
-                timeout_ms=int(left_s * 1000) + 1,
-                max_records=self._telemetry.batch_rows - batch.num_messages,
+                timeout_ms=int(min(left_s, _POLL_MOST_S) * 1000) + 1,
+                max_records=min(_POLL_MESSAGES, most - batch.num_messages),
             )
             if polled and not batch.num_messages:
                 deadline_s = self._clock.monotonic() + interval_s
             for partition, messages in polled.items():
                 for message in messages:
                     batch.add(partition, message)
+            # What is buffered comes without waiting: others have a turn, too.
+            await asyncio.sleep(0)
         return batch
 
+    def _most_messages(self) -> int:
+        """``batch_rows``, and up to four times as many while that many wait: a batch costs
+        something of its own."""
+        most = self._telemetry.batch_rows
+        return min(max(most, sum(self.lag().values())), _CATCH_UP_FACTOR * most)
+
     async def _store_batch(self, batch: Batch, dead_letters: DeadLetters) -> None:
+        letters = list(batch.poison)
         for table, rows in batch.tables():
-            for row, reason in await self._insert(table, rows):
-                await self._bury(row, reason, dead_letters)
-        for item in batch.poison:
-            await dead_letters.send(
-                item.message.value,
-                reason=item.reason,
-                sequence=item.sequence,
-                key=item.message.key,
-                origin=(item.message.topic, item.message.partition, item.message.offset),
-            )
+            refused = await self._insertion.insert(table, rows)
+            letters += [Letter.of(row.message, reason, row.sequence) for row, reason in refused]
+            if self._on_stored is not None:
+                records = (row.record for row in rows)
+                self._on_stored(r.done_ns for r in records if isinstance(r, RequestRecord))
+        if letters:
+            await dead_letters.send(letters)
         sequences = batch.sequences()
         if sequences:
-            await self._until_stored(lambda: self._ledger.add(sequences))
-        self.num_stored += batch.num_messages - len(batch.poison)
+            await self._insertion.until_stored(lambda: self._ledger.add(sequences))
+        self.num_stored += batch.num_messages - len(letters)
+        self.num_dead += len(letters)
+        self.num_batches += 1
+        self.last_stored_s = self._clock.now_ns() / 1e9
 
-    async def _insert(self, table: Table[Any], rows: list[Row]) -> list[tuple[Row, str]]:
-        """Insert; the rows that ClickHouse can never take, each with the reason."""
-        columns = table.to_columns([row.record for row in rows], [row.sequence for row in rows])
-        token = content_token(rows)
+    @asynccontextmanager
+    async def _watching(self, consumer: AIOKafkaConsumer) -> AsyncIterator[None]:
+        """Follow the ends of the partitions, also while a batch waits for the store."""
+
+        async def watch() -> None:
+            while True:
+                await self._progress.refresh(consumer)
+                await self._clock.sleep(_REFRESH_INTERVAL_S)
+
+        task = asyncio.create_task(watch(), name="sink-progress")
         try:
-            await self._until_stored(lambda: self._store.insert(table, columns, token))
-        except RejectedRowsError as error:
-            if len(rows) == 1:
-                return [(rows[0], error.message)]
-            middle = len(rows) // 2
-            return [
-                *await self._insert(table, rows[:middle]),
-                *await self._insert(table, rows[middle:]),
-            ]
-        return []
-
-    async def _bury(self, row: Row, reason: str, dead_letters: DeadLetters) -> None:
-        message = row.message
-        await dead_letters.send(
-            message.value,
-            reason=reason,
-            sequence=row.sequence,
-            key=message.key,
-            origin=(message.topic, message.partition, message.offset),
-        )
-
-    async def _until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
-        delay_s = _RETRY_FIRST_S
-        while True:
-            try:
-                await write()
-            except StoreUnavailableError as error:
-                if self._stopping:
-                    raise
-                logger.warning(
-                    "ClickHouse is away; trying again",
-                    extra={"delay_s": delay_s, "reason": error.message},
-                )
-                await self._clock.sleep(delay_s)
-                delay_s = min(2 * delay_s, _RETRY_MOST_S)
-            else:
-                return
-
-    async def _note_positions(self, consumer: AIOKafkaConsumer, batch: Batch) -> None:
-        """All before a partition's position has been stored, by this life or one before it."""
-        self._stored.update(batch.next_offsets)
-        for partition in consumer.assignment():
-            try:
-                async with asyncio.timeout(_POSITION_TIMEOUT_S):
-                    self._stored[partition] = await consumer.position(partition)
-            except (TimeoutError, IllegalStateError):
-                logger.debug("a partition is changing hands", extra={"partition": str(partition)})
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:
+    mine = consumer.assignment()
+    offsets = {tp: offset for tp, offset in batch.next_offsets.items() if tp in mine}
+    if len(offsets) < len(batch.next_offsets):
+        logger.info("some partitions have another owner, who reads the last batch again")
+    if not offsets:
+        return
     try:
-        await consumer.commit(dict(batch.next_offsets))
+        await consumer.commit(offsets)
     except (CommitFailedError, IllegalStateError) as error:
         # The group was rebalanced meanwhile: the new owner reads these again, and they merge.
         logger.info("offsets were not taken after a rebalance", extra={"reason": str(error)})

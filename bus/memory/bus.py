@@ -167,6 +167,10 @@ class _MemoryOutbox:
         self._broker.require_up()
         return self._broker.outbox.last_sequence
 
+    async def num_waiting(self) -> int:
+        self._broker.require_up()
+        return self._broker.outbox.num_waiting
+
 
 class MemoryBus:
     """See ``bus.api.Bus``. Closing it ends its own subscriptions only."""

@@ -72,6 +72,11 @@ class OutboxLog:
     def last_sequence(self) -> int:
         return self._last_sequence
 
+    @property
+    def num_waiting(self) -> int:
+        waiting = {one.sequence for one in self._records if one.sequence > self._start_after}
+        return len(waiting - self._acked)
+
     def add(self, subject: str, payload: bytes, identity: str) -> None:
         if identity in self._known:
             return

@@ -114,6 +114,16 @@ class NatsOutbox:
             raise jetstream.unexpected(error) from error
         return state.last_seq
 
+    async def num_waiting(self) -> int:
+        stream, name = subjects.OUTBOX_STREAM, subjects.BRIDGE_CONSUMER
+        try:
+            consumer = await jetstream.find_consumer(self._connection, stream, name)
+            if consumer is not None:
+                return consumer.num_pending + consumer.num_ack_pending
+            return (await jetstream.stream_state(self._connection, stream)).messages
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+
 
 class NatsWorkerBucket:
     """See ``bus.directory.WorkerBucket``. Puts are not waited for: the next heartbeat is soon."""

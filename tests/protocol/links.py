@@ -138,6 +138,9 @@ class FaultyOutbox:
     async def last_sequence(self) -> int:
         return await self._link.call("bridge", self._inner.last_sequence)
 
+    async def num_waiting(self) -> int:
+        return await self._link.call("bridge", self._inner.num_waiting)
+
 
 class FaultyResults:
     """See ``bus.api.Results``."""

@@ -1,0 +1,100 @@
+"""Rows into a table, however long the store is away and whichever of them it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from bus.clock import Clock
+from telemetry.batches import Row, content_token
+from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
+from telemetry.tables import Table
+
+logger = logging.getLogger(__name__)
+
+_RETRY_FIRST_S = 0.2
+_RETRY_MOST_S = 5.0
+
+
+class Insertion:
+    """Writes to a store for as long as it takes; ``stop`` ends the waiting.
+
+    ``num_inserts`` and ``insert_s`` (the time they took together) are of inserts that landed.
+    """
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self.num_inserts = 0
+        self.insert_s = 0.0
+
+    def stop(self) -> None:
+        """What the store does not take from now on raises StoreUnavailableError."""
+        self._stopping.set()
+
+    async def insert(self, table: Table[Any], rows: Sequence[Row]) -> list[tuple[Row, str]]:
+        """Insert all rows that can be; the others, each with the reason. One such row among n
+        costs about 2 log n inserts: halves that are refused are halved again."""
+        try:
+            await self._insert_whole(table, rows)
+        except RejectedRowsError as error:
+            if len(rows) == 1:
+                return [(rows[0], error.message)]
+            middle = len(rows) // 2
+            return [
+                *await self.insert(table, rows[:middle]),
+                *await self.insert(table, rows[middle:]),
+            ]
+        return []
+
+    async def until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
+        delay_s = _RETRY_FIRST_S
+        while True:
+            try:
+                await write()
+            except StoreUnavailableError as error:
+                if self._stopping.is_set():
+                    raise
+                logger.warning(
+                    "ClickHouse is away; trying again",
+                    extra={"delay_s": delay_s, "reason": error.message},
+                )
+                await self._wait(delay_s)
+                delay_s = min(2 * delay_s, _RETRY_MOST_S)
+            else:
+                return
+
+    async def _insert_whole(self, table: Table[Any], rows: Sequence[Row]) -> None:
+        # In a thread: it takes as long as a thousand messages take to arrive.
+        columns = await asyncio.to_thread(_columns, table, rows)
+        token = content_token(rows)
+
+        async def write() -> None:
+            started_s = self._clock.monotonic()
+            await self._store.insert(table, columns, token)
+            self.insert_s += self._clock.monotonic() - started_s
+            self.num_inserts += 1
+
+        await self.until_stored(write)
+
+    async def _wait(self, delay_s: float) -> None:
+        waits = [
+            asyncio.ensure_future(self._clock.sleep(delay_s)),
+            asyncio.ensure_future(self._stopping.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _columns(table: Table[Any], rows: Sequence[Row]) -> list[list[Any]]:
+    try:
+        return table.to_columns([row.record for row in rows], [row.sequence for row in rows])
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise RejectedRowsError(f"the rows do not fit {table.name}: {error}") from error
