@@ -56,6 +56,7 @@ class StreamReader:
     """
 
     __slots__ = (
+        "_counted_epoch",
         "_first_wanted_index",
         "_held_end",
         "_logprobs",
@@ -77,6 +78,7 @@ class StreamReader:
     def __init__(self, first_wanted_index: int = 0) -> None:
         self.epoch = 0
         self.num_epochs = 0
+        self._counted_epoch = -1
         self.token_ids: list[int] = []
         self.queued: Queued | None = None
         self.started: Started | None = None
@@ -96,6 +98,16 @@ class StreamReader:
     def next_index(self) -> int:
         """The index of the first token that is still missing."""
         return len(self.token_ids)
+
+    @property
+    def counted_epoch(self) -> int:
+        """The latest epoch that is in ``num_epochs``; -1: none is."""
+        return self._counted_epoch
+
+    def count_epochs_on(self, num_epochs: int, last_epoch: int) -> None:
+        """Another reader heard of ``num_epochs`` runs, up to ``last_epoch``."""
+        self.num_epochs = num_epochs
+        self._counted_epoch = last_epoch
 
     @property
     def has_pending(self) -> bool:
@@ -172,7 +184,9 @@ class StreamReader:
         if frame == self.started:
             return Outcome.NOTHING
         self.started = frame
-        self.num_epochs += 1
+        if frame.epoch > self._counted_epoch:
+            self._counted_epoch = frame.epoch
+            self.num_epochs += 1
         return Outcome.NOTE
 
     def _feed_prompt_logprobs(self, frame: PromptLogprobs) -> Outcome:

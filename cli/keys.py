@@ -67,6 +67,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     tenant.add_argument("tenant", metavar="T")
     tenant.add_argument("--tier", choices=TIERS)
     tenant.add_argument("--show", action="store_true", help="what is used now, and this month")
+    tenant.add_argument(
+        "--keep-transcripts",
+        choices=("on", "off"),
+        help="whether the words of its requests and answers are kept for analytics, for 30 days",
+    )
     _add_limits(tenant)
     _add_common(tenant, _tenant)
 
@@ -89,9 +94,11 @@ def _add_common(
 
 
 def _create(arguments: argparse.Namespace) -> int:
+    import msgspec
+
     from bus.tenants import TenantStore
     from schemas.jobs import Tier
-    from schemas.tenants import MAX_KEY_NAME_CHARACTERS, TenantRecord, is_above
+    from schemas.tenants import MAX_KEY_NAME_CHARACTERS, is_above
 
     _check_tenant(arguments.tenant)
     overrides = _overrides(arguments)
@@ -101,14 +108,14 @@ def _create(arguments: argparse.Namespace) -> int:
             "name", f"a name is at most {MAX_KEY_NAME_CHARACTERS} printable characters"
         )
 
-    async def create(link: RedisLink) -> tuple[KeyRecord, str]:
+    async def create(link: RedisLink) -> tuple[KeyRecord, str, TenantRecord]:
         store = TenantStore(link)
         key_tier = tier
         known = await store.tenant(arguments.tenant)
         if not known.version:
 
             def begin(now: TenantRecord) -> TenantRecord:
-                return TenantRecord(tier=tier or now.tier, limits=now.limits)
+                return msgspec.structs.replace(now, tier=tier or now.tier)
 
             await store.change_tenant(arguments.tenant, begin)
             key_tier = None
@@ -121,7 +128,7 @@ def _create(arguments: argparse.Namespace) -> int:
                 f"more; raise it with millrace keys tenant {arguments.tenant} --tier "
                 f"{key_tier.value}",
             )
-        return await store.create_key(
+        made = await store.create_key(
             arguments.tenant,
             time.time_ns(),
             name=arguments.name,
@@ -129,10 +136,11 @@ def _create(arguments: argparse.Namespace) -> int:
             limits=overrides,
             is_admin=arguments.admin,
         )
+        return *made, known.record
 
-    record, token = _with_redis(arguments, create)
+    record, token, owner = _with_redis(arguments, create)
     if arguments.json:
-        _print_json({**_shown_key(record), "key": token})
+        _print_json({**_shown_key(record, owner), "key": token})
         return 0
     print(token)
     print(
@@ -145,16 +153,22 @@ def _create(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     from bus.tenants import TenantStore
 
-    async def read(link: RedisLink) -> list[KeyRecord]:
+    async def read(link: RedisLink) -> list[dict[str, object]]:
         store = TenantStore(link)
-        tenants = [arguments.tenant] if arguments.tenant else await store.tenants()
-        return [key for tenant in tenants for key in await store.keys_of(tenant)]
+        shown = []
+        for tenant in [arguments.tenant] if arguments.tenant else await store.tenants():
+            owner = (await store.tenant(tenant)).record
+            shown += [_shown_key(key, owner) for key in await store.keys_of(tenant)]
+        return shown
 
-    shown = [_shown_key(key) for key in _with_redis(arguments, read)]
+    shown = _with_redis(arguments, read)
     if arguments.json:
         _print_json(shown)
         return 0
-    columns = ("key_id", "tenant", "name", "tier", "admin", "created", "revoked", "limits")
+    columns = (
+        *("key_id", "tenant", "name", "tier", "admin"),
+        *("keep_transcripts", "created", "revoked", "limits"),
+    )
     rows = [columns, *(tuple(_cell(key[column]) for column in columns) for key in shown)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     for row in rows:
@@ -166,15 +180,19 @@ def _list(arguments: argparse.Namespace) -> int:
 def _revoke(arguments: argparse.Namespace) -> int:
     from bus.tenants import TenantStore
 
-    record = _with_redis(
-        arguments, lambda link: TenantStore(link).revoke(arguments.key_id, time.time_ns())
-    )
-    if record is None:
+    async def revoke(link: RedisLink) -> tuple[KeyRecord, TenantRecord] | None:
+        store = TenantStore(link)
+        revoked = await store.revoke(arguments.key_id, time.time_ns())
+        return None if revoked is None else (revoked, (await store.tenant(revoked.tenant)).record)
+
+    found = _with_redis(arguments, revoke)
+    if found is None:
         raise KeyNotFoundError(
             f"there is no key {arguments.key_id}; millrace keys list shows those that there are"
         )
+    record, owner = found
     if arguments.json:
-        _print_json(_shown_key(record))
+        _print_json(_shown_key(record, owner))
     else:
         print(f"Key {record.key_id} of tenant {record.tenant} opens nothing any more.")
     return 0
@@ -192,19 +210,23 @@ def _tenant(arguments: argparse.Namespace) -> int:
     given = _overrides(arguments).given()
     dropped = _back_to_default(arguments)
     tier = None if arguments.tier is None else Tier(arguments.tier)
+    transcripts = arguments.keep_transcripts
 
     def change(known: TenantRecord) -> TenantRecord:
         limits: dict[str, Any] = {**known.limits.given(), **given}
         kept = {name: limit for name, limit in limits.items() if name not in dropped}
         return msgspec.structs.replace(
-            known, tier=tier or known.tier, limits=LimitOverrides(**kept)
+            known,
+            tier=tier or known.tier,
+            limits=LimitOverrides(**kept),
+            keep_transcripts=known.keep_transcripts if transcripts is None else transcripts == "on",
         )
 
     config = _locate(arguments)
 
     async def work(link: RedisLink) -> None:
         store = TenantStore(link)
-        if given or dropped or tier is not None:
+        if given or dropped or tier is not None or transcripts is not None:
             record = await store.change_tenant(arguments.tenant, change)
         else:
             record = (await store.tenant(arguments.tenant)).record
@@ -313,13 +335,14 @@ def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awa
     return asyncio.run(work())
 
 
-def _shown_key(key: KeyRecord) -> dict[str, object]:
+def _shown_key(key: KeyRecord, owner: TenantRecord) -> dict[str, object]:
     return {
         "key_id": key.key_id,
         "tenant": key.tenant,
         "name": key.name,
         "tier": None if key.tier is None else key.tier.value,
         "admin": key.is_admin,
+        "keep_transcripts": owner.keep_transcripts,
         "created": _day(key.created_ns),
         "revoked": None if key.revoked_ns is None else _day(key.revoked_ns),
         "limits": key.limits.given(),

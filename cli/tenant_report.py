@@ -15,13 +15,14 @@ from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's tier and limits, which of these were set for it alone, and, if it was asked for,
-    what it uses."""
+    """A tenant's tier and limits, which of these were set for it alone, whether its transcripts are
+    kept, and, if it was asked for, what it uses."""
 
     tenant: str
     tier: Tier | None
     limits: LimitSet
     set_here: tuple[str, ...]
+    keep_transcripts: bool = False
     usage: AccountLimits | None = None
 
 
@@ -42,6 +43,7 @@ def tenant_report(
         tier=record.tier,
         limits=tenant_limits(record, tiers),
         set_here=tuple(record.limits.given()),
+        keep_transcripts=record.keep_transcripts,
         usage=usage,
     )
 
@@ -56,6 +58,7 @@ def as_text(report: TenantReport) -> str:
         if report.usage is not None:
             line += f"  {_shown(getattr(report.usage.remaining, name)):>12} left"
         lines.append(f"{line}  ({origin})" if size is not None else line)
+    lines.append(f"  {'keep_transcripts':<20} {'yes' if report.keep_transcripts else 'no':>12}")
     if report.usage is not None:
         lines.append(f"  spent this month: {report.usage.spent}, held: {report.usage.held}")
     return "\n".join(lines)

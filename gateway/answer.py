@@ -254,6 +254,7 @@ class Answer:
 
     def finish(self) -> None:
         """The client has taken the end."""
+        was_taken = self.is_served
         if not self.was_let_go:
             self._life = _Life.OVER
         for choice in self.choices:
@@ -266,11 +267,15 @@ class Answer:
                 self._part(choice.stream)
         self.owner = None
         self._asker.forget(self)
+        if was_taken:
+            self._asker.seen.forget(self.request_id)
 
     # --- what the table of streams tells ---
 
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this answer has left the table: settle what was reserved for it."""
+        if self._life is not _Life.OVER or stream.outcome:
+            self._asker.seen.keep_stream(self.request_id, stream)
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._part(stream)
         usage = _usage_of(stream)
@@ -325,6 +330,7 @@ class Answer:
             streams.leave(stream, former.outcome or "cancelled")
             return
         if self._life is _Life.HELD:
+            stream.outcome = former.outcome
             streams.hold(stream, self._held_until_s)
         choice.begin_round(stream, may_call=may_call)
         # Frames may have come before the queue's answer did, and the client may be gone since.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from gateway.models import Models, ServedModelLike
 from gateway.parsing import Ask
 from gateway.request_index import RequestIndex, RequestState
 from gateway.rounds import Rounds
+from gateway.seen import SeenBefore
 from gateway.services import LimiterLike, SessionsLike, ToolsLike
 from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
@@ -63,6 +64,7 @@ class Asker:
         tools: ToolsLike,
         gaps: GapCounts,
         seed_source: random.Random,
+        keeps_transcripts: Callable[[str], Awaitable[bool]],
     ) -> None:
         self.streams = streams
         self.gaps = gaps
@@ -75,10 +77,21 @@ class Asker:
         self._clock = clock
         self._index = index
         self._sessions = sessions
+        self.keeps_transcripts = keeps_transcripts
         self.maker = JobMaker(tools, seed_source)
         self.admission = Admission(bus, fleet, limiter, config.request_timeout_s)
+        self.seen = SeenBefore(clock, config.request_timeout_s)
         self.rounds = Rounds(
-            bus, config, gateway_id, clock, streams, self.maker, self.admission, index, tools
+            bus,
+            config,
+            gateway_id,
+            clock,
+            streams,
+            self.maker,
+            self.admission,
+            index,
+            tools,
+            self.seen,
         )
         self._answers: dict[str, tuple[Answer, RequestState | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,7 +152,10 @@ class Asker:
                 session=session,
                 idempotency_key=idempotency_key,
             )
-            jobs = await self.maker.jobs(self._base_job(state, ask), ask, model, caller)
+            base = self._base_job(
+                state, ask, keep_transcript=await self.keeps_transcripts(caller.tenant)
+            )
+            jobs = await self.maker.jobs(base, ask, model, caller)
             self.admission.check_door(ask.model)
             self._check_stays()
             headers = await self.admission.reserve(caller, request_id, model, jobs)
@@ -230,7 +246,7 @@ class Asker:
 
     # --- from an ask to jobs ---
 
-    def _base_job(self, state: RequestState, ask: Ask) -> Job:
+    def _base_job(self, state: RequestState, ask: Ask, *, keep_transcript: bool) -> Job:
         return Job(
             request_id=state.request_id,
             model=ask.model,
@@ -247,6 +263,7 @@ class Asker:
             route_reason=ask.route_reason,
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
+            keep_transcript=keep_transcript,
         )
 
     def _check_stays(self) -> None:

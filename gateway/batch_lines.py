@@ -147,6 +147,7 @@ class GenerationKind(LineKind):
             user=ask.user,
             model_requested=ask.model_requested or ask.model,
             route_reason=ask.route_reason,
+            keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),
         )
         jobs = await self._gateway.asker.maker.jobs(base, ask, model, caller)
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)

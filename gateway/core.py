@@ -27,8 +27,9 @@ from gateway.quiet import generate_quietly
 from gateway.replays import GenerationIndex
 from gateway.request_index import RequestIndex
 from gateway.resuming import Resuming
+from gateway.seen import delivery_record
 from gateway.sessions import Sessions
-from gateway.stream import Client, OpenStream, status_of
+from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
 from gateway.tool_catalogue import ToolCatalogue
 from gateway.tool_runner import ToolRunner
@@ -36,7 +37,6 @@ from gateway.wires import Pulse
 from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
-from schemas.records import DeliveryRecord
 
 if TYPE_CHECKING:
     from gateway.socket_session import SocketSession
@@ -103,8 +103,11 @@ class Gateway:
             self.tools,
             self.metrics.gaps,
             self.seed_source,
+            self.identity.keeps_transcripts,
         )
-        self.resuming = Resuming(bus, self.gateway_id, index, self.asker, self.streams, models)
+        self.resuming = Resuming(
+            bus, self.gateway_id, index, self.asker, self.streams, models, clock
+        )
         self.idempotency = Idempotency(index, self.asker, self.resuming, clock)
         self._handovers: Subscription | None = None
         self.metrics.watch(self.streams, self.fleet)
@@ -201,21 +204,5 @@ class Gateway:
     def _on_end(self, stream: OpenStream) -> None:
         if isinstance(stream.owner, Answer):
             stream.owner.note_end(stream)
-        now_s = self.clock.monotonic()
-        first_s = stream.first_text_s
-        self.metrics.count_end(stream, now_s)
-        self.deliveries.put(
-            DeliveryRecord(
-                request_id=stream.request_id,
-                gateway_id=self.gateway_id,
-                tenant=stream.job.tenant,
-                source=stream.job.source,
-                first_byte_ms=0.0 if first_s is None else (first_s - stream.opened_s) * 1e3,
-                total_ms=(now_s - stream.opened_s) * 1e3,
-                tokens_delivered=stream.num_delivered,
-                num_replays=stream.num_replays,
-                num_epochs=stream.reader.num_epochs,
-                outcome=stream.outcome or status_of(stream).value,
-                done_ns=self.clock.now_ns(),
-            )
-        )
+        self.metrics.count_end(stream, self.clock.monotonic())
+        self.deliveries.put(delivery_record(stream, self.gateway_id, self.clock))

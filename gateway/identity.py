@@ -65,7 +65,8 @@ class _Known(msgspec.Struct, frozen=True):
 class Identity:
     """Tells callers apart by their API keys, which it remembers for a few seconds.
 
-    While Redis is away, keys that were good within the last hour are taken at their word.
+    While Redis is away, keys that were good within the last hour are taken at their word; whose
+    transcripts may be kept is not known then, so none are.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
@@ -77,6 +78,28 @@ class Identity:
         is_local = is_loopback(config.host)
         self._keyless = LOCAL if is_local else msgspec.structs.replace(LOCAL, is_admin=False)
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._consents: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+
+    async def keeps_transcripts(self, tenant: str) -> bool:
+        """Whether the tenant wants its transcripts kept, as of a few seconds ago at most. It is
+        asked for each request: a socket may stay open for days."""
+        if self._store is None:
+            return False
+        known = self._consents.get(tenant)
+        if known is not None and self._clock.monotonic() - known[1] <= _FRESH_S:
+            return known[0]
+        try:
+            stored = await self._store.tenant(tenant)
+        except RedisAwayError:
+            return False
+        return self._note_consent(tenant, stored.record)
+
+    def _note_consent(self, tenant: str, record: TenantRecord) -> bool:
+        self._consents[tenant] = (record.keep_transcripts, self._clock.monotonic())
+        self._consents.move_to_end(tenant)
+        if len(self._consents) > _MAX_KNOWN:
+            self._consents.popitem(last=False)
+        return record.keep_transcripts
 
     async def caller(self, scope: Scope) -> Caller:
         """Whose key the request's headers hold. Raises as ``caller_of_token`` does."""
@@ -118,8 +141,9 @@ class Identity:
         if found is None:
             self._known.pop(key_id, None)
             return None
-        key, tenant = found
-        known = _Known(key.record, tenant.record, now_s)
+        key_found, tenant_found = found
+        known = _Known(key_found.record, tenant_found.record, now_s)
+        self._note_consent(key_found.record.tenant, tenant_found.record)
         self._known[key_id] = known
         self._known.move_to_end(key_id)
         if len(self._known) > _MAX_KNOWN:

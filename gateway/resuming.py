@@ -5,15 +5,17 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.api import Bus
+from bus.clock import Clock
 from gateway.answer import Answer
 from gateway.asking import Asker
 from gateway.caller import Caller
 from gateway.job_maker import job_id
 from gateway.models import Models
 from gateway.request_index import RequestIndex, RequestState
+from gateway.seen import go_on_from, seen_of
 from gateway.stream import Client
 from gateway.streams import StreamTable
-from schemas.control import HandedOver
+from schemas.control import HandedOver, Seen
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import Job
 
@@ -45,6 +47,7 @@ class Resuming:
         asker: Asker,
         streams: StreamTable,
         models: Models,
+        clock: Clock,
     ) -> None:
         self._bus = bus
         self._gateway_id = gateway_id
@@ -52,6 +55,7 @@ class Resuming:
         self._asker = asker
         self._streams = streams
         self._models = models
+        self._clock = clock
 
     async def resume(
         self,
@@ -79,12 +83,23 @@ class Resuming:
         if min(next_indices) < 0:
             raise ParameterError("next_index", "next_index must not be negative.")
         model = await self._models.get(ask.model)
+        # Of rounds that are still to be asked for.
+        keeps_transcripts = await self._asker.keeps_transcripts(state.tenant)
         is_dead = False
+        seen: dict[str, Seen] = {}
         if state.holder != self._gateway_id:
-            is_dead = await self._take_from(state) is None
+            handed_over = await self._take_from(state)
+            is_dead = handed_over is None
+            seen = {} if handed_over is None else handed_over.seen
         former = self._asker.get(request_id)
         if former is not None:
+            seen |= self._seen_of(former)
             former.let_go()
+        seen = {**self._asker.seen.of(request_id), **seen}
+        if not seen:
+            seen = self._unseen(state, next_indices, is_dead=is_dead)
+        # Those of rounds that are still to be read.
+        self._asker.seen.keep(request_id, seen)
         answer = Answer(
             self._asker,
             ask,
@@ -98,8 +113,10 @@ class Resuming:
             owner=owner,
         )
         for index, next_index in enumerate(next_indices):
-            job = self._job(state, job_id(request_id, index, 0))
+            job = self._job(state, job_id(request_id, index, 0), keeps_transcripts)
             stream = self._streams.take_over(job, client, answer, next_index)
+            if job.request_id in seen:
+                go_on_from(stream, seen[job.request_id], self._clock)
             answer.choices.append(self._asker.choice(answer, index, stream, next_index))
         self._asker.keep(answer, replace(state, holder=self._gateway_id))
         try:
@@ -128,12 +145,33 @@ class Resuming:
     def hand_over(self, request_id: str) -> HandedOver | None:
         """Let go of an answer that another gateway takes over."""
         answer = self._asker.get(request_id)
+        seen = self._asker.seen.of(request_id)
+        self._asker.seen.forget(request_id)
         if answer is None:
-            return HandedOver()
+            return HandedOver(seen=seen)
         token_ids = tuple(answer.choices[0].stream.reader.token_ids)
+        seen = {**seen, **self._seen_of(answer)}
         answer.let_go()
         self._asker.forget(answer)
-        return HandedOver(token_ids=token_ids)
+        return HandedOver(token_ids=token_ids, seen=seen)
+
+    def _seen_of(self, answer: Answer) -> dict[str, Seen]:
+        """What the client saw of the rounds that run."""
+        streams = [choice.stream for choice in answer.choices]
+        return {stream.request_id: seen_of(stream, self._clock) for stream in streams}
+
+    def _unseen(
+        self, state: RequestState, next_indices: tuple[int, ...], *, is_dead: bool
+    ) -> dict[str, Seen]:
+        """What is certain of an answer that nobody knows more of than that it was begun: when. One
+        that is read again from its beginning, after its end, is a delivery of its own."""
+        goes_on = is_dead or any(next_indices)
+        if not goes_on or self._clock.now_ns() > state.deadline_ns:
+            return {}
+        return {
+            job_id(state.request_id, index, 0): Seen(received_ns=state.created_ns)
+            for index in range(len(next_indices))
+        }
 
     async def _state_of(self, request_id: str) -> RequestState | None:
         """What this gateway knows itself, also while Redis is away, or what others wrote."""
@@ -149,7 +187,7 @@ class Resuming:
         except (MillraceError, TimeoutError):
             return None
 
-    def _job(self, state: RequestState, request_id: str) -> Job:
+    def _job(self, state: RequestState, request_id: str, keep_transcript: bool) -> Job:
         ask = state.ask
         return Job(
             request_id=request_id,
@@ -168,4 +206,5 @@ class Resuming:
             route_reason=ask.route_reason,
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
+            keep_transcript=keep_transcript,
         )

@@ -19,6 +19,7 @@ from gateway.choice import TOOL_CALLS, Choice
 from gateway.job_maker import JobMaker, job_id, with_prompt
 from gateway.parts import StepPart
 from gateway.request_index import RequestIndex
+from gateway.seen import SeenBefore, go_on_from
 from gateway.services import ToolOutcome, ToolsLike
 from gateway.stream import OpenStream
 from gateway.streams import StreamTable
@@ -48,6 +49,7 @@ class Rounds:
         admission: Admission,
         index: RequestIndex,
         tools: ToolsLike,
+        seen: SeenBefore,
     ) -> None:
         self._bus = bus
         self._max_rounds = config.max_tool_rounds
@@ -58,6 +60,7 @@ class Rounds:
         self._admission = admission
         self._index = index
         self._tools = tools
+        self._seen = seen
 
     async def run(self, answer: Answer, choice: Choice) -> None:
         """Run the tools that were called, then let the model go on with what they gave. Never
@@ -129,6 +132,9 @@ class Rounds:
             answer,
             from_index=max(0, choice.next_index - choice.num_tokens),
         )
+        seen = self._seen.of(answer.request_id).get(job.request_id)
+        if seen is not None:
+            go_on_from(stream, seen, self._clock)
         try:
             published = await self._bus.jobs.publish(job)
         except BaseException:

@@ -9,7 +9,9 @@ from gateway.latency import GapCounts
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from schemas.jobs import Job
-from schemas.records import Status
+from schemas.records import STALL_MS, Status
+
+_STALL_S = STALL_MS / 1e3
 
 
 class Client(ABC):
@@ -47,7 +49,11 @@ class OpenStream:
     A stream ``from_index`` is one that another connection began: the client has the tokens before
     that. It is ``foreign`` if its frames go to another gateway that lives, so that each news of it
     has to be asked for. While it is ``unattended`` it waits for somebody, at most until
-    ``held_until_s``.
+    ``held_until_s``, and what is taken of it nobody sees.
+
+    What the client saw is counted over all connections that it had (``gateway.seen``): from
+    ``received_s``, which may be before this gateway was asked, to ``last_delivery_s``, in the terms
+    of ``DeliveryRecord``. ``num_delivered`` are only the tokens that were given out here.
     """
 
     __slots__ = (
@@ -57,21 +63,28 @@ class OpenStream:
         "client_gone",
         "first_text_s",
         "foreign",
+        "from_index",
         "held_until_s",
         "is_ready",
         "job",
         "last_delivery_s",
         "last_frame_s",
+        "longest_gap_s",
         "must_probe",
+        "notable_gap_s",
         "num_delivered",
         "num_replays",
+        "num_resumes",
+        "num_stalls",
         "opened_s",
         "outcome",
         "owner",
         "reader",
+        "received_s",
         "remove_at_s",
         "replay_after_s",
         "replaying",
+        "stalled_s",
         "stream_sequence",
         "unattended",
     )
@@ -91,6 +104,7 @@ class OpenStream:
         self.foreign = False
         self.held_until_s: float | None = None
         self.unattended = False
+        self.from_index = from_index
         self.reader = StreamReader(from_index)
         self.accepted = False
         self.client_gone = False
@@ -103,11 +117,17 @@ class OpenStream:
         self.num_delivered = 0
         self.outcome = ""
         self.opened_s = now_s
+        self.received_s = now_s
         self.last_frame_s = now_s
         self.replay_after_s = 0.0
         self.remove_at_s = 0.0
         self.first_text_s: float | None = None
         self.last_delivery_s: float | None = None
+        self.num_resumes = 0
+        self.num_stalls = 0
+        self.stalled_s = 0.0
+        self.longest_gap_s = 0.0
+        self.notable_gap_s = 0.0
 
     @property
     def request_id(self) -> str:
@@ -116,6 +136,11 @@ class OpenStream:
     @property
     def ended(self) -> bool:
         return self.reader.terminal is not None
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens that the client has, those that another connection gave it among them."""
+        return min(self.from_index, self.reader.next_index) + self.num_delivered
 
     def feed(self, frame: Frame, now_s: float) -> Outcome:
         """Read one frame and wake the client if there is something for it."""
@@ -142,14 +167,34 @@ class OpenStream:
         self.is_ready = False
         self.client.pending_bytes -= self.reader.pending_bytes
         progress = self.reader.take()
-        if progress.num_tokens:
+        if progress.num_tokens and not self.unattended:
             self.num_delivered += progress.num_tokens
             if self.last_delivery_s is None:
                 self.first_text_s = now_s
             else:
-                gaps.add(now_s - self.last_delivery_s, progress.num_tokens)
+                gap_s = now_s - self.last_delivery_s
+                gaps.add(gap_s, progress.num_tokens)
+                if gap_s >= self.notable_gap_s:
+                    self.note_gap(gap_s)
             self.last_delivery_s = now_s
         return progress
+
+    def note_gap(self, gap_s: float) -> None:
+        """Take in a gap between two deliveries. Shorter ones than ``notable_gap_s`` change nothing,
+        which spares most tokens the call."""
+        is_stall = gap_s >= _STALL_S
+        self.count_gaps_on(
+            self.num_stalls + is_stall,
+            self.stalled_s + (gap_s if is_stall else 0.0),
+            max(self.longest_gap_s, gap_s),
+        )
+
+    def count_gaps_on(self, num_stalls: int, stalled_s: float, longest_gap_s: float) -> None:
+        """So much there was until now."""
+        self.num_stalls = num_stalls
+        self.stalled_s = stalled_s
+        self.longest_gap_s = longest_gap_s
+        self.notable_gap_s = min(longest_gap_s, _STALL_S)
 
     def change_client(self, client: Client) -> None:
         """What waits, and all that comes, is for ``client`` from now on."""

@@ -116,11 +116,29 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     open: bool = True
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client saw of one job's answer before another connection went on with it, in the terms
+    of ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not come to pass; ``epoch`` is
+    the latest run that was heard of, one of ``num_epochs``."""
+
+    received_ns: int
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_replays: int = 0
+    num_epochs: int = 0
+    epoch: int = -1
+    num_resumes: int = 0
+    num_stalls: int = 0
+    stalled_ms: float = 0.0
+    longest_gap_ms: float = 0.0
+
+
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the gateway that held a stream had read of it; it has let go of it, and whoever asked
-    holds it from now on."""
+    holds it from now on. ``seen`` is by the id of the job, of which an answer may have several."""
 
     token_ids: tuple[int, ...] = ()
+    seen: dict[str, Seen] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -114,10 +114,14 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a tenant. ``tier`` None has no limits but those set here."""
+    """What is known of a tenant. ``tier`` None has no limits but those set here.
+
+    ``keep_transcripts``: analytics may have the words of its requests and their answers, which are
+    kept nowhere else."""
 
     tier: Tier | None = None
     limits: LimitOverrides = LimitOverrides()
+    keep_transcripts: bool = False
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
