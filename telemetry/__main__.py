@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Coroutine
 from typing import TypeVar
 
@@ -17,9 +18,11 @@ from bus.logs import configure_logging
 from bus.nats import connect
 from bus.process import exit_code_of
 from bus.settings import load_config
+from bus.tracing import open_tracing
 from schemas.config import Config
 from telemetry.service import TelemetryService
 from telemetry.store import StoreUnavailableError
+from telemetry.tracing import StoredTraces
 
 logger = logging.getLogger("telemetry")
 
@@ -48,9 +51,13 @@ async def _serve(config: Config) -> None:
         loop.add_signal_handler(number, stopping.set)
     # aiokafka retries by itself and says so on every attempt; what matters reaches our own log.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    instance_id = f"telemetry-{uuid.uuid4().hex[:8]}"
+    tracing = open_tracing(config.tracing, "telemetry", instance_id)
     service = await _unless(stopping, _open(config))
     if service is None:
         return
+    if tracing is not None:
+        service.sink.traces = StoredTraces(tracing, SystemClock())
     tasks: list[asyncio.Task[None]] = []
     bus: Bus | None = None
     http = None
@@ -76,6 +83,8 @@ async def _serve(config: Config) -> None:
         if bus is not None:
             await bus.close()
         await service.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 async def _open(config: Config) -> TelemetryService:

@@ -21,6 +21,7 @@ from telemetry.kafka import Offsets, ensure_topics, make_producer, start_consume
 from telemetry.ledger import Ledger
 from telemetry.progress import Progress
 from telemetry.store import Store
+from telemetry.tracing import StoredTraces
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Sink:
 
     A batch is stored table by table, then entered in the ledger, then committed. It may be stored
     again after any failure in between: rows merge by identity, the ledger's ranges by overlap.
-    ``on_stored`` is told the ``done_ns`` of the requests that have just landed.
+    ``on_stored`` is told the ``done_ns`` of the requests that have just landed, ``traces`` all of
+    what has.
 
     ``num_stored`` counts messages that became rows, ``num_dead`` those that went to the dead
     letters, ``num_batches`` the batches that they came in; ``last_stored_s`` is when the latest one
@@ -60,6 +62,7 @@ class Sink:
         self._progress = Progress()
         self._stopping = False
         self._restart = asyncio.Event()
+        self.traces: StoredTraces | None = None
         self.num_stored = 0
         self.num_dead = 0
         self.num_batches = 0
@@ -166,7 +169,10 @@ class Sink:
     async def _store_batch(self, batch: Batch, dead_letters: DeadLetters) -> None:
         letters = list(batch.poison)
         for table, rows in batch.tables():
+            since_ns = self._clock.now_ns()
             refused = await self._insertion.insert(table, rows)
+            if self.traces is not None:
+                self.traces.stored(table.name, rows, since_ns)
             letters += [Letter.of(row.message, reason, row.sequence) for row, reason in refused]
             if self._on_stored is not None:
                 records = (row.record for row in rows)
