@@ -155,11 +155,12 @@ class Store:
 
         await self._write(run)
 
-    async def rows(self, sql: str) -> list[tuple[Any, ...]]:
+    async def rows(self, sql: str, parameters: Parameters | None = None) -> list[tuple[Any, ...]]:
         """A trusted query's rows, on the writing connection: it sees all that was written."""
 
         def run(client: Client) -> list[tuple[Any, ...]]:
-            return [tuple(row) for row in client.query(sql).result_rows]
+            result = client.query(sql, parameters=dict(parameters or {}))
+            return [tuple(row) for row in result.result_rows]
 
         return await self._write(run)
 

@@ -14,7 +14,15 @@ from telemetry.migrate import migrate
 from telemetry.store import Store
 from tests.support.servers import NatsServer
 
-TABLES = ("requests", "deliveries", "worker_samples", "outbox_ledger")
+TABLES = (
+    "requests",
+    "deliveries",
+    "worker_samples",
+    "transcripts",
+    "usage_by_minute",
+    "prices",
+    "outbox_ledger",
+)
 
 
 @pytest.fixture(scope="session")
