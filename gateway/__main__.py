@@ -13,6 +13,7 @@ import sys
 from functools import partial
 
 import uvloop
+from msgspec.structs import replace
 
 from bus import nats
 from bus.clock import SystemClock
@@ -21,7 +22,8 @@ from bus.logs import configure_logging
 from bus.process import exit_code_of
 from bus.redis_link import RedisLink
 from bus.settings import load_config
-from gateway.core import Gateway
+from bus.tracing import open_tracing
+from gateway.core import Gateway, new_gateway_id
 from gateway.models import Models
 from gateway.server import Server, listen
 from gateway.tool_catalogue import load_tools
@@ -59,6 +61,10 @@ async def _run(config: Config) -> None:
     catalogue = load_catalogue(config.catalogue)
     models = models_of(catalogue, config.scheduler.tiers)
     tools = load_tools(config.gateway.tools, os.environ)
+    if not config.gateway.gateway_id:
+        named = replace(config.gateway, gateway_id=new_gateway_id())
+        config = replace(config, gateway=named)
+    tracing = open_tracing(config.tracing, "gateway", config.gateway.gateway_id)
     listener = listen(config.gateway)
     try:
         bus = await nats.connect(config.nats, f"gateway {config.gateway.gateway_id}".strip())
@@ -74,6 +80,7 @@ async def _run(config: Config) -> None:
         generations=generations,
         redis=redis,
         tools=tools,
+        tracing=tracing,
     )
     server = Server(gateway, listener)
     stopped = asyncio.Event()
@@ -86,6 +93,8 @@ async def _run(config: Config) -> None:
         await generations.close()
         await redis.close()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) -> None:

@@ -24,6 +24,7 @@ from schemas.tools import ToolCall
 if TYPE_CHECKING:
     from gateway.asking import Asker
     from gateway.models import ServedModelLike
+    from gateway.tracing import RequestTrace
 
 
 class _Life(Enum):
@@ -74,6 +75,7 @@ class Answer:
         self.choices: list[Choice] = []
         self.own_tools = frozenset(ask.server_tools)
         self.was_cancelled = False
+        self.trace: RequestTrace | None = None
         self._asker = asker
         self._settled: list[Usage | None] = []
         self._failure: Refusal | None = None

@@ -30,6 +30,7 @@ from gateway.seen import SeenBefore
 from gateway.services import LimiterLike, SessionsLike, ToolsLike
 from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
+from gateway.tracing import RequestTrace
 from schemas.config import GatewayConfig
 from schemas.errors import ParameterError
 from schemas.jobs import Job, Source, Tier
@@ -130,6 +131,7 @@ class Asker:
         *,
         idempotency_key: str = "",
         owner: object = None,
+        trace: RequestTrace | None = None,
     ) -> Answer:
         """Fit the session, tokenise, reserve, knock at the queue's door and publish; the answer is
         accepted on return. A client that left in the meantime is for the caller to notice."""
@@ -137,6 +139,8 @@ class Asker:
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
         ask = await self._choice.resolve(ask, caller.tenant, tier_of(ask, caller))
         model = await self._models.get(ask.model)
+        if trace is not None:
+            trace.asked(ask)
         async with self._in_session(ask, caller, model, request_id) as (session, ask):
             state = RequestState(
                 request_id=request_id,
@@ -151,11 +155,14 @@ class Asker:
                 ask=ask if ask.server_tools or ask.echo else _without_prompt(ask),
                 session=session,
                 idempotency_key=idempotency_key,
+                traceparent="" if trace is None else trace.context.traceparent,
             )
             base = self._base_job(
                 state, ask, keep_transcript=await self.keeps_transcripts(caller.tenant)
             )
             jobs = await self.maker.jobs(base, ask, model, caller)
+            if trace is not None:
+                jobs = [trace.attach(job) for job in jobs]
             self.admission.check_door(ask.model)
             self._check_stays()
             headers = await self.admission.reserve(caller, request_id, model, jobs)
@@ -171,6 +178,8 @@ class Asker:
                 idempotency_key=idempotency_key,
                 owner=owner,
             )
+            if trace is not None:
+                trace.follow(answer)
             if (former := self.get(request_id)) is not None:
                 former.let_go()  # the same Idempotency-Key at the same moment
             for index, job in enumerate(jobs):
@@ -273,6 +282,7 @@ class Asker:
     async def _publish(self, answer: Answer, jobs: Sequence[Job]) -> None:
         """All or nothing: if one cannot be stored, those that were are cancelled."""
         streams = [choice.stream for choice in answer.choices]
+        since_ns = self._clock.now_ns()
         try:
             outcomes = await asyncio.gather(
                 *(self._bus.jobs.publish(job) for job in jobs), return_exceptions=True
@@ -283,6 +293,8 @@ class Asker:
             self._give_back(answer)
             raise
         failed = next((one for one in outcomes if isinstance(one, BaseException)), None)
+        if answer.trace is not None:
+            answer.trace.published(jobs, since_ns, "" if failed is None else type(failed).__name__)
         for stream, outcome in zip(streams, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self.streams.discard(stream)

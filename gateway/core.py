@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from bus.api import Bus, Subscription
 from bus.clock import Clock
 from bus.redis_link import RedisLink
+from bus.tracing import Tracing
 from gateway.answer import Answer
 from gateway.asking import Asker
 from gateway.deliveries import Deliveries
@@ -33,6 +34,7 @@ from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
 from gateway.tool_catalogue import ToolCatalogue
 from gateway.tool_runner import ToolRunner
+from gateway.tracing import RequestTraces
 from gateway.wires import Pulse
 from schemas.config import GatewayConfig
 from schemas.errors import BusUnavailableError
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0
 _LAST_SETTLEMENTS_S = 1.0
+
+
+def new_gateway_id() -> str:
+    """For a gateway that was given none."""
+    return f"gw-{secrets.token_hex(6)}"
 
 
 class Gateway:
@@ -64,13 +71,17 @@ class Gateway:
         generations: GenerationIndex | None = None,
         redis: RedisLink | None = None,
         tools: ToolCatalogue | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
         self.models = models
         self.clock = clock
         self.redis = redis
-        self.gateway_id = config.gateway_id or f"gw-{secrets.token_hex(6)}"
+        self.gateway_id = config.gateway_id or new_gateway_id()
+        self.traces = (
+            None if tracing is None else RequestTraces(tracing, clock, config, self.gateway_id)
+        )
         self.sockets: set[SocketSession] = set()
         self.pulse = Pulse()
         self.metrics = Metrics()

@@ -20,6 +20,7 @@ from gateway.http import (
     JSON,
     ClientLeftError,
     Receive,
+    header_of,
     json_response,
     new_request_id,
     read_body,
@@ -28,6 +29,7 @@ from gateway.http import (
 from gateway.models import ServedModelLike
 from gateway.parsing import decode
 from gateway.stream import Client, OpenStream
+from gateway.tracing import TRACEPARENT, RequestTrace
 from registry.pricing import cost
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.embeddings import (
@@ -37,13 +39,14 @@ from schemas.embeddings import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from schemas.errors import ParameterError
+from schemas.errors import MillraceError, ParameterError
 from schemas.frames import Done, TerminalFrame, Usage
 from schemas.jobs import MAX_LABEL_CHARACTERS, Job, Source
 
 # Jobs of one request that are in the queue or run at a time.
 MAX_JOBS_AT_ONCE = 64
 
+_ROUTE = "/v1/embeddings"
 _NS_PER_S = 1_000_000_000
 _CANCELLED = "cancelled"
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids")
@@ -102,9 +105,31 @@ class Embeddings:
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
 
     def routes(self) -> list[Route]:
-        return [Route("/v1/embeddings", self.embed, methods=["POST"])]
+        return [Route(_ROUTE, self.embed, methods=["POST"])]
 
     async def embed(self, request: Request) -> Response:
+        """Answer, and tell of it in its trace if there is one."""
+        traces = self._gateway.traces
+        if traces is None:
+            return await self._embed(request, None)
+        traceparent = header_of(request.scope, TRACEPARENT)
+        trace = traces.begin(traceparent, _ROUTE, request.method)
+        status, code = 500, ""
+        try:
+            response = await self._embed(request, trace)
+            status = response.status_code
+        except MillraceError as error:
+            status, code = error.http_status, error.code
+            raise
+        except ClientLeftError:
+            status, code = 499, "client_left"
+            raise
+        finally:
+            if trace is not None:
+                trace.over(status, code)
+        return response if trace is None else _with_headers(response, trace.headers)
+
+    async def _embed(self, request: Request, trace: RequestTrace | None) -> Response:
         """All inputs are embedded, or the whole request is an error; a client that leaves cancels
         what is not done."""
         gateway = self._gateway
@@ -115,7 +140,11 @@ class Embeddings:
         model = await gateway.models.get(asked.model)
         form = form_of(asked, model)
         request_id = new_request_id("embd")
-        jobs = await jobs_of(self._base_job(asked, request_id, model, caller), inputs, model)
+        base = self._base_job(asked, request_id, model, caller)
+        if trace is not None:
+            trace.asked_for(asked.model)
+            base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
+        jobs = await jobs_of(base, inputs, model)
         num_tokens = sum(len(job.prompt_token_ids or ()) for job in jobs)
         reservation = await gateway.limiter.reserve(
             caller,
@@ -136,6 +165,8 @@ class Embeddings:
             return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
         finally:
             usage = _sum(made)
+            if trace is not None:
+                trace.used(usage)
             spent = cost(model.prices, usage.prompt_tokens, usage.cached_tokens, 0)
             served = any(one is not None for one in made)
             gateway.limiter.settle_soon(

@@ -39,6 +39,7 @@ from gateway.http_client import ABORT_EXTENSION, HttpClient
 from gateway.parts import Part
 from gateway.rendering import Endpoint, Prepared, Renderer
 from gateway.request_index import digest_of
+from gateway.tracing import TRACEPARENT, RequestTrace
 from gateway.wires import WIRE_EXTENSION, Wire
 from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 from schemas.jobs import Source
@@ -67,21 +68,37 @@ class GenerationHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id(self._endpoint.id_prefix)
+        traces, trace = self._gateway.traces, None
+        if traces is not None:
+            caller_span = header_of(scope, TRACEPARENT)
+            trace = traces.begin(caller_span, self._endpoint.route, scope["method"])
+            send = send if trace is None else trace.with_headers(send)
+        status, code = 500, ""
         try:
-            status = await self._answer(scope, receive, send, request_id)
+            status = await self._answer(scope, receive, send, request_id, trace)
         except (PayloadTooLargeError, SlowRequestError) as error:
             refusal = refusal_of(error)
-            status = refusal.status
+            status, code = refusal.status, refusal.code
             await send_refusal_and_close(receive, send, refusal, request_id)
         except MillraceError as error:
             refusal = refusal_of(error)
-            status = refusal.status
+            status, code = refusal.status, refusal.code
             await send_refusal(send, refusal, request_id)
         except ClientLeftError:
-            status = 499
+            status, code = 499, "client_left"
+        finally:
+            if trace is not None:
+                trace.over(status, code)
         self._gateway.metrics.requests.labels(self._endpoint.route, str(status)).inc()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> int:
+    async def _answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        trace: RequestTrace | None,
+    ) -> int:
         gateway, endpoint = self._gateway, self._endpoint
         if scope["method"] != "POST":
             raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
@@ -99,14 +116,16 @@ class GenerationHandler:
             with _bugs_answered(request_id):
                 if last_event_id is not None:
                     answer = await self._resume(last_event_id, prepared, caller, client)
+                    if trace is not None:
+                        trace.follow(answer)
                 elif key:
                     digest = digest_of(endpoint.route.encode(), body)
                     answer = await gateway.idempotency.begin(
-                        key, digest, prepared.ask, caller, request_id, client
+                        key, digest, prepared.ask, caller, request_id, client, trace=trace
                     )
                 else:
                     answer = await gateway.asker.begin(
-                        prepared.ask, caller, request_id, Source.HTTP, client
+                        prepared.ask, caller, request_id, Source.HTTP, client, trace=trace
                     )
             try:
                 wire = scope["extensions"][WIRE_EXTENSION]

@@ -10,6 +10,7 @@ from gateway.parsing import Ask
 from gateway.request_index import RequestIndex
 from gateway.resuming import Resuming, UnknownRequestError
 from gateway.stream import Client
+from gateway.tracing import RequestTrace
 from schemas.jobs import Source
 
 _POLL_S = 0.05
@@ -37,6 +38,7 @@ class Idempotency:
         *,
         source: Source = Source.HTTP,
         owner: object = None,
+        trace: RequestTrace | None = None,
     ) -> Answer:
         """The answer, new or known. Raises IdempotencyConflictError for a key of another request,
         RedisAwayError, and what ``Asker.begin`` raises; the key can be used again then."""
@@ -53,13 +55,22 @@ class Idempotency:
                 break  # whoever claimed it died
             answer = await self._attach(known_id, ask, caller, client, owner)
             if answer is not None:
+                if trace is not None:
+                    trace.follow(answer)
                 return answer
             await self._clock.sleep(_POLL_S)
         try:
             # If who claimed the key died before the queue had the job, it is asked now under the
             # same id, which the queue takes once.
             return await self._asker.begin(
-                ask, caller, known_id, source, client, idempotency_key=key, owner=owner
+                ask,
+                caller,
+                known_id,
+                source,
+                client,
+                idempotency_key=key,
+                owner=owner,
+                trace=trace,
             )
         except BaseException:
             if self._asker.get(known_id) is None:  # or somebody else has begun it by now

@@ -42,7 +42,7 @@ return redis.call('DEL', KEYS[1])
 class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
     ``holder`` the one whose client gets them now. ``ask`` is without the prompt unless a later
-    round needs it.
+    round needs it. ``traceparent`` is the request's place in its trace, empty without one.
     """
 
     request_id: str
@@ -57,6 +57,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ask: Ask
     session: SessionInfo | None = None
     idempotency_key: str = ""
+    traceparent: str = ""
 
 
 class IdempotencyConflictError(MillraceError):

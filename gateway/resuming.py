@@ -206,5 +206,6 @@ class Resuming:
             route_reason=ask.route_reason,
             received_ns=state.created_ns,
             deadline_ns=state.deadline_ns,
+            traceparent=state.traceparent,
             keep_transcript=keep_transcript,
         )

@@ -120,6 +120,8 @@ class Rounds:
         """The stream of a choice's next round; None if nobody here wants it any more. Raises
         MillraceError: nothing was stored then."""
         job = await self._job(answer, choice)
+        if answer.trace is not None:
+            job = answer.trace.attach(job)
         self._admission.check_door(job.model)
         await self._admission.reserve(answer.caller, job.request_id, answer.model, [job])
         if not answer.awaits_round(choice):
@@ -135,12 +137,15 @@ class Rounds:
         seen = self._seen.of(answer.request_id).get(job.request_id)
         if seen is not None:
             go_on_from(stream, seen, self._clock)
+        since_ns = self._clock.now_ns()
         try:
             published = await self._bus.jobs.publish(job)
         except BaseException:
             self._streams.discard(stream)
             self._give_back(answer, job)
             raise
+        if answer.trace is not None:
+            answer.trace.published([job], since_ns)
         if published.duplicate:
             # Whoever had the answer before was first, and may be who its frames are sent to.
             stream.job = replace(stream.job, reply=choice.stream.job.reply)

@@ -11,6 +11,7 @@ from gateway.errors import Refusal
 from gateway.logprobs import logprob_infos
 from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from gateway.stream import OpenStream
+from gateway.tracing import RequestTrace
 from schemas.websocket import (
     Accepted,
     ChoiceDone,
@@ -39,6 +40,7 @@ class Generation:
         self.id = generation_id
         self.request_id = request_id
         self.answer: Answer | None = None
+        self.trace: RequestTrace | None = None
         self.cancelled = False
         self.is_concluding = False
         self.is_plain = False

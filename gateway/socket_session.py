@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_ID_CHARACTERS = 256
+_ROUTE = "/v1/ws"
 
 _Start = Callable[[Generation], Awaitable[Answer]]
 
@@ -39,12 +40,16 @@ class SocketSession(Client):
 
     Whatever is ready in one turn of the event loop goes out in one write. ``dropped`` says why the
     client must be parted with; ``close`` cancels everything that still runs, or holds it for a
-    client that may come back. ``caller`` is None until it is known.
+    client that may come back. ``caller`` is None until it is known. ``traceparent`` came with the
+    handshake: what is asked for is a part of that trace.
     """
 
-    def __init__(self, gateway: Gateway, wire: Wire, caller: Caller | None) -> None:
+    def __init__(
+        self, gateway: Gateway, wire: Wire, caller: Caller | None, traceparent: str | None = None
+    ) -> None:
         super().__init__(gateway.config.client_buffer_bytes)
         self.caller = caller
+        self._traceparent = traceparent
         self._gateway = gateway
         self._wire = wire
         wire.on_writable = self._ask_for_pulse
@@ -151,10 +156,18 @@ class SocketSession(Client):
 
     async def _answer_to(self, message: Generate, generation: Generation) -> Answer:
         gateway, caller = self._gateway, self._known_caller()
+        if gateway.traces is not None:
+            generation.trace = gateway.traces.begin(self._traceparent, _ROUTE, "GET")
         ask = socket_ask(message)
         if not message.idempotency_key:
             return await gateway.asker.begin(
-                ask, caller, generation.request_id, Source.WEBSOCKET, self, owner=generation
+                ask,
+                caller,
+                generation.request_id,
+                Source.WEBSOCKET,
+                self,
+                owner=generation,
+                trace=generation.trace,
             )
         # A client that asks again may name the generation anew.
         digest = digest_of(
@@ -169,6 +182,7 @@ class SocketSession(Client):
             self,
             source=Source.WEBSOCKET,
             owner=generation,
+            trace=generation.trace,
         )
 
     async def _resumed(self, message: Resume, generation: Generation) -> Answer:
@@ -186,8 +200,9 @@ class SocketSession(Client):
         try:
             answer = await start(generation)
         except MillraceError as error:
-            self._forget(generation)
-            self._say_refusal(generation, refusal_of(error))
+            refusal = refusal_of(error)
+            self._forget(generation, refusal)
+            self._say_refusal(generation, refusal)
             return
         generation.accept(answer)
         if self._closed:
@@ -202,6 +217,8 @@ class SocketSession(Client):
 
     def _part_with(self, answer: Answer) -> None:
         outcome = self.dropped or "disconnect"
+        if answer.trace is not None:
+            answer.trace.over(error=outcome)
         if self._holds:
             answer.hold(self._gateway.config.resume_grace_s, outcome)
         elif answer.is_kept:
@@ -219,13 +236,18 @@ class SocketSession(Client):
         if task.cancelled() or (error := task.exception()) is None:
             return
         _log.error("a generation failed in the gateway", exc_info=error)
-        self._forget(generation)
+        failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
+        self._forget(generation, failed)
         if generation.answer is not None:
             generation.answer.leave("failed")
-        failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
         self._say_refusal(generation, failed)
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
+        if generation.trace is not None:
+            if refusal is None:
+                generation.trace.over()
+            else:
+                generation.trace.over(refusal.status, refusal.code)
         if self._generations.get(generation.id) is generation:
             del self._generations[generation.id]
 

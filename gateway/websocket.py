@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.errors import InvalidJsonError, refusal_of
-from gateway.http import Receive, Scope, Send, refuse_handshake
+from gateway.http import Receive, Scope, Send, header_of, refuse_handshake
 from gateway.identity import token_of
 from gateway.parsing import decode
 from gateway.socket_session import SocketSession
+from gateway.tracing import TRACEPARENT
 from gateway.wires import WIRE_EXTENSION, Wire
 from schemas.errors import MillraceError, ParameterError
 from schemas.websocket import (
@@ -64,7 +65,7 @@ class WebSocketHandler:
         self._gateway.metrics.requests.labels(ROUTE, "101").inc()
         self._per_address[address] += 1
         try:
-            await self._serve(scope["extensions"][WIRE_EXTENSION], receive, send, caller)
+            await self._serve(scope, receive, send, caller)
         finally:
             self._per_address[address] -= 1
             if not self._per_address[address]:
@@ -86,9 +87,13 @@ class WebSocketHandler:
             return None
         return await gateway.identity.caller(scope)
 
-    async def _serve(self, wire: Wire, receive: Receive, send: Send, caller: Caller | None) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, caller: Caller | None
+    ) -> None:
         gateway = self._gateway
-        session = SocketSession(gateway, wire, caller)
+        wire: Wire = scope["extensions"][WIRE_EXTENSION]
+        traceparent = None if gateway.traces is None else header_of(scope, TRACEPARENT)
+        session = SocketSession(gateway, wire, caller, traceparent)
         gateway.sockets.add(session)
         if gateway.draining:
             session.announce_going_away()
