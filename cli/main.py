@@ -12,7 +12,10 @@ from schemas.errors import MillraceError
 
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
-_COMMANDS = ("up", "publish", "result", "sql", "generate", "embed", "bench", "simulate", "keys")
+_COMMANDS = (
+    *("up", "publish", "result", "generate", "embed", "bench", "simulate", "keys"),
+    *("sql", "migrate"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

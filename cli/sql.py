@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument, locate, read_endpoints
-from schemas.errors import MillraceError
+from cli.endpoints import add_data_argument
+from cli.store import Value, ask, ask_saved
+from schemas.errors import MillraceError, ParameterError
 
-if TYPE_CHECKING:
-    from schemas.config import ClickHouseConfig
-
-_WIRE_FORMAT = "JSONCompact"
 _FORMAT_CLAUSE = re.compile(r"\bFORMAT\s+\w+\s*;?\s*\Z", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _MAX_SHOWN_CHARS = 2_000
-_TIMEOUT_S = 60.0
-
-
-class StoreAwayError(MillraceError):
-    """Neither a running store nor a folder of one."""
-
-    code = "store_unavailable"
-    retryable = True
+_STDIN = "-"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,9 +23,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "sql",
         help="ask the analytics store",
         description="Run one reading statement (SELECT, WITH, SHOW, DESCRIBE, EXPLAIN) in the "
-        "database millrace: on the system that runs on DIR, else on the store that it left there.",
+        "database millrace: on the system that runs on DIR, else on the store that it left there. "
+        "A statement takes parameters where it has {name:Type}.",
     )
-    parser.add_argument("query", metavar="SQL")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("query", metavar="SQL", nargs="?")
+    what.add_argument("--file", metavar="FILE", help="read the statement from it (- is stdin)")
+    what.add_argument("--saved", metavar="NAME", help="run a saved query; see --list")
+    what.add_argument("--list", action="store_true", help="the saved queries, what they answer")
+    parser.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        type=_parameter,
+        metavar="NAME=VALUE",
+        help="the value of a parameter; may be given several times",
+    )
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     add_data_argument(parser)
     parser.set_defaults(handler=run)
@@ -50,15 +49,73 @@ def run(arguments: argparse.Namespace) -> int:
     from cli.rows import parse_rows, render
     from telemetry.reading import QueryError
 
-    sql = _checked(arguments.query)
+    if arguments.list:
+        print(list_queries())
+        return 0
+    given = _given(arguments.param)
     try:
-        answer = ask(sql, arguments.data)
-        rendered = render(parse_rows(answer), arguments.format)
+        if arguments.saved is not None:
+            rows = ask_saved(arguments.saved, given, arguments.data)
+        else:
+            sql = _checked(_statement(arguments))
+            rows = parse_rows(ask(sql, arguments.data, given))
+        rendered = render(rows, arguments.format)
     except QueryError as error:
         print(f"millrace sql: {error.message[:_MAX_SHOWN_CHARS].strip()}", file=sys.stderr)
         return 1
     sys.stdout.write(rendered)
     return 0
+
+
+def list_queries() -> str:
+    """The saved queries, one a line: what each answers, and its parameters with their defaults."""
+    from telemetry.answers import load_queries
+
+    queries = load_queries()
+    width = max(map(len, queries))
+    lines = []
+    for name in sorted(queries):
+        query = queries[name]
+        lines.append(f"{name:<{width}}  {query.summary}")
+        shown = [
+            f"{p.name} (must be given)" if p.default is None else f"{p.name}={p.default}"
+            for p in query.parameters.values()
+        ]
+        if shown:
+            lines.append(f"{'':<{width}}    {' '.join(shown)}")
+    return "\n".join(lines)
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not _NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like name=value")
+    return name, value
+
+
+def _given(pairs: list[tuple[str, str]]) -> dict[str, Value]:
+    given: dict[str, Value] = {}
+    for name, value in pairs:
+        if name in given:
+            raise ParameterError("param", f"--param {name} is given twice")
+        given[name] = value
+    return given
+
+
+def _statement(arguments: argparse.Namespace) -> str:
+    if arguments.file is None:
+        query: str = arguments.query
+        return query
+    if arguments.file == _STDIN:
+        return sys.stdin.read()
+    try:
+        return Path(arguments.file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise MillraceError(
+            f"{arguments.file} cannot be read: {error.strerror or error}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise MillraceError(f"{arguments.file} is not UTF-8 text") from error
 
 
 def _checked(query: str) -> str:
@@ -73,58 +130,3 @@ def _checked(query: str) -> str:
     if _FORMAT_CLAUSE.search(sql):
         raise MillraceError("leave FORMAT out of the query and use --format")
     return sql
-
-
-def ask(sql: str, data: Path) -> bytes:
-    """The JSONCompact answer to a reading statement: of the server, or of the embedded store if
-    none is configured, or if that of the system on ``data`` has ended. Raises StoreAwayError, and
-    QueryError if the engine refuses the query."""
-    config = locate(data).clickhouse
-    store = Path(config.path or data / "clickhouse")
-    if config.url:
-        try:
-            return _post(sql, config)
-        except StoreAwayError:
-            ran_here = read_endpoints(data)
-            if ran_here is None or config.url != ran_here.clickhouse or not store.is_dir():
-                raise
-    if not store.is_dir():
-        raise StoreAwayError(
-            f"nothing runs on {data} and no store is there; start it with millrace up --data "
-            f"{data}, or name a server in MILLRACE_CLICKHOUSE__URL"
-        )
-    return asyncio.run(_read_embedded(sql, store, config.database))
-
-
-def _post(sql: str, config: ClickHouseConfig) -> bytes:
-    from telemetry.reading import QueryError
-
-    parameters = {"database": config.database, "default_format": _WIRE_FORMAT, "readonly": "1"}
-    url = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
-    if not url.startswith(("http://", "https://")):
-        raise MillraceError(f"clickhouse.url must look like http://host:8123, got {config.url!r}")
-    headers = {"X-ClickHouse-User": config.username, "X-ClickHouse-Key": config.password}
-    request = urllib.request.Request(url, data=sql.encode(), headers=headers)  # noqa: S310 (checked)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            body: bytes = answer.read()
-    except urllib.error.HTTPError as error:
-        raise QueryError.of(error.read().decode(errors="replace")) from error
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise StoreAwayError(f"no ClickHouse answers at {config.url}: {reason}") from error
-    return body
-
-
-async def _read_embedded(sql: str, store: Path, database: str) -> bytes:
-    from telemetry.reading import ReadLimits
-    from telemetry.reading_embedded import EmbeddedReader
-
-    try:
-        reader = EmbeddedReader(str(store), database, ReadLimits(max_running=1))
-    except RuntimeError as error:
-        raise StoreAwayError(f"the store {store} cannot be opened: {error}") from error
-    try:
-        return await reader.read(sql, {}, _WIRE_FORMAT)
-    finally:
-        await reader.close()

@@ -45,6 +45,21 @@ def load_migrations() -> list[Migration]:
     return sorted(found, key=lambda migration: migration.number)
 
 
+def lacking(applied: set[int], database: str) -> list[Migration]:
+    """The migrations of this version that a database lacks, which has those of these numbers.
+
+    Raises MigrationError for a database that a newer version has migrated.
+    """
+    migrations = load_migrations()
+    unknown = applied - {migration.number for migration in migrations}
+    if unknown:
+        raise MigrationError(
+            f"the database {database} has migration {max(unknown)}, which this version does "
+            "not know: run the version that made it, or a newer one"
+        )
+    return [migration for migration in migrations if migration.number not in applied]
+
+
 async def migrate(store: Store) -> list[str]:
     """Bring the database up to date; the names of the migrations that ran.
 
@@ -56,17 +71,8 @@ async def migrate(store: Store) -> list[str]:
         "ENGINE = ReplacingMergeTree ORDER BY number"
     )
     applied = {int(row[0]) for row in await store.rows("SELECT number FROM schema_migrations")}
-    migrations = load_migrations()
-    unknown = applied - {migration.number for migration in migrations}
-    if unknown:
-        raise MigrationError(
-            f"the database {store.database} has migration {max(unknown)}, which this version does "
-            "not know: run the version that made it, or a newer one"
-        )
     ran = []
-    for migration in migrations:
-        if migration.number in applied:
-            continue
+    for migration in lacking(applied, store.database):
         # Each statement is idempotent, so a migration that was cut short is simply run again.
         for statement in migration.statements:
             await store.command(statement)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cli.rows import parse_rows
 from cli.simulate.trace import TraceRequest
-from cli.sql import ask
+from cli.store import ask
 from schemas.errors import ConfigError
 from schemas.jobs import Tier
 
