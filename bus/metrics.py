@@ -68,8 +68,8 @@ class Monitor:
     """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
     nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``."""
 
-    def __init__(self, part: str) -> None:
-        self.registry = new_registry(part)
+    def __init__(self, part: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or new_registry(part)
         self.trouble: Callable[[], str] = lambda: "starting"
         self.url = ""
         self._part = part
@@ -130,17 +130,17 @@ class Monitor:
 
 
 @asynccontextmanager
-async def monitored(part: str, config: MetricsConfig) -> AsyncIterator[Monitor]:
+async def monitored(
+    part: str, config: MetricsConfig, registry: CollectorRegistry | None = None
+) -> AsyncIterator[Monitor]:
     """A monitor, shown on ``config.host:config.port`` as long as the context lasts; port 0 shows it
     nowhere. Raises ConfigError if it cannot listen there."""
-    monitor = Monitor(part)
+    monitor = Monitor(part, registry)
     if not config.port:
         yield monitor
         return
     listener = _listen(config)
-    server = await asyncio.start_server(
-        monitor.on_connection, sock=listener, limit=_MAX_HEAD_BYTES
-    )
+    server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=_MAX_HEAD_BYTES)
     host = f"[{config.host}]" if ":" in config.host else config.host
     monitor.url = f"http://{host}:{config.port}/metrics"
     logger.info("metrics are shown", extra={"url": monitor.url})

@@ -24,6 +24,7 @@ from bus.clock import SystemClock
 from cli.autoscale import WorkerScaler
 from cli.endpoints import Endpoints
 from cli.ports import PortPicker
+from cli.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
 from cli.supervisor import Process, Supervisor, python
 from registry.catalogue import load_catalogue
 from registry.checkpoint import read_model_config
@@ -69,6 +70,9 @@ class Stack:
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
     _scaler: WorkerScaler | None = None
 
+    def __post_init__(self) -> None:
+        self._targets = ScrapeTargets(self.plan.data / "run" / FILE_NAME, self.plan.config.metrics)
+
     async def start(self) -> Endpoints:
         """Bring everything up and return once a request was really served. Raises StartError."""
         config = self._choose_addresses()
@@ -98,6 +102,7 @@ class Stack:
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
         (self.plan.data / "run" / "endpoints.json").unlink(missing_ok=True)
+        self._targets.close()
         if self._scaler is not None:
             await self._scaler.close()
         if self._bus is not None:
@@ -231,7 +236,12 @@ class Stack:
 
     async def _start_scaling(self, bus: Bus, max_workers: int) -> None:
         self._scaler = WorkerScaler(
-            self.supervisor, self._worker, self._num_held, max_workers, SystemClock(), self.say
+            TargetedProcesses(self.supervisor, self._targets),
+            self._worker,
+            self._num_held,
+            max_workers,
+            SystemClock(),
+            self.say,
         )
         for name, model in self._first_workers():
             self._scaler.adopt(name, model)
@@ -243,7 +253,8 @@ class Stack:
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
         config_file = str(self.plan.data / "run" / "config.yaml")
-        env = {"OMP_WAIT_POLICY": "PASSIVE", **options.pop("env", {})}
+        port = self._targets.add(name, package.removesuffix("s"))
+        env = {"OMP_WAIT_POLICY": "PASSIVE", **metrics_env(port), **options.pop("env", {})}
         return Process(
             name=name, command=python(package, "--config", config_file), env=env, **options
         )

@@ -190,6 +190,7 @@ async def _run(plan: Plan) -> int:
 
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
+    from cli.scrape_targets import FILE_NAME
     from gateway.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
@@ -208,6 +209,7 @@ Millrace is ready.
   chat page    {endpoints.http}/
   operations   {endpoints.http}/ops
   OpenAI API   {endpoints.http}/v1
+  metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'

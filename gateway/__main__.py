@@ -19,6 +19,7 @@ from bus import nats
 from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.logs import configure_logging
+from bus.metrics import monitored
 from bus.process import exit_code_of
 from bus.redis_link import RedisLink
 from bus.settings import load_config
@@ -83,18 +84,28 @@ async def _run(config: Config) -> None:
         tracing=tracing,
     )
     server = Server(gateway, listener)
+    shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
-        await _warm_up(models, catalogue)
-        await _serve(server, stopped, config.gateway)
+        async with shown as monitor:
+            monitor.trouble = lambda: _trouble(gateway)
+            await _warm_up(models, catalogue)
+            await _serve(server, stopped, config.gateway)
     finally:
         await generations.close()
         await redis.close()
         await bus.close()
         if tracing is not None:
             await tracing.close()
+
+
+def _trouble(gateway: Gateway) -> str:
+    """Why this gateway cannot take requests just now, if so."""
+    if gateway.draining:
+        return "draining"
+    return "" if gateway.bus.connected else "the message bus is away"
 
 
 async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) -> None:

@@ -123,6 +123,7 @@ class Gateway:
         self._handovers: Subscription | None = None
         self.metrics.watch(self.streams, self.fleet)
         self.metrics.watch_limits(self.limiter)
+        self.metrics.watch_deliveries(self.deliveries)
         self.metrics.watch_sizes(
             {
                 "millrace_open_sockets": ("WebSockets that are open", lambda: len(self.sockets)),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bus.metrics import new_registry, render
+from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
+from gateway.deliveries import Deliveries
 from gateway.fleet import Fleet
 from gateway.latency import GapCounts
 from gateway.limits import Limiter
@@ -17,87 +19,110 @@ from gateway.stream import OpenStream, status_of
 from gateway.streams import StreamTable
 from schemas.frames import Done
 
-_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 30.0, 60.0)
-_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-_WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
 
 class Metrics:
     """One registry for one gateway, so that several can live in one process."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = CollectorRegistry()
+        self.registry = new_registry("gateway")
         self.gaps = GapCounts()
-        self._registry.register(self.gaps)
+        self.registry.register(self.gaps)
         self.requests = Counter(
             "millrace_http_requests",
             "HTTP requests by route and status",
             ["route", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.refusals = Counter(
             "millrace_ws_errors",
             "Error messages sent on WebSockets, by code",
             ["code"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._generations = Counter(
             "millrace_generations",
             "Generations that ended, by model, door and outcome",
             ["model", "source", "outcome"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._prompt_tokens = Counter(
             "millrace_prompt_tokens",
             "Prompt tokens of generations that ended well",
             ["model"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._generation_tokens = Counter(
             "millrace_generation_tokens",
             "Tokens given out to clients",
             ["model"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._replays = Counter(
             "millrace_replays",
             "Times that missing frames were asked for",
-            registry=self._registry,
+            registry=self.registry,
+        )
+        self._resumes = Counter(
+            "millrace_resumes",
+            "Times that a client came back to its stream",
+            ["model"],
+            registry=self.registry,
+        )
+        self._stalls = Counter(
+            "millrace_stalls",
+            "Gaps of a second or more between two deliveries of an answer's tokens",
+            ["model"],
+            registry=self.registry,
+        )
+        self._stalled_s = Counter(
+            "millrace_stalled_seconds",
+            "How long those gaps were together",
+            ["model"],
+            registry=self.registry,
+        )
+        self._reruns = Counter(
+            "millrace_moved_generations",
+            "Generations of which the client saw more than one run",
+            ["model"],
+            registry=self.registry,
         )
         self._first_token_s = Histogram(
             "millrace_time_to_first_token_seconds",
             "From receipt to the first token given out",
             ["model"],
-            buckets=_FIRST_TOKEN_S,
-            registry=self._registry,
+            buckets=FIRST_TOKEN_S,
+            registry=self.registry,
         )
         self._per_token_s = Histogram(
             "millrace_time_per_output_token_seconds",
             "Mean time per token after the first, one observation for each generation",
             ["model"],
-            buckets=_PER_TOKEN_S,
-            registry=self._registry,
+            buckets=PER_TOKEN_S,
+            registry=self.registry,
         )
         self._whole_s = Histogram(
             "millrace_e2e_request_latency_seconds",
             "From receipt to the end",
             ["model"],
-            buckets=_WHOLE_S,
-            registry=self._registry,
+            buckets=DURATION_S,
+            registry=self.registry,
         )
 
     def watch(self, streams: StreamTable, fleet: Fleet) -> None:
         """Report the present state of these at every scrape."""
-        self._registry.register(_PresentState(streams, fleet))
+        self.registry.register(_PresentState(streams, fleet))
 
     def watch_limits(self, limiter: Limiter) -> None:
         """Report what was refused and done without Redis at every scrape."""
-        self._registry.register(_Limits(limiter))
+        self.registry.register(_Limits(limiter))
+
+    def watch_deliveries(self, deliveries: Deliveries) -> None:
+        """Report the delivery records that were given up at every scrape."""
+        self.registry.register(_LostRecords(deliveries))
 
     def watch_sizes(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
         """Report what is held, each a gauge of a name with what it is and how to count it."""
-        self._registry.register(_Sizes(sizes))
+        self.registry.register(_Sizes(sizes))
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
@@ -106,20 +131,24 @@ class Metrics:
         self._generations.labels(model, stream.job.source.value, outcome).inc()
         self._generation_tokens.labels(model).inc(stream.num_delivered)
         self._replays.inc(stream.num_replays)
-        self._whole_s.labels(model).observe(now_s - stream.opened_s)
+        self._resumes.labels(model).inc(stream.num_resumes)
+        self._stalls.labels(model).inc(stream.num_stalls)
+        self._stalled_s.labels(model).inc(stream.stalled_s)
+        self._reruns.labels(model).inc(stream.reader.num_epochs > 1)
+        self._whole_s.labels(model).observe(now_s - stream.received_s)
         usage = stream.reader.usage
         if usage is not None and isinstance(stream.reader.terminal, Done):
             self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
         if stream.first_text_s is None or stream.last_delivery_s is None:
             return
-        self._first_token_s.labels(model).observe(stream.first_text_s - stream.opened_s)
-        if stream.num_delivered > 1:
+        self._first_token_s.labels(model).observe(stream.first_text_s - stream.received_s)
+        if stream.num_seen > 1:
             span_s = stream.last_delivery_s - stream.first_text_s
-            self._per_token_s.labels(model).observe(span_s / (stream.num_delivered - 1))
+            self._per_token_s.labels(model).observe(span_s / (stream.num_seen - 1))
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return render(self.registry)
 
 
 class _PresentState(Collector):
@@ -169,6 +198,21 @@ class _PresentState(Collector):
             for tier, ttft_ms in status.ttft_ms.items():
                 ttft.add_metric([status.model, tier.value], ttft_ms / 1e3)
         yield from (queued, bound, desired, oldest, ttft)
+
+
+class _LostRecords(Collector):
+    """Telemetry that is lost, which is none while the bus is there."""
+
+    def __init__(self, deliveries: Deliveries) -> None:
+        self._deliveries = deliveries
+
+    def collect(self) -> Iterator[Metric]:
+        lost = CounterMetricFamily(
+            "millrace_lost_delivery_records",
+            "Delivery records that were given up while the message bus was away",
+        )
+        lost.add_metric([], self._deliveries.num_lost)
+        yield lost
 
 
 class _Sizes(Collector):

@@ -299,8 +299,8 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a scheduler, worker or telemetry process shows ``/metrics`` to Prometheus (``port`` 0:
-    nowhere). A gateway shows them on its own port."""
+    """Where a process shows ``/metrics`` to Prometheus, and ``/healthz`` (``port`` 0: nowhere). A
+    gateway shows them on its own port, too, which several gateways may share."""
 
     host: str = "127.0.0.1"
     port: int = 0

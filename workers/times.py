@@ -34,9 +34,7 @@ class RequestTimes:
             gap_s = (generation.last_token_ns - before_ns) / _NS_PER_S
             self.gap_s.add(gap_s / num_tokens, num_tokens)
         else:
-            self.first_token_s.add(
-                (generation.first_token_ns - generation.accepted_ns) / _NS_PER_S
-            )
+            self.first_token_s.add((generation.first_token_ns - generation.accepted_ns) / _NS_PER_S)
 
     def add_end(self, generation: Generation) -> None:
         """It has ended here."""

@@ -1,0 +1,152 @@
+"""The little server of /metrics and /healthz, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bus.metrics import CONTENT_TYPE, monitored
+from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
+from schemas.config import MetricsConfig
+from schemas.errors import ConfigError
+from tests.support.scraped import Scraped, scrape_of
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def config() -> MetricsConfig:
+    return MetricsConfig(port=_free_port())
+
+
+def _base(config: MetricsConfig) -> str:
+    return f"http://{config.host}:{config.port}"
+
+
+async def _raw(config: MetricsConfig, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(config.host, config.port)
+    writer.write(request)
+    async with asyncio.timeout(5.0):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_a_process_tells_its_part_and_its_health(config: MetricsConfig) -> None:
+    async with monitored("scheduler", config) as monitor, httpx.AsyncClient() as http:
+        assert monitor.url == f"{_base(config)}/metrics"
+        starting = await http.get(f"{_base(config)}/healthz")
+        assert (starting.status_code, starting.json()) == (
+            503,
+            {"status": "starting", "part": "scheduler"},
+        )
+        monitor.trouble = lambda: ""
+        well = await http.get(f"{_base(config)}/healthz")
+        assert (well.status_code, well.json()["status"]) == (200, "ok")
+        answer = await http.get(f"{_base(config)}/metrics?name=ignored")
+        assert answer.headers["content-type"] == CONTENT_TYPE
+        scraped = Scraped(answer.text)
+        scraped.check()
+        assert scraped.value("millrace_healthy") == 1
+        assert "millrace_build_info" in scraped.sample_names
+        assert scraped.value("process_resident_memory_bytes") > 1e6
+        monitor.trouble = lambda: "the message bus is away"
+        assert (await http.get(f"{_base(config)}/healthz")).status_code == 503
+        again = Scraped((await http.get(f"{_base(config)}/metrics")).text)
+        assert again.value("millrace_healthy") == 0
+
+
+async def test_what_is_no_scrape_is_refused(config: MetricsConfig) -> None:
+    async with monitored("worker", config), httpx.AsyncClient(base_url=_base(config)) as http:
+        assert (await http.get("/")).status_code == 404
+        refused = await http.post("/metrics")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+        head = await http.head("/metrics")
+        assert (head.status_code, head.content) == (200, b"")
+        assert (await _raw(config, b"nonsense\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert await _raw(config, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 100_000) == b""
+        assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_a_collector_that_fails_ends_nothing(config: MetricsConfig) -> None:
+    class Broken(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise ValueError
+
+    async with monitored("worker", config) as monitor, httpx.AsyncClient() as http:
+        broken = Broken()
+        broken.describe = list  # type: ignore[attr-defined]  # it is asked for nothing so far
+        monitor.registry.register(broken)
+        assert (await http.get(f"{_base(config)}/metrics")).status_code == 500
+        monitor.registry.unregister(broken)
+        assert (await http.get(f"{_base(config)}/metrics")).status_code == 200
+
+
+async def test_a_port_that_is_taken_is_said_with_what_to_do(config: MetricsConfig) -> None:
+    async with monitored("worker", config):
+        with pytest.raises(ConfigError, match=rf"{config.host}:{config.port}.*metrics\.port"):
+            async with monitored("scheduler", config):
+                pass
+
+
+@pytest.mark.parametrize(
+    "wrong", [MetricsConfig(port=70_000), MetricsConfig(host="nowhere.invalid", port=9)]
+)
+async def test_an_address_that_cannot_be_is_a_configuration_error(wrong: MetricsConfig) -> None:
+    with pytest.raises(ConfigError, match=r"metrics cannot be shown"):
+        async with monitored("worker", wrong):
+            pass
+
+
+async def test_the_port_is_free_again_at_the_end(config: MetricsConfig) -> None:
+    async with monitored("worker", config):
+        hanging = await asyncio.open_connection(config.host, config.port)
+    assert await asyncio.wait_for(hanging[0].read(), 5.0) == b""
+    hanging[1].close()
+    async with monitored("worker", config) as monitor, httpx.AsyncClient() as http:
+        assert json.loads((await http.get(f"{_base(config)}/healthz")).content)["part"] == "worker"
+        assert monitor.url
+
+
+async def test_without_a_port_nothing_listens() -> None:
+    async with monitored("worker", MetricsConfig()) as monitor:
+        assert monitor.url == ""
+        assert b"millrace_build_info" in monitor.answer(b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+def test_a_tally_is_a_histogram_of_prometheus() -> None:
+    tally = Tally((0.1, 1.0))
+    tally.add(0.05)
+    tally.add(0.1, 2)
+    tally.add(7.0)
+
+    class One(Collector):
+        def collect(self) -> Iterator[Metric]:
+            family = HistogramMetricFamily("millrace_x", "X", labels=["model"])
+            tally.add_to(family, ["m"])
+            yield family
+
+    scraped = scrape_of(One())
+    found = {
+        bound: scraped.value("millrace_x_bucket", model="m", le=bound)
+        for bound in ("0.1", "1.0", "+Inf")
+    }
+    assert found == {"0.1": 3, "1.0": 3, "+Inf": 4}
+    assert scraped.value("millrace_x_sum", model="m") == pytest.approx(7.25)
+
+
+@pytest.mark.parametrize("bounds", [FIRST_TOKEN_S, PER_TOKEN_S, DURATION_S, STEP_S])
+def test_bounds_rise(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
