@@ -1,4 +1,4 @@
-"""The endpoints beside the token path: models, tokenize, health, metrics, operations queries."""
+"""The endpoints beside the token path: models, tokenize, health, metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.core import Gateway
-from gateway.errors import NotFoundError, TelemetryUnavailableError
 from gateway.http import json_response, read_body
-from gateway.identity import require_admin
 from gateway.message_fields import chat_messages
 from gateway.parsing import decode
 from registry.served import MAX_INLINE_CHARACTERS
-from schemas.control import TelemetryQuery
-from schemas.errors import MillraceError, ParameterError
+from schemas.errors import ParameterError
 from schemas.jobs import Tier
 from schemas.openai import (
     DetokenizeRequest,
@@ -30,15 +27,7 @@ from schemas.openai import (
 )
 from schemas.tenants import lower_limit
 
-_JSON = "application/json"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class QueryError(MillraceError):
-    """The telemetry process could not answer a query."""
-
-    code = "query_failed"
-    http_status = 400
 
 
 class Api:
@@ -57,7 +46,6 @@ class Api:
             Route("/v1/detokenize", self.detokenize, methods=["POST"]),
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/ops/api/{query}", self.telemetry, methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -144,28 +132,3 @@ class Api:
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
-
-    async def telemetry(self, request: Request) -> Response:
-        """Rows of a saved query, as telemetry gave them."""
-        require_admin(await self._gateway.identity.caller(request.scope))
-        name = request.path_params["query"]
-        params = {key: _number_or_text(value) for key, value in request.query_params.items()}
-        answer = await self._gateway.bus.control.query_telemetry(
-            TelemetryQuery(name=name, params=params), self._gateway.config.telemetry_timeout_s
-        )
-        if answer is None:
-            raise TelemetryUnavailableError("The telemetry process does not answer.")
-        if answer.error.startswith("unknown query"):
-            raise NotFoundError(answer.error)
-        if answer.error:
-            raise QueryError(answer.error)
-        return Response(answer.rows_json, media_type=_JSON, headers={"cache-control": "no-store"})
-
-
-def _number_or_text(value: str) -> str | int | float:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

@@ -31,6 +31,7 @@ from gateway.http import (
     request_id_header,
 )
 from gateway.limits_api import LimitsApi
+from gateway.ops_api import OpsApi
 from gateway.origins import OriginGuard
 from gateway.rendering import Endpoint
 from gateway.responses import ResponsesApi, ResponsesEndpoint
@@ -86,6 +87,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *SessionsApi(gateway).routes(),
             *ToolsApi(gateway).routes(),
             *LimitsApi(gateway).routes(),
+            *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -215,10 +216,15 @@ class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     name: str
     params: dict[str, str | int | float] = {}
+    format: Literal["json", "csv"] = "json"
 
 
 class TelemetryAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rows as a JSON array of objects, or why not."""
+    """Rows as a JSON array of objects or as CSV with a line of names, or why not: a sentence, its
+    stable code, and the parameter that is at fault, if one is."""
 
     rows_json: bytes = b"[]"
     error: str = ""
+    rows_csv: bytes = b""
+    code: str = ""
+    param: str = ""

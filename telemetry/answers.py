@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import logging
-import re
+import time
+from collections.abc import Callable
 from importlib import resources
 
 import msgspec
 
 from schemas.control import TelemetryAnswer, TelemetryQuery
+from schemas.errors import ParameterError
+from telemetry.parameters import Parameter, parameters_of, read_values
 from telemetry.reading import QueryError, Reader
+from telemetry.spreadsheet import csv_of
 
 logger = logging.getLogger(__name__)
 
-_PARAMETER = re.compile(r"\{(\w+):(\w+)\}")
-_DEFAULT = re.compile(r"^-- param (\w+): .*\(default (\S+)\)$", re.MULTILINE)
+# An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
+_MAX_ANSWER_BYTES = 1_000_000
 
 
 class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of ``telemetry/queries``: its SQL, its parameters' types and defaults."""
+    """A file of ``telemetry/queries``: its SQL, what it answers by its first comment, and its
+    parameters."""
 
     name: str
     sql: str
-    types: dict[str, str]
-    defaults: dict[str, str]
+    summary: str
+    parameters: dict[str, Parameter]
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        """The parameters that need not be given, and what they are then."""
+        return {p.name: p.default for p in self.parameters.values() if p.default is not None}
 
 
 def load_queries() -> dict[str, SavedQuery]:
@@ -37,36 +47,48 @@ def load_queries() -> dict[str, SavedQuery]:
         queries[name] = SavedQuery(
             name=name,
             sql=text.strip().removesuffix(";"),
-            types=dict(_PARAMETER.findall(text)),
-            defaults=dict(_DEFAULT.findall(text)),
+            summary=text.partition("\n")[0].removeprefix("--").strip(),
+            parameters=parameters_of(text),
         )
     return queries
 
 
 class Answers:
-    """Runs a saved query and answers its rows as a JSON array of objects."""
+    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV."""
 
-    def __init__(self, reader: Reader, queries: dict[str, SavedQuery] | None = None) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        queries: dict[str, SavedQuery] | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
         self._reader = reader
         self._queries = load_queries() if queries is None else queries
+        self._now_s = now_s
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
-        """Never raises: what is wrong is in ``error``."""
+        """Never raises: what is wrong is in ``error``, and in ``code`` and ``param`` its kind."""
         query = self._queries.get(asked.name)
         if query is None:
             known = ", ".join(sorted(self._queries))
-            return TelemetryAnswer(error=f"unknown query {asked.name!r}; there are {known}")
-        unknown = sorted(asked.params.keys() - query.types.keys())
-        if unknown:
-            takes = ", ".join(sorted(query.types)) or "none"
-            return TelemetryAnswer(error=f"{asked.name} has no parameter {unknown[0]!r}: {takes}")
-        parameters = {**query.defaults, **asked.params}
-        missing = sorted(query.types.keys() - parameters.keys())
-        if missing:
-            return TelemetryAnswer(error=f"{asked.name} needs the parameter {missing[0]!r}")
+            error = f"unknown query {asked.name[:60]!r}; there are {known}"
+            return TelemetryAnswer(error=error, code="not_found")
         try:
-            lines = await self._reader.read(query.sql, parameters, "JSONEachRow")
+            values = read_values(query.name, query.parameters, asked.params, self._now_s())
+        except ParameterError as refused:
+            return TelemetryAnswer(error=refused.message, code=refused.code, param=refused.param)
+        wants_csv = asked.format == "csv"
+        output = "JSONCompactEachRowWithNames" if wants_csv else "JSONEachRow"
+        try:
+            lines = await self._reader.read(query.sql, values, output)
         except QueryError as error:
             logger.info("a saved query failed", extra={"query": asked.name, "reason": str(error)})
-            return TelemetryAnswer(error=error.message)
-        return TelemetryAnswer(rows_json=b"[" + b",".join(lines.splitlines()) + b"]")
+            return TelemetryAnswer(error=error.message, code=error.code)
+        body = csv_of(lines) if wants_csv else b"[" + b",".join(lines.splitlines()) + b"]"
+        if len(body) > _MAX_ANSWER_BYTES:
+            error_text = (
+                f"The answer to {query.name} is {len(body)} bytes, of {_MAX_ANSWER_BYTES} that fit "
+                "into one: ask for a shorter range, longer steps or fewer rows."
+            )
+            return TelemetryAnswer(error=error_text, code="answer_too_large")
+        return TelemetryAnswer(rows_csv=body) if wants_csv else TelemetryAnswer(rows_json=body)

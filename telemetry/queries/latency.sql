@@ -1,17 +1,46 @@
--- Time to first token and time per further token, median and 95th percentile, in steps.
--- A step without a first token is not there: no latency is not a latency of zero.
--- A short step is shown once it is over; of a long one, what there is of it so far.
--- param minutes: how far back to look (default 15)
--- param step_s: the length of a step (default 10)
+-- Latencies of requests by percentile, in steps, in ms: TTFT, TPOT, ITL, E2E, and the time in the queue.
+-- TTFT is from receipt to the first token, TPOT the mean of a request's further tokens (each request
+-- counts once), ITL the same with each token counting once, E2E from receipt to the end of what was
+-- answered; each to within 1 %. A step without any is not there: no latency is not a latency of zero.
+-- A short step that is not over yet is left out.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param step_s: the length of a step (default 60)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    toInt64({step_s:UInt32}) AS step_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
+    if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
+    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,
+    quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
+    quantilesBFloat16WeightedIf(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, toUInt64(greatest(completion_tokens, 2) - 1), isNotNull(tpot_us)) AS itl,
+    quantilesBFloat16If(0.5, 0.95, 0.99)(total_ms, status = 'done') AS e2e,
+    quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(queue_ms), isNotNull(queue_ms)) AS queue
 SELECT
-    toUnixTimestamp(toStartOfInterval(done_at, toIntervalSecond({step_s:UInt32}))) AS t,
-    quantileTDigestOrNull(0.5)(ttft_ms) AS ttft_p50_ms,
-    quantileTDigestOrNull(0.95)(ttft_ms) AS ttft_p95_ms,
-    quantileTDigestOrNull(0.5)(tpot_us) / 1000 AS tpot_p50_ms,
-    quantileTDigestOrNull(0.95)(tpot_us) / 1000 AS tpot_p95_ms
+    t,
+    ttft[1] AS ttft_p50_ms,
+    ttft[2] AS ttft_p95_ms,
+    ttft[3] AS ttft_p99_ms,
+    tpot[1] AS tpot_p50_ms,
+    tpot[2] AS tpot_p95_ms,
+    tpot[3] AS tpot_p99_ms,
+    itl[1] AS itl_p50_ms,
+    itl[2] AS itl_p95_ms,
+    itl[3] AS itl_p99_ms,
+    e2e[1] AS e2e_p50_ms,
+    e2e[2] AS e2e_p95_ms,
+    e2e[3] AS e2e_p99_ms,
+    queue[1] AS queue_p50_ms,
+    queue[2] AS queue_p95_ms,
+    queue[3] AS queue_p99_ms
 FROM requests FINAL
-WHERE done_at >= toStartOfInterval(now() - toIntervalMinute({minutes:UInt32}), toIntervalSecond({step_s:UInt32}))
-  AND done_at < if({step_s:UInt32} < 60, toStartOfInterval(now(), toIntervalSecond({step_s:UInt32})), now())
-  AND ttft_ms IS NOT NULL
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
 GROUP BY t
 ORDER BY t

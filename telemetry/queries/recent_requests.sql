@@ -1,10 +1,20 @@
--- The requests that ended last.
--- param minutes: how far back to look (default 15)
--- param rows: how many at most (default 50)
+-- The requests that ended last, with what they took and what they cost.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
+-- param id: only those whose id begins so (default '')
+-- param rows: how many, at most 500 (default 50)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
 SELECT
     request_id,
     toUnixTimestamp64Milli(done_at) AS done_ms,
     tenant,
+    user,
     source,
     tier,
     if(model_served = '', model_requested, model_served) AS model,
@@ -21,10 +31,17 @@ SELECT
     ttft_ms,
     tpot_us / 1000 AS tpot_ms,
     total_ms,
-    toFloat64(cost) AS cost,
+    toString(requests.cost) AS cost,
+    toString(requests.device_cost) AS device_cost,
     currency,
-    epoch
+    epoch,
+    length(lives) AS num_lives
 FROM requests FINAL
-WHERE done_at > now64(6) - toIntervalMinute({minutes:UInt32})
-ORDER BY done_at DESC
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+  AND ({status:String} = '' OR status = {status:String})
+  AND ({id:String} = '' OR startsWith(request_id, {id:String}))
+ORDER BY done_at DESC, request_id
 LIMIT {rows:UInt32}

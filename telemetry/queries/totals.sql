@@ -1,19 +1,65 @@
--- The range in one row: requests by how they ended, tokens, latencies and cost.
--- param minutes: how far back to look (default 15)
+-- The range in one row: requests by how they ended, tokens, latencies, what tenants pay, device time.
+-- Percentiles, to within 1 %, are of the requests that got so far, E2E of those that were answered.
+-- Money is exact, as text, and of the currency of most requests; currencies names them all.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
 SELECT
-    count() AS requests,
-    countIf(status = 'done') AS done,
-    countIf(status = 'cancelled') AS cancelled,
-    countIf(status IN ('failed', 'expired')) AS failed,
-    countIf(status = 'shed') AS shed,
-    sum(prompt_tokens) AS prompt_tokens,
-    sum(cached_tokens) AS cached_tokens,
-    sum(completion_tokens) AS completion_tokens,
-    quantileTDigestOrNull(0.5)(ttft_ms) AS ttft_p50_ms,
-    quantileTDigestOrNull(0.95)(ttft_ms) AS ttft_p95_ms,
-    quantileTDigestOrNull(0.5)(tpot_us) / 1000 AS tpot_p50_ms,
-    quantileTDigestOrNull(0.95)(tpot_us) / 1000 AS tpot_p95_ms,
-    toFloat64(sum(cost)) AS cost,
-    any(currency) AS currency
-FROM requests FINAL
-WHERE done_at > now64(6) - toIntervalMinute({minutes:UInt32})
+    sum(n) AS requests,
+    sum(c.done) AS done,
+    sum(c.cancelled) AS cancelled,
+    sum(c.failed) AS failed,
+    sum(c.expired) AS expired,
+    sum(c.shed) AS shed,
+    sum(c.moved) AS moved,
+    sum(c.preemptions) AS preemptions,
+    sum(c.prompt_tokens) AS prompt_tokens,
+    sum(c.cached_tokens) AS cached_tokens,
+    sum(c.completion_tokens) AS completion_tokens,
+    sum(c.device_us) AS device_us,
+    toString(argMax(c.cost, n)) AS cost,
+    toString(argMax(c.device_cost, n)) AS device_cost,
+    argMax(c.currency, n) AS currency,
+    groupArray(c.currency) AS currencies,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[1] AS ttft_p50_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[2] AS ttft_p95_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[3] AS ttft_p99_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.tpot)[1] AS tpot_p50_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.tpot)[2] AS tpot_p95_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.tpot)[3] AS tpot_p99_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.e2e)[1] AS e2e_p50_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.e2e)[2] AS e2e_p95_ms,
+    quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.e2e)[3] AS e2e_p99_ms
+FROM
+(
+    SELECT
+        currency,
+        count() AS n,
+        countIf(status = 'done') AS done,
+        countIf(status = 'cancelled') AS cancelled,
+        countIf(status = 'failed') AS failed,
+        countIf(status = 'expired') AS expired,
+        countIf(status = 'shed') AS shed,
+        countIf(notEmpty(lives)) AS moved,
+        sum(num_preemptions) AS preemptions,
+        sum(requests.prompt_tokens) AS prompt_tokens,
+        sum(requests.cached_tokens) AS cached_tokens,
+        sum(requests.completion_tokens) AS completion_tokens,
+        sum(requests.device_us) AS device_us,
+        sum(requests.cost) AS cost,
+        sum(requests.device_cost) AS device_cost,
+        quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,
+        quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
+        quantilesBFloat16IfState(0.5, 0.95, 0.99)(total_ms, status = 'done') AS e2e
+    FROM requests FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    GROUP BY currency
+) AS c

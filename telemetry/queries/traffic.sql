@@ -1,16 +1,29 @@
--- Requests that ended, per second, in steps over the range; quiet steps are there as zeros.
--- A short step is shown once it is over; of a long one, what there is of it so far.
--- param minutes: how far back to look (default 15)
--- param step_s: the length of a step (default 10)
+-- Requests that ended, per second, by how they ended, in steps; quiet steps are there as zeros.
+-- The first and the last step count for the part of them that is in the range. A short step that is
+-- not over yet is left out.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param step_s: the length of a step (default 60)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    toInt64({step_s:UInt32}) AS step_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
+    if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
+    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s
 SELECT
-    toUnixTimestamp(toStartOfInterval(done_at, toIntervalSecond({step_s:UInt32}))) AS t,
-    countIf(status = 'done') / least({step_s:UInt32}, greatest(1, toUnixTimestamp(now()) - t)) AS done_per_s,
-    countIf(status != 'done') / least({step_s:UInt32}, greatest(1, toUnixTimestamp(now()) - t)) AS other_per_s
+    t,
+    countIf(status = 'done') / covered_s AS done_per_s,
+    countIf(status = 'cancelled') / covered_s AS cancelled_per_s,
+    countIf(status = 'shed') / covered_s AS shed_per_s,
+    countIf(status IN ('failed', 'expired')) / covered_s AS failed_per_s
 FROM requests FINAL
-WHERE done_at >= toStartOfInterval(now() - toIntervalMinute({minutes:UInt32}), toIntervalSecond({step_s:UInt32}))
-  AND done_at < if({step_s:UInt32} < 60, toStartOfInterval(now(), toIntervalSecond({step_s:UInt32})), now())
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
 GROUP BY t
-ORDER BY t WITH FILL
-    FROM toUnixTimestamp(toStartOfInterval(now() - toIntervalMinute({minutes:UInt32}), toIntervalSecond({step_s:UInt32})))
-    TO toUnixTimestamp(if({step_s:UInt32} < 60, toStartOfInterval(now(), toIntervalSecond({step_s:UInt32})), now()))
-    STEP {step_s:UInt32}
+ORDER BY t WITH FILL FROM intDiv(begin_s, step_s) * step_s TO end_s STEP step_s

@@ -1,16 +1,24 @@
 -- Each worker that has reported within the last 15 seconds, by its latest sample.
+-- param model: only this model's (default '')
 SELECT
     worker,
-    argMax(name, sampled_at) AS name,
-    argMax(model, sampled_at) AS model,
+    argMax(s.name, sampled_at) AS name,
+    argMax(s.model, sampled_at) AS model,
     argMax(num_running, sampled_at) AS running,
     argMax(num_waiting, sampled_at) AS waiting,
     argMax(num_blocks, sampled_at) AS blocks,
     argMax(num_free_blocks, sampled_at) AS free_blocks,
-    argMax(busy_share, sampled_at) AS busy_share,
+    argMax(s.busy_share, sampled_at) AS busy_share,
     argMax(step_ms_mean, sampled_at) AS step_ms,
-    toUnixTimestamp64Milli(max(worker_samples.sampled_at)) AS sampled_ms
-FROM worker_samples FINAL
+    argMax(s.device_name, sampled_at) AS device_name,
+    argMax(s.device_share, sampled_at) AS device_share,
+    argMax(s.device_memory_bytes, sampled_at) AS device_memory_bytes,
+    argMax(s.device_memory_total_bytes, sampled_at) AS device_memory_total_bytes,
+    toString(argMax(s.device_per_hour, sampled_at)) AS device_per_hour,
+    argMax(s.currency, sampled_at) AS currency,
+    toUnixTimestamp64Milli(max(s.sampled_at)) AS sampled_ms
+FROM worker_samples AS s FINAL
 WHERE sampled_at > now64(6) - toIntervalSecond(15)
+  AND ({model:String} = '' OR s.model = {model:String})
 GROUP BY worker
 ORDER BY name

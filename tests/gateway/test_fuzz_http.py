@@ -113,7 +113,7 @@ class Served:
 
 async def _rows(query: TelemetryQuery) -> TelemetryAnswer:
     if query.name != _KEPT:
-        return TelemetryAnswer(error=f"unknown query {query.name!r}")
+        return TelemetryAnswer(error=f"unknown query {query.name!r}", code="not_found")
     return TelemetryAnswer(rows_json=b'[{"rate":1.5}]')
 
 

@@ -251,13 +251,13 @@ async def test_operations_queries_go_to_telemetry(
     async def answer(query: TelemetryQuery) -> TelemetryAnswer:
         asked.append(query)
         if query.name != "rates":
-            return TelemetryAnswer(error=f"unknown query {query.name!r}")
+            return TelemetryAnswer(error=f"unknown query {query.name!r}", code="not_found")
         return TelemetryAnswer(rows_json=b'[{"rate":1.5}]')
 
     await front.worker.bus.control.serve_telemetry(answer)
-    rows = await http.get("/ops/api/rates", params={"minutes": 15, "model": "demo"})
+    rows = await http.get("/ops/api/rates", params={"from_s": -900, "model": "007"})
     assert rows.json() == [{"rate": 1.5}]
-    assert asked[0].params == {"minutes": 15, "model": "demo"}
+    assert asked[0].params == {"from_s": "-900", "model": "007"}
     assert (await http.get("/ops/api/absent")).status_code == 404
 
 

@@ -1,0 +1,64 @@
+-- Requests with all that is known of them, in the order in which they ended: one page of an export.
+-- The next page begins after the last row's done_us and request_hash.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
+-- param id: only those whose id begins so (default '')
+-- param after_us: done_us of the last row that is known (default 0)
+-- param after_hash: request_hash of the last row that is known (default 0)
+-- param rows: how many, at most 5000 (default 1000)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    request_id,
+    tenant,
+    user,
+    session,
+    source,
+    tier,
+    model_requested,
+    model_served,
+    route_reason,
+    worker,
+    adapter,
+    status,
+    finish_reason,
+    error_code,
+    prompt_tokens,
+    cached_tokens,
+    completion_tokens,
+    queue_ms,
+    ttft_ms,
+    tpot_us,
+    total_ms,
+    toString(requests.cost) AS cost,
+    currency,
+    price_version,
+    device_us,
+    toString(requests.device_cost) AS device_cost,
+    received_at,
+    dispatched_at,
+    started_at,
+    first_token_at,
+    done_at,
+    epoch,
+    num_preemptions,
+    length(lives) AS num_earlier_runs,
+    trace_id,
+    toUnixTimestamp64Micro(done_at) AS done_us,
+    cityHash64(request_id) AS request_hash
+FROM requests FINAL
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+  AND ({status:String} = '' OR status = {status:String})
+  AND ({id:String} = '' OR startsWith(request_id, {id:String}))
+  AND done_at >= fromUnixTimestamp64Micro({after_us:Int64}, 'UTC')
+  AND (toUnixTimestamp64Micro(done_at) > {after_us:Int64} OR cityHash64(request_id) > {after_hash:UInt64})
+ORDER BY done_us, request_hash
+LIMIT {rows:UInt32}

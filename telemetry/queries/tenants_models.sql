@@ -1,0 +1,29 @@
+-- The tenants and the models that had requests in the range, the busiest first: what one may filter by.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param rows: how many of each, at most 1000 (default 500)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    kind,
+    name,
+    sum(n) AS requests
+FROM
+(
+    SELECT
+        tenant,
+        if(model_served = '', model_requested, model_served) AS model,
+        count() AS n
+    FROM requests FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+    GROUP BY tenant, model
+)
+ARRAY JOIN
+    ['tenant', 'model'] AS kind,
+    [tenant, model] AS name
+GROUP BY kind, name
+ORDER BY kind, requests DESC, name
+LIMIT {rows:UInt32} BY kind

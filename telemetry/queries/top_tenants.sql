@@ -1,0 +1,21 @@
+-- The tenants with the most requests that ended in the range, the busiest first: requests, tokens, TTFT.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -60)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param rows: how many, at most 1000 (default 50)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    tenant,
+    count() AS requests,
+    countIf(status != 'done') AS other,
+    sum(prompt_tokens) AS prompt_tokens,
+    sum(completion_tokens) AS completion_tokens,
+    quantileTDigestOrNull(0.95)(ttft_ms) AS ttft_p95_ms
+FROM requests FINAL
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+GROUP BY tenant
+ORDER BY requests DESC, tenant
+LIMIT {rows:UInt32}
