@@ -15,7 +15,7 @@ from starlette.routing import Route
 from gateway.caller import Caller
 from gateway.core import Gateway
 from gateway.embedding_vectors import VectorForm
-from gateway.errors import DrainingError, refusal_of_end
+from gateway.errors import DrainingError, refusal_of, refusal_of_end
 from gateway.http import (
     JSON,
     ClientLeftError,
@@ -114,19 +114,20 @@ class Embeddings:
             return await self._embed(request, None)
         traceparent = header_of(request.scope, TRACEPARENT)
         trace = traces.begin(traceparent, _ROUTE, request.method)
-        status, code = 500, ""
+        status, refusal = 500, None
         try:
             response = await self._embed(request, trace)
             status = response.status_code
         except MillraceError as error:
-            status, code = error.http_status, error.code
+            refusal = refusal_of(error)
+            status = refusal.status
             raise
         except ClientLeftError:
-            status, code = 499, "client_left"
+            status = 499
             raise
         finally:
             if trace is not None:
-                trace.over(status, code)
+                trace.over(status, refusal)
         return response if trace is None else _with_headers(response, trace.headers)
 
     async def _embed(self, request: Request, trace: RequestTrace | None) -> Response:

@@ -73,22 +73,22 @@ class GenerationHandler:
             caller_span = header_of(scope, TRACEPARENT)
             trace = traces.begin(caller_span, self._endpoint.route, scope["method"])
             send = send if trace is None else trace.with_headers(send)
-        status, code = 500, ""
+        status, refusal = 500, None
         try:
             status = await self._answer(scope, receive, send, request_id, trace)
         except (PayloadTooLargeError, SlowRequestError) as error:
             refusal = refusal_of(error)
-            status, code = refusal.status, refusal.code
+            status = refusal.status
             await send_refusal_and_close(receive, send, refusal, request_id)
         except MillraceError as error:
             refusal = refusal_of(error)
-            status, code = refusal.status, refusal.code
+            status = refusal.status
             await send_refusal(send, refusal, request_id)
         except ClientLeftError:
-            status, code = 499, "client_left"
+            status = 499
         finally:
             if trace is not None:
-                trace.over(status, code)
+                trace.over(status, refusal)
         self._gateway.metrics.requests.labels(self._endpoint.route, str(status)).inc()
 
     async def _answer(

@@ -244,10 +244,7 @@ class SocketSession(Client):
 
     def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
         if generation.trace is not None:
-            if refusal is None:
-                generation.trace.over()
-            else:
-                generation.trace.over(refusal.status, refusal.code)
+            generation.trace.over(refusal=refusal)
         if self._generations.get(generation.id) is generation:
             del self._generations[generation.id]
 

@@ -1,4 +1,4 @@
-"""What a gateway tells of a request in its trace: what was asked for, its jobs, how it was answered.
+"""What a gateway tells of a request in its trace: what was asked for, its jobs, how it ended.
 
 The names are those of OpenTelemetry's conventions for HTTP and generative AI.
 """
@@ -22,6 +22,7 @@ from bus.tracing import (
     Value,
     parse_traceparent,
 )
+from gateway.errors import Refusal
 from gateway.http import Event, Headers, Send
 from schemas.config import GatewayConfig
 from schemas.frames import Usage
@@ -36,6 +37,7 @@ _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddin
 _CHAT = "chat"
 _FAILED_FROM = 500
 _REFUSED_FROM = 400
+_CLIENT_LEFT = 499
 _NS_PER_S = 1e9
 
 
@@ -151,9 +153,9 @@ class RequestTrace:
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
 
-    def over(self, status: int = 0, error: str = "") -> None:
-        """The client has its answer, or is gone; the first call counts. ``error`` is the code of a
-        refusal."""
+    def over(self, status: int = 0, refusal: Refusal | None = None, error: str = "") -> None:
+        """The client has its answer, or is gone; the first call counts. ``status`` is what HTTP
+        said, 0 on a socket; without a refusal ``error`` may be what became of the client."""
         if self._is_over:
             return
         self._is_over = True
@@ -163,17 +165,20 @@ class RequestTrace:
         if answer is not None:
             answer.trace = None
             self._note_answer(answer, events, links)
-            refusal = answer.refusal
-            if refusal is not None:
-                error, status = error or refusal.code, max(status, refusal.status)
+            refusal = refusal or answer.refusal
         if status:
             self._attributes["http.response.status_code"] = status
-        if _REFUSED_FROM <= status < _FAILED_FROM:
-            # The client's own doing, which is no failure of ours.
-            self._attributes["error.type"] = error or str(status)
+        grade = status
+        if refusal is not None:
+            error, grade = refusal.code, refusal.status
+        elif status == _CLIENT_LEFT:
+            error = "client_left"
+        if grade >= _FAILED_FROM:
+            error = error or str(grade)
+        elif error or grade >= _REFUSED_FROM:
+            # The client's own doing is no failure of ours.
+            self._attributes["error.type"] = error or str(grade)
             error = ""
-        elif status >= _FAILED_FROM:
-            error = error or str(status)
         self._tracing.tell(
             Span(
                 self._name,
