@@ -15,11 +15,13 @@ from typing import TypeVar
 from bus.api import Bus
 from bus.clock import SystemClock
 from bus.logs import configure_logging
+from bus.metrics import Monitor, monitored
 from bus.nats import connect
 from bus.process import exit_code_of
 from bus.settings import load_config
 from bus.tracing import open_tracing
 from schemas.config import Config
+from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService
 from telemetry.store import StoreUnavailableError
 from telemetry.tracing import StoredTraces
@@ -49,6 +51,11 @@ async def _serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    async with monitored("telemetry", config.metrics) as monitor:
+        await _move(config, stopping, monitor)
+
+
+async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:
     # aiokafka retries by itself and says so on every attempt; what matters reaches our own log.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     instance_id = f"telemetry-{uuid.uuid4().hex[:8]}"
@@ -68,6 +75,9 @@ async def _serve(config: Config) -> None:
         bus = await _unless(stopping, connect(config.nats, "telemetry"))
         if bus is None:
             return
+        connected = bus
+        monitor.registry.register(TelemetryMetrics(service))
+        monitor.trouble = lambda: "" if connected.connected else "the message bus is away"
         tasks.append(asyncio.create_task(service.run(bus), name="service"))
         logger.info("telemetry is ready", extra={"clickhouse": http.url if http else "server"})
         waiting = asyncio.create_task(stopping.wait(), name="signals")

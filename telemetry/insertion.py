@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from bus.clock import Clock
+from bus.tally import DURATION_S, ROWS, Tally
 from telemetry.batches import Row, content_token
 from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
 from telemetry.tables import Table
@@ -18,10 +19,19 @@ _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 5.0
 
 
+class Inserts:
+    """Of one table: how long its inserts took, and how many rows they had."""
+
+    def __init__(self) -> None:
+        self.took_s = Tally(DURATION_S)
+        self.rows = Tally(ROWS)
+
+
 class Insertion:
     """Writes to a store for as long as it takes; ``stop`` ends the waiting.
 
-    ``num_inserts`` and ``insert_s`` (the time they took together) are of inserts that landed.
+    ``num_inserts`` and ``insert_s`` (the time they took together) are of inserts that landed,
+    ``tables`` has them by table. ``num_failures`` counts writes that were tried again.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -30,6 +40,8 @@ class Insertion:
         self._stopping = asyncio.Event()
         self.num_inserts = 0
         self.insert_s = 0.0
+        self.num_failures = 0
+        self.tables: dict[str, Inserts] = {}
 
     def stop(self) -> None:
         """What the store does not take from now on raises StoreUnavailableError."""
@@ -57,6 +69,7 @@ class Insertion:
             try:
                 await write()
             except StoreUnavailableError as error:
+                self.num_failures += 1
                 if self._stopping.is_set():
                     raise
                 logger.warning(
@@ -76,8 +89,12 @@ class Insertion:
         async def write() -> None:
             started_s = self._clock.monotonic()
             await self._store.insert(table, columns, token)
-            self.insert_s += self._clock.monotonic() - started_s
+            took_s = self._clock.monotonic() - started_s
+            self.insert_s += took_s
             self.num_inserts += 1
+            inserts = self.tables.setdefault(table.name, Inserts())
+            inserts.took_s.add(took_s)
+            inserts.rows.add(len(rows))
 
         await self.until_stored(write)
 

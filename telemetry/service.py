@@ -34,6 +34,7 @@ class TelemetryService:
         self.store = store
         self.ledger = Ledger(store)
         self.answers = Answers(store.reader)
+        self.bridge: Bridge | None = None
         self.sink = Sink(config.kafka, config.telemetry, store, self.ledger, clock)
 
     @classmethod
@@ -64,7 +65,7 @@ class TelemetryService:
 
     async def run(self, bus: Bus) -> None:
         """Move records and answer questions until ``stop``; a part that fails starts again."""
-        bridge = Bridge(
+        bridge = self.bridge = Bridge(
             bus=bus,
             config=self._config.kafka,
             ledger=self.ledger,

@@ -58,7 +58,7 @@ class Sink:
         self._ledger = ledger
         self._clock = clock
         self._on_stored = on_stored
-        self._insertion = Insertion(store, clock)
+        self.insertion = Insertion(store, clock)
         self._progress = Progress()
         self._stopping = False
         self._restart = asyncio.Event()
@@ -71,7 +71,7 @@ class Sink:
     def stop(self) -> None:
         """End after the batch in hand."""
         self._stopping = True
-        self._insertion.stop()
+        self.insertion.stop()
 
     def lag(self) -> dict[str, int]:
         """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
@@ -86,11 +86,11 @@ class Sink:
     @property
     def num_inserts(self) -> int:
         """Inserts that landed; ``insert_s`` is the time that they took together."""
-        return self._insertion.num_inserts
+        return self.insertion.num_inserts
 
     @property
     def insert_s(self) -> float:
-        return self._insertion.insert_s
+        return self.insertion.insert_s
 
     def begin_again(self) -> None:
         """Forget the positions and join the group anew: Kafka is another one than before."""
@@ -170,7 +170,7 @@ class Sink:
         letters = list(batch.poison)
         for table, rows in batch.tables():
             since_ns = self._clock.now_ns()
-            refused = await self._insertion.insert(table, rows)
+            refused = await self.insertion.insert(table, rows)
             if self.traces is not None:
                 self.traces.stored(table.name, rows, since_ns)
             letters += [Letter.of(row.message, reason, row.sequence) for row, reason in refused]
@@ -181,7 +181,7 @@ class Sink:
             await dead_letters.send(letters)
         sequences = batch.sequences()
         if sequences:
-            await self._insertion.until_stored(lambda: self._ledger.add(sequences))
+            await self.insertion.until_stored(lambda: self._ledger.add(sequences))
         self.num_stored += batch.num_messages - len(letters)
         self.num_dead += len(letters)
         self.num_batches += 1

@@ -1,0 +1,103 @@
+"""What Prometheus sees of a telemetry process, read at each scrape from what its parts count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from telemetry.service import TelemetryService
+
+
+class TelemetryMetrics(Collector):
+    """Labels are topics and tables of ours."""
+
+    def __init__(self, service: TelemetryService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._behind()
+        yield from self._bridge()
+        yield from self._sink()
+        yield from self._inserts()
+
+    def _behind(self) -> Iterator[Metric]:
+        lag = GaugeMetricFamily(
+            "millrace_telemetry_lag_messages",
+            "Messages in Kafka that are not in ClickHouse so far, of the whole group of sinks",
+            labels=["topic"],
+        )
+        for topic, num_behind in self._service.sink.lag().items():
+            lag.add_metric([topic], num_behind)
+        yield lag
+        age = GaugeMetricFamily(
+            "millrace_telemetry_rollup_age_seconds",
+            "For how long usage by the minute has not been brought up to date without a failure",
+        )
+        age_s = self._service.rollups.age_s
+        if age_s is not None:
+            age.add_metric([], age_s)
+        yield age
+        minutes = CounterMetricFamily(
+            "millrace_telemetry_rollup_minutes", "Minutes of usage that were computed"
+        )
+        minutes.add_metric([], self._service.rollups.num_computed)
+        yield minutes
+
+    def _bridge(self) -> Iterator[Metric]:
+        bridge = self._service.bridge
+        waiting = GaugeMetricFamily(
+            "millrace_telemetry_outbox_waiting_records",
+            "Records in the outbox that are not in Kafka so far",
+        )
+        bridged = CounterMetricFamily(
+            "millrace_telemetry_bridged_records", "Records that went from the outbox to Kafka"
+        )
+        if bridge is not None:
+            waiting.add_metric([], bridge.num_waiting)
+            bridged.add_metric([], bridge.num_bridged)
+        yield from (waiting, bridged)
+
+    def _sink(self) -> Iterator[Metric]:
+        sink, bridge = self._service.sink, self._service.bridge
+        stored = CounterMetricFamily(
+            "millrace_telemetry_stored_records", "Records that became rows, some of them twice"
+        )
+        stored.add_metric([], sink.num_stored)
+        yield stored
+        dead = CounterMetricFamily(
+            "millrace_telemetry_dead_letters",
+            "Records that cannot be stored and went to the dead letters, by who found out",
+            labels=["source"],
+        )
+        dead.add_metric(["sink"], sink.num_dead)
+        dead.add_metric(["bridge"], 0 if bridge is None else bridge.num_dead)
+        yield dead
+        failures = CounterMetricFamily(
+            "millrace_telemetry_insert_failures",
+            "Writes that ClickHouse did not take, and that were tried again",
+        )
+        failures.add_metric([], sink.insertion.num_failures)
+        yield failures
+        last = GaugeMetricFamily(
+            "millrace_telemetry_last_stored_timestamp_seconds",
+            "When the latest batch was stored, in seconds of the UTC epoch; 0 before the first",
+        )
+        last.add_metric([], sink.last_stored_s)
+        yield last
+
+    def _inserts(self) -> Iterator[Metric]:
+        took = HistogramMetricFamily(
+            "millrace_telemetry_insert_duration_seconds",
+            "How long inserts into a table took",
+            labels=["table"],
+        )
+        rows = HistogramMetricFamily(
+            "millrace_telemetry_batch_rows", "How many rows an insert had", labels=["table"]
+        )
+        for table, inserts in self._service.sink.insertion.tables.items():
+            inserts.took_s.add_to(took, [table])
+            inserts.rows.add_to(rows, [table])
+        yield from (took, rows)

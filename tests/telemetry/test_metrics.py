@@ -1,0 +1,50 @@
+"""What Prometheus sees of a telemetry process is what has landed, and what has not."""
+
+from __future__ import annotations
+
+from bus.clock import SystemClock
+from bus.memory import MemoryBroker, MemoryBus
+from schemas.config import KafkaConfig
+from telemetry.metrics import TelemetryMetrics
+from telemetry.store import Store
+from tests.support.scraped import scrape_of
+from tests.support.waiting import eventually
+from tests.telemetry.pipeline import count, running
+from tests.telemetry.records import request_record
+
+
+async def test_records_and_dead_letters_are_counted(
+    store: Store, embedded_kafka: KafkaConfig
+) -> None:
+    bus = MemoryBus(MemoryBroker(SystemClock()))
+    async with running(bus, store, embedded_kafka) as service:
+        metrics = TelemetryMetrics(service)
+        for number in range(5):
+            await bus.outbox.publish(request_record(number))
+
+        async def landed() -> bool:
+            return await count(store) == 5
+
+        await eventually(landed, 20.0)
+        lag = "millrace_telemetry_lag_messages"
+        topic = {"topic": "millrace.requests.v1"}
+
+        def caught_up() -> bool:
+            told = scrape_of(metrics)
+            return lag in told.sample_names and told.value(lag, **topic) == 0
+
+        await eventually(caught_up)
+        rounds = "millrace_telemetry_rollup_age_seconds"
+        await eventually(lambda: rounds in scrape_of(metrics).sample_names)
+        scraped = scrape_of(metrics)
+        assert scraped.value("millrace_telemetry_stored_records_total") == 5
+        assert scraped.value("millrace_telemetry_bridged_records_total") == 5
+        assert scraped.value("millrace_telemetry_dead_letters_total", source="sink") == 0
+        assert scraped.value("millrace_telemetry_insert_failures_total") == 0
+        assert scraped.value("millrace_telemetry_outbox_waiting_records") == 0
+        assert scraped.value("millrace_telemetry_batch_rows_sum", table="requests") == 5
+        assert scraped.value(
+            "millrace_telemetry_insert_duration_seconds_count", table="requests"
+        ) == scraped.value("millrace_telemetry_batch_rows_count", table="requests")
+        assert scraped.value("millrace_telemetry_last_stored_timestamp_seconds") > 1.7e9
+        assert scraped.value(rounds) < 60.0
