@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
@@ -32,8 +31,8 @@ _MAX_UINT16 = (1 << 16) - 1
 _MAX_UINT32 = (1 << 32) - 1
 # Microseconds and bytes: what JSON's numbers hold exactly.
 _MAX_WIDE = 1 << 53
-# DateTime64(6) ends in 2299; what is later is a mistake of units.
-_MAX_TIME_NS = timedelta(days=330 * 365) // timedelta(microseconds=1) * 1000
+# DateTime, which minutes are and by which rows expire, ends in 2106; what is later is a mistake.
+_MAX_TIME_NS = _MAX_UINT32 * 1_000_000_000
 _MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
 # With the column's 12 digits behind the point, as many as a Decimal is rounded to.

@@ -1,0 +1,226 @@
+"""The statements behind what is kept by the minute.
+
+Each has three. ``compute`` counts the rows of ``minutes`` (Unix times, between ``begin_us``
+and ``end_us``) as they are now; the groups that are there already come along with nothing in them,
+so that one whose last row has moved to another minute, by a later record, is marked as deleted.
+``differing`` are the minutes of a range that do not count the rows which are there. ``days`` are
+those that have rows or minutes, since the epoch, the latest first.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# A version is a time in ns, unless the clock went back.
+LAST_VERSION = """
+SELECT greatest(
+    (SELECT max(version) FROM usage_by_minute), (SELECT max(version) FROM workers_by_minute)
+)
+"""
+
+
+class Rollup(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of rows, and the table that has them by the minute. Minutes older than ``kept_days``
+    stay as they are: their rows may be gone."""
+
+    name: str
+    kept_days: int
+    compute: str
+    differing: str
+    days: str
+
+
+USAGE = Rollup(
+    name="usage_by_minute",
+    kept_days=398,
+    compute="""
+INSERT INTO usage_by_minute
+SELECT
+    minute,
+    tenant, user, model, adapter, source, tier, currency, price_version,
+    sum(counted) AS num_requests,
+    countIf(status = 'done'),
+    countIf(status = 'cancelled'),
+    countIf(status = 'expired'),
+    countIf(status = 'shed'),
+    countIf(status = 'failed'),
+    sum(prompt_tokens),
+    sum(cached_tokens),
+    sum(completion_tokens),
+    sum(cost),
+    sum(device_us),
+    sum(device_cost),
+    sum(num_preemptions),
+    sum(num_moves),
+    quantilesTDigestState(0.5, 0.9, 0.95, 0.99)(queue_ms),
+    quantilesTDigestState(0.5, 0.9, 0.95, 0.99)(ttft_ms),
+    quantilesTDigestState(0.5, 0.9, 0.95, 0.99)(tpot_ms),
+    quantilesTDigestWeightedState(0.5, 0.9, 0.95, 0.99)(tpot_ms, num_gaps),
+    quantilesTDigestState(0.5, 0.9, 0.95, 0.99)(answered_ms),
+    groupBitXor(hash),
+    greatest(toUInt64(toUnixTimestamp64Nano(now64(9))), {version:UInt64}),
+    num_requests = 0
+FROM
+(
+    SELECT
+        toStartOfMinute(done_at) AS minute,
+        tenant, user,
+        if(model_served = '', model_requested, model_served) AS model,
+        adapter, source, tier, currency, price_version,
+        1 AS counted,
+        status, prompt_tokens, cached_tokens, completion_tokens,
+        cost, device_us, device_cost, num_preemptions,
+        length(lives) AS num_moves,
+        queue_ms, ttft_ms,
+        tpot_us / 1000 AS tpot_ms,
+        toUInt32(greatest(completion_tokens, 1) - 1) AS num_gaps,
+        if(status = 'done', total_ms, NULL) AS answered_ms,
+        cityHash64(request_id, outbox_sequence) AS hash
+    FROM requests FINAL
+    WHERE done_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
+      AND done_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+      AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
+    UNION ALL
+    SELECT
+        minute, tenant, user, model, adapter, source, tier, currency, price_version,
+        0, '', 0, 0, 0, toDecimal128(0, 12), 0, toDecimal128(0, 12), 0, 0,
+        NULL, NULL, NULL, 0, NULL, 0
+    FROM usage_by_minute FINAL
+    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
+      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+      AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
+)
+GROUP BY minute, tenant, user, model, adapter, source, tier, currency, price_version
+""",
+    differing="""
+SELECT toUnixTimestamp(minute)
+FROM
+(
+    SELECT
+        toStartOfMinute(done_at) AS minute,
+        groupBitXor(cityHash64(request_id, outbox_sequence)) AS found,
+        0 AS counted
+    FROM requests FINAL
+    WHERE done_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
+      AND done_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+    GROUP BY minute
+    UNION ALL
+    SELECT minute, 0, groupBitXor(fingerprint)
+    FROM usage_by_minute FINAL
+    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
+      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+    GROUP BY minute
+)
+GROUP BY minute
+HAVING sum(found) != sum(counted)
+ORDER BY minute
+""",
+    days="""
+SELECT DISTINCT day
+FROM
+(
+    SELECT intDiv(toUnixTimestamp64Micro(done_at), 86400000000) AS day FROM requests
+    UNION ALL
+    SELECT intDiv(toUnixTimestamp(minute), 86400) FROM usage_by_minute
+)
+WHERE day >= {first_day:Int64}
+ORDER BY day DESC
+""",
+)
+
+WORKERS = Rollup(
+    name="workers_by_minute",
+    kept_days=12,
+    compute="""
+INSERT INTO workers_by_minute
+SELECT
+    minute, model, worker, currency, device_per_hour,
+    max(s.name),
+    max(s.device_name),
+    sum(counted) AS num_samples,
+    sum(s.period_ms),
+    sum(s.busy_us),
+    sum(s.charged_us),
+    sum(s.idle_us),
+    sum(s.num_steps),
+    sum(s.step_ms_mean * s.num_steps),
+    sum(s.prefill_tokens),
+    sum(s.decode_tokens),
+    sum(s.num_preemptions),
+    sum(s.prefix_query_tokens),
+    sum(s.prefix_hit_tokens),
+    sum(s.num_running * s.period_ms),
+    sum(s.num_waiting * s.period_ms),
+    sum(s.queue_depth * s.period_ms),
+    max(s.queue_depth),
+    sum(s.num_blocks * s.period_ms),
+    sum(s.used_blocks * s.period_ms),
+    sum(s.device_share * s.period_ms),
+    max(s.device_memory_bytes),
+    max(s.device_memory_total_bytes),
+    groupBitXor(s.hash),
+    greatest(toUInt64(toUnixTimestamp64Nano(now64(9))), {version:UInt64}),
+    num_samples = 0
+FROM
+(
+    SELECT
+        toStartOfMinute(sampled_at) AS minute,
+        model, worker, currency, device_per_hour, name, device_name,
+        1 AS counted,
+        period_ms, busy_us, charged_us,
+        toUInt64(greatest(period_ms * 1000 - busy_us, 0)) AS idle_us,
+        num_steps, step_ms_mean, prefill_tokens, decode_tokens, num_preemptions,
+        prefix_query_tokens, prefix_hit_tokens, num_running, num_waiting, queue_depth, num_blocks,
+        greatest(num_blocks, num_free_blocks) - num_free_blocks AS used_blocks,
+        device_share, device_memory_bytes, device_memory_total_bytes,
+        cityHash64(worker, sampled_at, outbox_sequence) AS hash
+    FROM worker_samples FINAL
+    WHERE sampled_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
+      AND sampled_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+      AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
+    UNION ALL
+    SELECT
+        minute, model, worker, currency, device_per_hour, '', '',
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+    FROM workers_by_minute FINAL
+    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
+      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+      AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
+) AS s
+GROUP BY minute, model, worker, currency, device_per_hour
+""",
+    differing="""
+SELECT toUnixTimestamp(minute)
+FROM
+(
+    SELECT
+        toStartOfMinute(sampled_at) AS minute,
+        groupBitXor(cityHash64(worker, sampled_at, outbox_sequence)) AS found,
+        0 AS counted
+    FROM worker_samples FINAL
+    WHERE sampled_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
+      AND sampled_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+    GROUP BY minute
+    UNION ALL
+    SELECT minute, 0, groupBitXor(fingerprint)
+    FROM workers_by_minute FINAL
+    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
+      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+    GROUP BY minute
+)
+GROUP BY minute
+HAVING sum(found) != sum(counted)
+ORDER BY minute
+""",
+    days="""
+SELECT DISTINCT day
+FROM
+(
+    SELECT intDiv(toUnixTimestamp64Micro(sampled_at), 86400000000) AS day FROM worker_samples
+    UNION ALL
+    SELECT intDiv(toUnixTimestamp(minute), 86400) FROM workers_by_minute
+)
+WHERE day >= {first_day:Int64}
+ORDER BY day DESC
+""",
+)
