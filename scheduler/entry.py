@@ -149,7 +149,7 @@ class Entry:
         """A run was lost with its worker."""
         self.num_failures += 1
         if self.trace is not None:
-            self.trace.run_over("worker_lost")
+            self.trace.worker_lost(began=self.state is State.RUNNING)
 
     def interrupt(self, error: str) -> None:
         """Others are to go on with it; ``error``: why."""

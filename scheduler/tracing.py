@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,24 @@ from msgspec.structs import replace
 
 from bus import subjects
 from bus.clock import Clock
-from bus.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, Value, parse_traceparent
+from bus.tracing import (
+    Span,
+    SpanEvent,
+    SpanKind,
+    TraceContext,
+    Tracing,
+    Value,
+    life_of,
+    parse_traceparent,
+    record_of,
+)
 from schemas.jobs import Job, Source
 
 if TYPE_CHECKING:
     from scheduler.entry import Entry
+
+
+_WORKER_LOST = "worker_lost"
 
 
 @dataclass(slots=True)
@@ -48,6 +62,7 @@ class JobTrace:
         self._above = above
         self._is_first = is_first
         self._name = entry.job.model
+        self._request_id = entry.request_id
         self._since_ns = entry.stored_ns or entry.job.received_ns or now_ns
         self._attributes: dict[str, Value] = {
             "gen_ai.request.model": entry.job.model,
@@ -75,19 +90,44 @@ class JobTrace:
         run.events.append(SpanEvent("sent", self._clock.now_ns()))
         return run.context.traceparent
 
+    def worker_lost(self, *, began: bool) -> None:
+        """The worker is gone; what it had to tell of a run that began there nobody else can."""
+        run = self._run
+        if run is not None and began:
+            life = life_of(run.context, self._request_id, run.epoch)
+            sent_ns = run.events[0].at_ns
+            self._tell_run(f"generate {self._name}", run, life, run.context, sent_ns)
+        self.run_over(_WORKER_LOST)
+
     def run_over(self, error: str = "") -> None:
         """The worker has it no more; it waits again, unless it is ``over``."""
         run, self._run = self._run, None
         if run is None:
             return
-        now_ns = self._clock.now_ns()
+        links = () if self._last_run is None else (self._last_run,)
+        self._tell_run(
+            f"run {self._name}", run, run.context, self._above, run.since_ns, links, error
+        )
+        self._last_run = run.context
+        self._waits_since_ns = self._clock.now_ns()
+
+    def _tell_run(
+        self,
+        name: str,
+        run: _Run,
+        context: TraceContext,
+        above: TraceContext,
+        since_ns: int,
+        links: Sequence[TraceContext] = (),
+        error: str = _WORKER_LOST,
+    ) -> None:
         self._tracing.tell(
             Span(
-                f"run {self._name}",
-                run.context,
-                self._above.span_id,
-                run.since_ns,
-                now_ns,
+                name,
+                context,
+                above.span_id,
+                since_ns,
+                self._clock.now_ns(),
                 SpanKind.CLIENT,
                 {
                     **self._attributes,
@@ -97,12 +137,10 @@ class JobTrace:
                     "millrace.resumed_tokens": run.num_resumed_tokens,
                 },
                 run.events,
-                () if self._last_run is None else (self._last_run,),
+                links,
                 error,
             )
         )
-        self._last_run = run.context
-        self._waits_since_ns = now_ns
 
     def over(self, error: str = "") -> None:
         """It is not ours any more: it has ended, or somebody else has it."""
@@ -182,7 +220,7 @@ class JobTraces:
             self._tracing.tell(
                 Span(
                     "publish record",
-                    above.at("record", job.request_id),
+                    record_of(above, job.request_id),
                     above.span_id,
                     since_ns,
                     self._clock.now_ns(),

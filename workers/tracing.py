@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.clock import Clock
-from bus.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, Value, parse_traceparent
+from bus.tracing import (
+    Span,
+    SpanEvent,
+    SpanKind,
+    Tracing,
+    Value,
+    life_of,
+    parse_traceparent,
+    record_of,
+)
 from schemas.control import Dispatch
 from schemas.records import Status
 
@@ -16,8 +25,8 @@ if TYPE_CHECKING:
 class RunTrace:
     """One life of a request, from its dispatch here to its end here.
 
-    Its span is told at the end and its prefill as soon as that is over, so of a worker that is
-    killed the prefill is there, below a span that is not.
+    Its span is told at the end, and its prefill as soon as that is over. Of a worker that is killed
+    the scheduler tells instead, under the same id.
     """
 
     def __init__(self, tracing: Tracing, clock: Clock, worker_id: str, dispatch: Dispatch) -> None:
@@ -27,12 +36,12 @@ class RunTrace:
         self._tracing = tracing
         self._clock = clock
         self._above = above
-        self._life = _life(above, job.request_id, dispatch.epoch)
-        self._links = [_life(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
+        self._life = life_of(above, job.request_id, dispatch.epoch)
+        self._links = [life_of(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
         self._events: list[SpanEvent] = []
         self._is_over = False
         self._attributes: dict[str, Value] = {
-            "gen_ai.operation.name": "embeddings" if job.pooling is not None else "generate",
+            "gen_ai.operation.name": "embeddings" if job.pooling else "text_completion",
             "gen_ai.request.model": job.model,
             "millrace.request.id": job.request_id,
             "millrace.worker.id": worker_id,
@@ -95,7 +104,7 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "publish record",
-                self._life.at("record", generation.request_id),
+                record_of(self._life, generation.request_id),
                 self._life.span_id,
                 generation.done_ns,
                 self._clock.now_ns(),
@@ -153,8 +162,3 @@ class RunTraces:
         if above is None or not above.is_recorded:
             return None
         return RunTrace(self._tracing, self._clock, self._worker_id, dispatch)
-
-
-def _life(above: TraceContext, request_id: str, epoch: int) -> TraceContext:
-    """The span of a run, which later ones have a link to."""
-    return above.at("life", request_id, epoch)
