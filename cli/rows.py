@@ -63,8 +63,8 @@ def _csv(rows: Rows) -> str:
 
 
 def _table(rows: Rows) -> str:
-    body = [[_one_line(_shown(value, null="NULL")) for value in row] for row in rows.rows]
-    widths = [max(map(_width, column)) for column in zip(rows.names, *body, strict=True)]
+    body = [[one_line(_shown(value, null="NULL")) for value in row] for row in rows.rows]
+    widths = [max(map(text_width, column)) for column in zip(rows.names, *body, strict=True)]
     lines = [
         _line(rows.names, widths, rows.numeric),
         "  ".join("-" * width for width in widths),
@@ -77,7 +77,7 @@ def _table(rows: Rows) -> str:
 def _line(cells: list[str] | tuple[str, ...], widths: list[int], numeric: tuple[bool, ...]) -> str:
     padded = []
     for cell, width, right in zip(cells, widths, numeric, strict=True):
-        space = " " * (width - _width(cell))
+        space = " " * (width - text_width(cell))
         padded.append(space + cell if right else cell + space)
     return "  ".join(padded).rstrip()
 
@@ -92,14 +92,14 @@ def _shown(value: Any, null: str) -> str:
     return str(value) if isinstance(value, Decimal) else _encode(value).decode()
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Control characters would break the table, or the terminal."""
     return "".join(
         char if unicodedata.category(char) != "Cc" else ascii(char)[1:-1] for char in text
     )
 
 
-def _width(text: str) -> int:
+def text_width(text: str) -> int:
     """Columns on a terminal."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1

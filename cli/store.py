@@ -83,7 +83,7 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
         "database": config.database,
         "default_format": _WIRE_FORMAT,
         "readonly": "1",
-        **{f"param_{name}": str(value) for name, value in given.items()},
+        **{f"param_{name}": _escaped(value) for name, value in given.items()},
     }
     url = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
     if not url.startswith(("http://", "https://")):
@@ -112,8 +112,17 @@ def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value
         except RuntimeError as error:
             raise StoreAwayError(f"the store {store} cannot be opened: {error}") from error
         try:
-            return await reader.read(sql, given, _WIRE_FORMAT)
+            values = {name: _escaped(value) for name, value in given.items()}
+            return await reader.read(sql, values, _WIRE_FORMAT)
         finally:
             await reader.close()
 
     return asyncio.run(read())
+
+
+def _escaped(value: Value) -> str:
+    """As ClickHouse reads the value of a parameter: a field of TabSeparated."""
+    text = str(value)
+    for raw, escaped in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n")):
+        text = text.replace(raw, escaped)
+    return text
