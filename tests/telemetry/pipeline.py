@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
+
+from bus import subjects
 from bus.api import Bus
 from bus.clock import SystemClock
 from schemas.config import ClickHouseConfig, Config, KafkaConfig, TelemetryConfig
@@ -13,18 +16,20 @@ from telemetry.service import TelemetryService
 from telemetry.store import Store
 
 
-def config_of(kafka: KafkaConfig) -> Config:
+def config_of(kafka: KafkaConfig, batch_rows: int = 5_000) -> Config:
     return Config(
         kafka=kafka,
         clickhouse=ClickHouseConfig(url="http://unused:1"),
-        telemetry=TelemetryConfig(batch_interval_s=0.1),
+        telemetry=TelemetryConfig(batch_rows=batch_rows, batch_interval_s=0.1),
     )
 
 
 @asynccontextmanager
-async def running(bus: Bus, store: Store, kafka: KafkaConfig) -> AsyncIterator[TelemetryService]:
+async def running(
+    bus: Bus, store: Store, kafka: KafkaConfig, batch_rows: int = 5_000
+) -> AsyncIterator[TelemetryService]:
     """A telemetry service over a store that the caller owns."""
-    service = TelemetryService(config_of(kafka), store, SystemClock())
+    service = TelemetryService(config_of(kafka, batch_rows), store, SystemClock())
     task = asyncio.create_task(service.run(bus))
     try:
         yield service
@@ -36,3 +41,22 @@ async def running(bus: Bus, store: Store, kafka: KafkaConfig) -> AsyncIterator[T
 async def count(store: Store, table: str = "requests") -> int:
     """Rows as an analyst counts them."""
     return int(await store.reader.read(f"SELECT count() FROM {table}", {}, "TSV"))
+
+
+async def dead_letters(kafka: KafkaConfig, num_letters: int) -> list[ConsumerRecord]:
+    """The first letters on the dead-letter topic; waits until there are as many."""
+    consumer = AIOKafkaConsumer(
+        subjects.DEAD_TOPIC,
+        bootstrap_servers=kafka.bootstrap_servers,
+        auto_offset_reset="earliest",
+    )
+    await consumer.start()
+    letters: list[ConsumerRecord] = []
+    try:
+        async with asyncio.timeout(10.0):
+            while len(letters) < num_letters:
+                for messages in (await consumer.getmany(timeout_ms=1000)).values():
+                    letters += messages
+    finally:
+        await consumer.stop()
+    return letters

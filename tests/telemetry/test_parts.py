@@ -10,23 +10,21 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from aiokafka import AIOKafkaConsumer
 
 from bus import subjects
 from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig
 from telemetry.kafka import ensure_topics, make_producer, stop_client
-from telemetry.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
+from telemetry.store import Store
 from telemetry.supervision import keep_running
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
-from tests.telemetry.pipeline import count, running
+from tests.telemetry.moody import MoodyStore
+from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import request_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,26 +47,10 @@ async def test_a_failed_part_starts_again_and_waits_longer_each_time() -> None:
     assert waits == [0.2, 0.4, 0.8, 1.6]
 
 
-class MoodyStore(Store):
-    """Fails now and then on demand."""
-
-    away = False
-    num_times_away = 0
-    refused_id = ""
-
-    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
-        if self.away:
-            self.num_times_away += 1
-            raise StoreUnavailableError("away for a test")
-        if self.refused_id and self.refused_id in columns[0]:
-            raise RejectedRowsError("refused for a test")
-        await super().insert(table, columns, token)
-
-
 async def test_the_sink_waits_for_a_store_that_is_away(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    moody = _moody(store)
+    moody = MoodyStore.over(store)
     moody.away = True
     bus = MemoryBus(MemoryBroker())
     for number in range(50):
@@ -87,7 +69,7 @@ async def test_the_sink_waits_for_a_store_that_is_away(
 async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop_it(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    moody = _moody(store)
+    moody = MoodyStore.over(store)
     moody.away = True
     bus = MemoryBus(MemoryBroker())
     # A partition of the embedded cluster keeps 5 MB; these are eight for each, compressed.
@@ -110,7 +92,7 @@ async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop
 async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    moody = _moody(store)
+    moody = MoodyStore.over(store)
     moody.refused_id = request_record(13).request_id
     bus = MemoryBus(MemoryBroker())
     for number in range(40):
@@ -122,14 +104,7 @@ async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(
 
         await eventually(settled, timeout_s=20)
     assert await count(store) == 39
-    consumer = AIOKafkaConsumer(
-        subjects.DEAD_TOPIC,
-        bootstrap_servers=embedded_kafka.bootstrap_servers,
-        auto_offset_reset="earliest",
-    )
-    await consumer.start()
-    message = await asyncio.wait_for(consumer.getone(), 5.0)
-    await consumer.stop()
+    [message] = await dead_letters(embedded_kafka, 1)
     assert message.key == moody.refused_id.encode()
     assert dict(message.headers)["reason"] == b"refused for a test"
 
@@ -222,13 +197,6 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
         assert done.stderr.splitlines()[-1].startswith("telemetry: ")
         assert words.lower() in done.stderr.splitlines()[-1].lower()
         assert "Traceback" not in done.stderr
-
-
-def _moody(store: Store) -> MoodyStore:
-    """The same connections, with moods; ``store`` closes them."""
-    moody = MoodyStore.__new__(MoodyStore)
-    moody.__dict__.update(store.__dict__)
-    return moody
 
 
 def _start_kafka(file: Path) -> subprocess.Popen[str]:

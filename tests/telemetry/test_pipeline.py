@@ -5,15 +5,13 @@ from __future__ import annotations
 from decimal import Decimal
 
 import msgspec
-from aiokafka import AIOKafkaConsumer
 
-from bus import subjects
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig
 from telemetry.embedded_kafka import EmbeddedKafka
 from telemetry.store import Store
 from tests.support.waiting import eventually
-from tests.telemetry.pipeline import count, running
+from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample
 
 
@@ -95,17 +93,8 @@ async def test_poison_goes_to_the_dead_letters_and_its_batch_lands(
 
         await eventually(landed, timeout_s=20)
     assert await count(store) == 20
-    consumer = AIOKafkaConsumer(
-        subjects.DEAD_TOPIC,
-        bootstrap_servers=embedded_kafka.bootstrap_servers,
-        auto_offset_reset="earliest",
-    )
-    await consumer.start()
-    reasons: list[str] = []
-    while len(reasons) < 3:
-        for messages in (await consumer.getmany(timeout_ms=1000)).values():
-            reasons += [dict(message.headers)["reason"].decode() for message in messages]
-    await consumer.stop()
+    letters = await dead_letters(embedded_kafka, 3)
+    reasons = [dict(letter.headers)["reason"].decode() for letter in letters]
     assert any("prompt_tokens must be between" in reason for reason in reasons)
     assert any("rec.other" in reason for reason in reasons)
 
