@@ -13,6 +13,7 @@ from bus.clock import SystemClock
 from bus.generations import GenerationIndex
 from bus.memory import MemoryBroker, MemoryBus
 from bus.redis_link import RedisLink
+from bus.tracing import Tracing
 from gateway.core import Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
@@ -125,6 +126,7 @@ async def running_gateway(
     broker: MemoryBroker | None = None,
     redis: RedisConfig | None = None,
     tools: ToolCatalogue | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve on a free port until the block ends.
 
@@ -146,6 +148,7 @@ async def running_gateway(
         generations=index,
         redis=link,
         tools=tools,
+        tracing=tracing,
     )
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())

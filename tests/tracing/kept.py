@@ -1,0 +1,35 @@
+"""Spans that stay in this process."""
+
+from __future__ import annotations
+
+from bus.tracing import Span, Tracing
+
+
+class KeptSpans:
+    """A ``SpanSink`` to look at."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, span: Span) -> None:
+        self.spans.append(span)
+
+    async def close(self) -> None:
+        """Nothing is under way."""
+
+    @property
+    def names(self) -> list[str]:
+        return [span.name for span in self.spans]
+
+    def one(self, name: str) -> Span:
+        """The span of that name, of which there is one."""
+        (span,) = [span for span in self.spans if span.name == name]
+        return span
+
+    def all(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+
+def kept_tracing(sample_ratio: float = 1.0) -> tuple[Tracing, KeptSpans]:
+    kept = KeptSpans()
+    return Tracing(kept, sample_ratio), kept
