@@ -296,7 +296,9 @@ def record_identity(item: Record) -> str:
         case RequestRecord():
             return f"request:{token(item.request_id)}"
         case DeliveryRecord():
-            return f"delivery:{token(item.request_id)}"
+            # Who went on with a stream has a record of more than who had it before.
+            place = f"{token(item.gateway_id)}:{item.num_resumes}"
+            return f"delivery:{token(item.request_id)}:{place}"
         case WorkerSample():
             return f"worker:{token(item.worker_id)}:{item.sampled_ns}"
         case TranscriptRecord():

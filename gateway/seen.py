@@ -49,7 +49,8 @@ def go_on_from(stream: OpenStream, seen: Seen, clock: Clock) -> None:
         # Two machines' clocks differ: nothing was before it could be.
         return None if not at_ns else now_s - max(0, now_ns - at_ns) / _NS_PER_S
 
-    stream.received_s = monotonic_s(seen.received_ns) or now_s
+    received_s = monotonic_s(seen.received_ns)
+    stream.received_s = now_s if received_s is None else received_s
     stream.first_text_s = monotonic_s(seen.first_token_ns)
     stream.last_delivery_s = monotonic_s(seen.last_token_ns)
     if stream.last_delivery_s is None and stream.from_index:

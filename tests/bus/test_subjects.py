@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bus import subjects
 from bus.api import Line
 from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from schemas.records import DeliveryRecord, Record, RequestRecord, TranscriptRecord, WorkerSample
 
 LEGAL = re.compile(r"[A-Za-z0-9_%-]+")
 FREE_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
@@ -101,9 +101,12 @@ def test_each_record_has_its_subject_topic_and_identity() -> None:
         RequestRecord(request_id="a.b", tenant="t"),
         DeliveryRecord(request_id="a.b", gateway_id="g", tenant="t", source=Source.HTTP),
         WorkerSample(worker_id="w", name="w", model="m", sampled_ns=7, period_ms=1.0),
+        TranscriptRecord(request_id="a.b", tenant="t", model="m", prompt="p", completion="c"),
     ]
     names = [subjects.record(record) for record in records]
-    assert names == ["rec.request", "rec.delivery", "rec.worker"]
+    assert names == ["rec.request", "rec.delivery", "rec.worker", "rec.transcript"]
     assert [subjects.topic(name) for name in names] == list(subjects.RECORD_TOPICS)
     identities = [subjects.record_identity(record) for record in records]
-    assert identities == ["request:a%2Eb", "delivery:a%2Eb", "worker:w:7"]
+    assert identities == [
+        *("request:a%2Eb", "delivery:a%2Eb:g:0", "worker:w:7", "transcript:a%2Eb")
+    ]
