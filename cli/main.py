@@ -14,7 +14,7 @@ from schemas.errors import MillraceError
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = (
     *("up", "publish", "result", "generate", "embed", "bench", "simulate", "keys"),
-    *("sql", "top", "migrate"),
+    *("sql", "usage", "top", "migrate"),
 )
 
 

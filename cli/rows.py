@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import unicodedata
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -46,7 +47,7 @@ def render(rows: Rows, form: str) -> str:
     """``form`` is table, json or csv; each ends with a line break."""
     if form == "json":
         return _json(rows)
-    return _csv(rows) if form == "csv" else _table(rows)
+    return _csv(rows) if form == "csv" else table(rows)
 
 
 def _json(rows: Rows) -> str:
@@ -62,13 +63,19 @@ def _csv(rows: Rows) -> str:
     return out.getvalue()
 
 
-def _table(rows: Rows) -> str:
+def table(rows: Rows, totals: Sequence[Sequence[Any]] = ()) -> str:
+    """Columns under one another, numbers to the right, ``totals`` below a line of their own."""
     body = [[one_line(_shown(value, null="NULL")) for value in row] for row in rows.rows]
-    widths = [max(map(text_width, column)) for column in zip(rows.names, *body, strict=True)]
+    foot = [[one_line(_shown(value, null="")) for value in row] for row in totals]
+    columns = zip(rows.names, *body, *foot, strict=True)
+    widths = [max(map(text_width, column)) for column in columns]
+    rule = "  ".join("-" * width for width in widths)
     lines = [
         _line(rows.names, widths, rows.numeric),
-        "  ".join("-" * width for width in widths),
+        rule,
         *(_line(cells, widths, rows.numeric) for cells in body),
+        *([rule] if foot else []),
+        *(_line(cells, widths, rows.numeric) for cells in foot),
         f"({len(body)} row{'' if len(body) == 1 else 's'})",
     ]
     return "\n".join(lines) + "\n"
