@@ -1,8 +1,8 @@
 """Distributed traces: where a span belongs (W3C Trace Context), and how a part tells what it did.
 
-A part that traces has a ``Tracing``; without ``tracing.endpoint`` there is none, nothing of
-OpenTelemetry is imported, and all that is left is a look whether it is None. Spans are told when
-they are over. Their ids can be derived from names that other parts know too, so a span can have a
+A part that traces has a ``Tracing``; without ``tracing.endpoint`` there is none, what sends spans
+is not even imported, and all that is left is a look whether it is None. Spans are told when they
+are over. Their ids can be derived from names that other parts know too, so a span can have a
 parent or a link that nobody had to send. No prompt, no answer and no tenant is in any of them.
 """
 

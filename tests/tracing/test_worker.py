@@ -1,0 +1,112 @@
+"""What a worker tells of a run: prefill, first token, decode, its end, its record."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.tracing import Span, life_of, parse_traceparent, record_of
+from registry.served import ServedModel
+from schemas.control import Cancel, CancelReason
+from schemas.frames import FinishReason
+from schemas.records import Life
+from tests.tracing.kept import KeptSpans, kept_tracing
+from tests.workers.conftest import demo
+from tests.workers.scripted import Bench, bench
+from workers.tracing import RunTraces
+
+__all__ = ["demo"]
+
+SCHEDULER = f"00-{'ab' * 16}-{'cd' * 8}-01"
+_NS = 1_000_000_000
+
+
+@pytest.fixture
+async def b(demo: ServedModel) -> AsyncIterator[Bench]:
+    async with bench(demo) as b:
+        yield b
+
+
+@pytest.fixture
+def kept(b: Bench) -> KeptSpans:
+    tracing, kept = kept_tracing()
+    b.worker.requests._traces = RunTraces(tracing, b.clock, b.worker.worker_id)
+    return kept
+
+
+def _life_of(span: Span) -> int:
+    return span.context.span_id
+
+
+async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
+    begin_ns = b.clock.now_ns()
+    earlier = Life(epoch=1, worker_id="other")
+    await b.dispatch(b.job(traceparent=SCHEDULER), epoch=2, lives=(earlier,))
+    await b.settle(1.0)
+    b.engine.emit("r1:2", [20])
+    prefill = kept.one("prefill")
+    assert (prefill.start_ns, prefill.end_ns) == (begin_ns, begin_ns + _NS)
+    await b.settle(2.0)
+    b.engine.emit("r1:2", [21], FinishReason.LENGTH)
+    await b.ended()
+    life, decode, record = kept.one("generate demo"), kept.one("decode"), kept.one("publish record")
+    above = parse_traceparent(SCHEDULER)
+    assert above is not None
+    assert life.context == life_of(above, "r1", 2)
+    assert life.parent_span_id == above.span_id
+    assert list(life.links) == [life_of(above, "r1", 1)]
+    assert record.context == record_of(above, "r1")
+    assert {one.parent_span_id for one in (prefill, decode, record)} == {_life_of(life)}
+    assert (life.start_ns, life.end_ns) == (begin_ns, begin_ns + 3 * _NS)
+    assert (decode.start_ns, decode.end_ns) == (begin_ns + _NS, begin_ns + 3 * _NS)
+    assert [(event.name, event.at_ns) for event in life.events] == [("first token", begin_ns + _NS)]
+    assert life.attributes["gen_ai.usage.input_tokens"] == 3
+    assert life.attributes["gen_ai.usage.output_tokens"] == 2
+    assert life.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert life.attributes["millrace.worker.id"] == b.worker.worker_id
+    assert life.attributes["millrace.epoch"] == 2
+    assert life.error == ""
+    (stored,) = await b.records()
+    assert stored.trace_id == "ab" * 16
+
+
+async def test_a_run_that_others_go_on_with_says_so(b: Bench, kept: KeptSpans) -> None:
+    await b.dispatch(b.job(traceparent=SCHEDULER))
+    b.engine.emit("r1:1", [20])
+    b.engine.emit("r1:1", [21])
+    superseded = Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2)
+    await b.command(superseded)
+    assert kept.names == ["prefill", "decode", "generate demo"]
+    assert kept.one("generate demo").error == "taken_over"
+
+
+async def test_a_lost_engine_is_an_event_of_the_run(b: Bench, kept: KeptSpans) -> None:
+    await b.dispatch(b.job(traceparent=SCHEDULER))
+    b.engine.emit("r1:1", [20])
+    b.engine.fail("it died")
+    await b.settle(1.0)
+    b.engine.emit("r1:1", [21], FinishReason.STOP)
+    await b.ended()
+    events = [event.name for event in kept.one("generate demo").events]
+    assert events == ["first token", "engine lost"]
+
+
+async def test_a_run_that_is_cancelled_says_so(b: Bench, kept: KeptSpans) -> None:
+    await b.dispatch(b.job(traceparent=SCHEDULER))
+    await b.command(Cancel(request_id="r1", reason=CancelReason.CLIENT))
+    await b.ended()
+    assert kept.one("generate demo").error == "cancelled"
+    assert "decode" not in kept.names
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", SCHEDULER[:-1] + "0"])
+async def test_a_run_without_a_trace_is_not_told(
+    b: Bench, kept: KeptSpans, traceparent: str
+) -> None:
+    await b.dispatch(b.job(traceparent=traceparent))
+    b.engine.emit("r1:1", [20], FinishReason.STOP)
+    await b.ended()
+    assert kept.spans == []
+    (stored,) = await b.records()
+    assert stored.trace_id == ""
