@@ -84,12 +84,14 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The work that one run of a request took, for whom: what fair sharing charges.
 
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
-    ``completion_tokens`` were made by this run, not by one before it. It began at ``started_ns``
-    (0: it never did) and took ``device_us`` of the device (see ``RequestRecord``)."""
+    ``completion_tokens`` were made by this run, not by one before it. ``epoch`` is its last; it
+    began at ``started_ns`` (0: it never did) and took ``device_us`` of the device (see
+    ``RequestRecord``)."""
 
     request_id: str
     tenant: str
     tier: Tier
+    epoch: int = 0
     started_ns: int = 0
     device_us: int = 0
     prompt_tokens: int = 0

@@ -39,11 +39,13 @@ class SimulatedSequence:
     ``token_ids`` are those of the prompt and of the completion so far; the first
     ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
     have the indices 0 to ``num_resumed - 1``. ``num_to_make`` is how many this run makes at most.
-    The driver may put what it needs into ``tag``.
+    The driver may put what it needs into ``tag``, and count in ``device_s`` what the sequence takes
+    of the steps' time.
     """
 
     __slots__ = (
         "arrival",
+        "device_s",
         "keys",
         "min_tokens",
         "num_blocks",
@@ -101,6 +103,7 @@ class SimulatedSequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.device_s = 0.0
         self.started = False
         self.stopped = False
 
@@ -190,6 +193,11 @@ class SimulatedBatch:
         """Of the outstanding ones, those that stand there already and are to be prefilled."""
         behind = (len(s.token_ids) - s.num_computed_tokens for s in self._by_id.values())
         return sum(tokens for tokens in behind if tokens > 1)
+
+    @property
+    def planned(self) -> Sequence[tuple[SimulatedSequence, int]]:
+        """What the step under way computes: sequences, and how many of their tokens."""
+        return self._plan
 
     def get(self, request_id: str) -> SimulatedSequence | None:
         return self._by_id.get(request_id)

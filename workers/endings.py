@@ -10,7 +10,7 @@ from bus.api import Bus
 from bus.clock import Clock
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import JobResult
-from schemas.records import RequestRecord
+from schemas.records import RequestRecord, TranscriptRecord
 from workers.flusher import Flusher
 from workers.generation import Generation
 from workers.records import job_result, smaller_results
@@ -32,7 +32,8 @@ class _NotOursError(Exception):
 
 
 class Endings:
-    """Ends generations whose last frames are posted: result, record, ack, in this order.
+    """Ends generations whose last frames are posted: result, transcript if it is to be kept,
+    record, ack, in this order. The record waits for ``device_time_told``.
 
     A task each, so that a slow one delays no other; a step that the bus refuses is tried again
     until it succeeds. The lease is acknowledged only when all before it is stored, so a process
@@ -48,6 +49,8 @@ class Endings:
         flusher: Flusher,
         clock: Clock,
         make_record: Callable[[Generation], RequestRecord],
+        make_transcript: Callable[[Generation], Awaitable[TranscriptRecord | None]],
+        device_time_told: Callable[[Generation], Awaitable[None]],
         confirm: Callable[[Generation], Awaitable[Standing]],
         on_acked: Callable[[Generation], None],
         on_lost: Callable[[Generation], None],
@@ -56,6 +59,8 @@ class Endings:
         self._flusher = flusher
         self._clock = clock
         self._make_record = make_record
+        self._make_transcript = make_transcript
+        self._device_time_told = device_time_told
         self._confirm = confirm
         self._on_acked = on_acked
         self._on_lost = on_lost
@@ -99,6 +104,10 @@ class Endings:
                 await self._flusher.published()
                 if generation.job.store_result:
                     await self._store_result(generation)
+                transcript = await self._make_transcript(generation)
+                if transcript is not None:
+                    await self._keep(transcript, generation)
+                await self._device_time_told(generation)
                 record = self._make_record(generation)
                 await self._insist(lambda: self._bus.outbox.publish(record), generation)
                 if generation.trace is not None:
@@ -120,6 +129,15 @@ class Endings:
                 logger.exception(
                     "a request could not be ended", extra={"request_id": generation.request_id}
                 )
+
+    async def _keep(self, transcript: TranscriptRecord, generation: Generation) -> None:
+        try:
+            await self._insist(lambda: self._bus.outbox.publish(transcript), generation)
+        except PayloadTooLargeError as error:
+            logger.warning(
+                "a transcript is too large to be kept",
+                extra={"request_id": generation.request_id, "reason": error.message},
+            )
 
     async def _store_result(self, generation: Generation) -> None:
         result = job_result(generation)

@@ -10,7 +10,13 @@ import msgspec
 
 from bus.clock import Clock
 from bus.tally import STEP_S, Tally
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 from workers.engine_process import EngineFailedError, EngineLike
 
 # An engine that ends this often within this time is not worth another start.
@@ -25,6 +31,7 @@ COUNTERS = (
     "decode_tokens",
     "num_preemptions",
     "busy_s",
+    "charged_s",
     "prefix_query_tokens",
     "prefix_hit_tokens",
     "num_evicted_blocks",
@@ -39,10 +46,11 @@ logger = logging.getLogger(__name__)
 class EngineKeeper:
     """Hands requests to the engine that runs, and starts another when that one has ended.
 
-    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache;
-    ``on_lost`` is called when an engine has ended, ``on_replaced`` when the next one is there.
-    What is added or cancelled in between is dropped: nothing of an engine outlives it, so who hears
-    ``on_replaced`` adds what shall go on. The restarts are bounded; the first follows at once, the
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
+    ``on_device_times`` what requests have taken of the device; ``on_lost`` is called when an engine
+    has ended, ``on_replaced`` when the next one is there. What is added or cancelled in between is
+    dropped: nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on.
+    The restarts are bounded; the first follows at once, the
     others after a growing pause. Counters in ``stats`` run on over all engines, as do
     ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it ends with ``close``.
     """
@@ -52,6 +60,7 @@ class EngineKeeper:
     ) -> None:
         self.on_outputs: Callable[[list[EngineOutput]], None] = _ignore_outputs
         self.on_prefixes: Callable[[PrefixChanges], None] = _ignore_prefixes
+        self.on_device_times: Callable[[list[DeviceTime]], None] = _ignore_device_times
         self.on_lost: Callable[[], None] = _ignore
         self.on_replaced: Callable[[], None] = _ignore
         self._engine: EngineLike | None = None
@@ -77,15 +86,23 @@ class EngineKeeper:
         sums = {name: getattr(ended, name) + getattr(stats, name) for name in COUNTERS}
         return msgspec.structs.replace(stats, **sums)
 
+    @property
+    def device_uuid(self) -> str:
+        """That of the CUDA device, by which its driver knows it; empty without one."""
+        return "" if self._engine is None else self._engine.device_uuid
+
     def add(self, request: EngineRequest) -> None:
         """Generate for a request."""
         if self._engine is not None:
             self._engine.add(request)
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request; outputs of a step that runs now may still come."""
-        if self._engine is not None:
-            self._engine.cancel(request_id)
+    def cancel(self, request_id: str) -> bool:
+        """Stop a request; outputs of a step that runs now may still come. Whether there is an
+        engine, which will say then what the request took."""
+        if self._engine is None:
+            return False
+        self._engine.cancel(request_id)
+        return True
 
     async def run(self) -> NoReturn:
         """Replace every engine that ends, until it is cancelled.
@@ -120,6 +137,7 @@ class EngineKeeper:
         self._seen = engine.stats
         engine.on_outputs = self._on_outputs
         engine.on_prefixes = lambda changes: self.on_prefixes(changes)
+        engine.on_device_times = lambda times: self.on_device_times(times)
         self._engine = engine
 
     def _on_outputs(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
@@ -155,6 +173,10 @@ def _ignore_outputs(_outputs: list[EngineOutput]) -> None:
 
 def _ignore_prefixes(_changes: PrefixChanges) -> None:
     """Changes in the cache of an engine that has no worker yet."""
+
+
+def _ignore_device_times(_times: list[DeviceTime]) -> None:
+    """Device times of an engine that has no worker yet."""
 
 
 def _ignore() -> None:

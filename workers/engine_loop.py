@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 from schemas.errors import MillraceError
 from workers.engine.types import (
     DeviceLostError,
+    DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
@@ -39,6 +40,8 @@ from workers.engine_wire import (
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
+# How often it is told what live requests have taken of the device: what is lost if the engine dies.
+_DEVICE_TIMES_INTERVAL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,14 @@ class StepEngine(Protocol):
 
     def take_prefix_changes(self) -> PrefixChanges | None:
         """What came into the prefix cache and what left it since the last call."""
+
+    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        """What those took of the device that were cancelled since the last call, or owed
+        something; with ``live`` also what the others have taken so far."""
+
+    @property
+    def device_uuid(self) -> str:
+        """The CUDA device's, empty without one."""
 
     def check_integrity(self) -> None: ...
 
@@ -108,7 +119,7 @@ class Link:
 def drive(engine: StepEngine, link: Link) -> NoReturn:
     """Step as long as the bus side is there; a report a step, and one before it where something was
     cancelled. Raises EOFError at its end."""
-    checked_at = time.monotonic()
+    checked_at = told_at = time.monotonic()
     while True:
         if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
             engine.check_integrity()
@@ -121,10 +132,19 @@ def drive(engine: StepEngine, link: Link) -> NoReturn:
                 engine.cancel(command.request_id)
         if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
             # What a cancel freed is known before the next step is made, not after it.
-            link.send(Stepped([], engine.stats(), engine.take_prefix_changes()))
+            link.send(_report(engine, [], live=False))
         if engine.has_work:
             outputs = engine.step()
-            link.send(Stepped(outputs, engine.stats(), engine.take_prefix_changes()))
+            now_s = time.monotonic()
+            is_due = now_s - told_at >= _DEVICE_TIMES_INTERVAL_S
+            link.send(_report(engine, outputs, live=is_due))
+            if is_due:
+                told_at = now_s
+
+
+def _report(engine: StepEngine, outputs: list[EngineOutput], *, live: bool) -> Stepped:
+    prefixes = engine.take_prefix_changes()
+    return Stepped(outputs, engine.stats(), prefixes, engine.take_device_times(live=live))
 
 
 def serve(fd: int, parent_pid: int) -> int:
@@ -136,7 +156,7 @@ def serve(fd: int, parent_pid: int) -> int:
     link = Link(socket.socket(fileno=fd))
     try:
         engine = _load(link.receive_load())
-        link.send(Ready(engine.stats()))
+        link.send(Ready(engine.stats(), engine.device_uuid))
         gc.collect()
         gc.freeze()
         drive(engine, link)

@@ -18,7 +18,13 @@ from typing import Protocol, cast
 from bus.logs import configure_logging
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 from workers.engine_loop import serve
 from workers.engine_wire import (
     Add,
@@ -39,6 +45,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
 OnPrefixes = Callable[[PrefixChanges], None]
+OnDeviceTimes = Callable[[list[DeviceTime]], None]
 
 
 class EngineFailedError(MillraceError):
@@ -51,12 +58,18 @@ class EngineFailedError(MillraceError):
 class EngineLike(Protocol):
     """An engine as the worker sees it.
 
-    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache; they
-    are called on the event loop and must not block.
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
+    ``on_device_times`` what requests have taken of the device: the last word for each that was
+    cancelled, and now and then how things stand. They are called on the event loop, never from
+    ``cancel``, and must not block. ``device_uuid`` is the CUDA device's, empty without one.
     """
 
     on_outputs: OnOutputs
     on_prefixes: OnPrefixes
+    on_device_times: OnDeviceTimes
+
+    @property
+    def device_uuid(self) -> str: ...
 
     @property
     def stats(self) -> EngineStats:
@@ -82,7 +95,9 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self.on_outputs: OnOutputs = _ignore
         self.on_prefixes: OnPrefixes = _ignore_prefixes
+        self.on_device_times: OnDeviceTimes = _ignore_device_times
         self.stats = EngineStats()
+        self.device_uuid = ""
         link.client = self
 
     @classmethod
@@ -112,7 +127,8 @@ class EngineClient:
         client = cls(link, process)
         link.write(pack(Load(str(path), config, shared)))
         try:
-            client.stats = (await link.ready).stats
+            ready = await link.ready
+            client.stats, client.device_uuid = ready.stats, ready.device_uuid
         except BaseException:
             await client.close()
             raise
@@ -186,12 +202,14 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for payload in self._unpacker.feed(data):
             match report_decoder.decode(payload):
-                case Stepped(outputs, stats, prefixes):
+                case Stepped(outputs, stats, prefixes, device_times):
                     assert self.client is not None
                     self.client.stats = stats
                     if prefixes is not None:
                         self.client.on_prefixes(prefixes)
                     self.client.on_outputs(outputs, stats)
+                    if device_times:
+                        self.client.on_device_times(device_times)
                 case Ready() as ready:
                     self.ready.set_result(ready)
                 case Broken(message):
@@ -216,6 +234,10 @@ def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
 
 def _ignore_prefixes(_changes: PrefixChanges) -> None:
     """Changes in the cache of an engine that has no worker yet."""
+
+
+def _ignore_device_times(_times: list[DeviceTime]) -> None:
+    """Device times of an engine that has no worker yet."""
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,13 @@ import struct
 import msgspec
 
 from schemas.config import EngineConfig
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 
 _LENGTH = struct.Struct("<I")
 
@@ -38,18 +44,21 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded."""
+    """The model is loaded; ``device_uuid`` is the CUDA device's, empty without one."""
 
     stats: EngineStats
+    device_uuid: str = ""
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     """What one step made for all requests, how the engine stands after it, and what has changed in
-    its prefix cache, if anything."""
+    its prefix cache, if anything. ``device_times`` are those of cancelled requests, of ones that
+    owed something, and now and then of all."""
 
     outputs: list[EngineOutput]
     stats: EngineStats
     prefixes: PrefixChanges | None = None
+    device_times: list[DeviceTime] = []
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):

@@ -27,6 +27,7 @@ from schemas.frames import (
 from schemas.jobs import Tier
 from schemas.records import Status
 from schemas.sampling import SamplingParams
+from workers.device_use import DeviceUse
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.text import TextStream
 from workers.tracing import RunTrace
@@ -75,7 +76,9 @@ class Generation:
     ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
     token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for each of the
     prompt. ``embedding`` is little-endian float32, empty until it is there. With ``known_outcome``
-    an earlier life made all the tokens, and only the prompt is left to be looked at. Times are UTC
+    an earlier life made all the tokens, and only the prompt is left to be looked at. ``lives`` are
+    the runs before this one, by epoch; it is this run from ``first_epoch`` on, under whatever later
+    ones, and ``dispatched_ns`` is when the scheduler first sent it here. Times are UTC
     epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
     changes then but epoch, lease and listeners, when the job is dispatched here again. At
     ``vouched_s``, on the monotonic clock, the lease was surely this worker's.
@@ -87,15 +90,19 @@ class Generation:
         "_preface_flushed",
         "_stream",
         "accepted_ns",
+        "device_use",
+        "dispatched_ns",
         "done_ns",
         "embedding",
         "engine_id",
         "epoch",
+        "first_epoch",
         "first_token_ns",
         "job",
         "known_outcome",
         "last_token_ns",
         "lease",
+        "lives",
         "logprobs",
         "num_cached_tokens",
         "num_flushed",
@@ -119,8 +126,10 @@ class Generation:
         assert job.prompt_token_ids is not None
         self.job = job
         self.prompt_token_ids = job.prompt_token_ids
-        self.epoch = dispatch.epoch
+        self.epoch = self.first_epoch = dispatch.epoch
         self.lease = dispatch.lease
+        self.lives = {life.epoch: life for life in dispatch.lives}
+        self.dispatched_ns = dispatch.sent_ns
         # Another run of the same request may still have outputs on their way.
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
         self.routes: tuple[Route, ...] = ()
@@ -136,6 +145,7 @@ class Generation:
         self.num_resumed = self.num_flushed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
+        self.device_use = DeviceUse()
         self._is_charged = False
         self.vouched_s = vouched_s
         self.accepted_ns = accepted_ns
@@ -207,6 +217,8 @@ class Generation:
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.num_preemptions += output.num_preemptions
+        if output.device_us:
+            self.device_use.note(output.device_us)
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         if output.embedding:
@@ -242,8 +254,14 @@ class Generation:
         """Whether a client that has ``token_ids`` can be given the rest of this generation."""
         return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
 
-    def adopt(self, dispatch: Dispatch, vouched_s: float) -> None:
-        """Go on under a new lease and epoch, from the first token that the client has not got."""
+    def adopt(self, dispatch: Dispatch, worker_id: str, vouched_s: float) -> None:
+        """Go on under a new lease and epoch, from the first token that the client has not got. What
+        was thought to be an earlier run on ``worker_id`` may be this one."""
+        self.lives |= {
+            life.epoch: life
+            for life in dispatch.lives
+            if life.worker_id != worker_id or life.epoch < self.first_epoch
+        }
         self.epoch = dispatch.epoch
         self.lease = dispatch.lease
         self.vouched_s = vouched_s
@@ -321,6 +339,9 @@ class Generation:
             request_id=self.request_id,
             tenant=self.job.tenant,
             tier=self.job.tier,
+            epoch=self.epoch,
+            started_ns=self.started_ns,
+            device_us=self.device_use.total_us,
             prompt_tokens=len(self.prompt_token_ids) + num_resumed,
             cached_tokens=self._num_found_tokens,
             completion_tokens=len(self.token_ids) - self.num_resumed,

@@ -9,9 +9,9 @@ import msgspec
 
 from bus.ends import record_of, result_of
 from bus.intake import owner_of
-from registry.pricing import PriceBook, cost
+from registry.pricing import PriceBook, cost, device_cost
 from schemas.jobs import JobResult
-from schemas.records import RequestRecord, Status
+from schemas.records import Life, RequestRecord, Status
 from workers.generation import Generation
 
 _NS_PER_MS = 1e6
@@ -20,11 +20,14 @@ _NS_PER_US = 1e3
 
 def request_record(generation: Generation, worker_id: str, prices: PriceBook) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
-    are those of this life; the token counts are those of the whole answer."""
+    are those of this life; the token counts are those of the whole answer, and so is the device
+    time, as far as it is known."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage()
     assert outcome is not None
     received_ns = job.received_ns or generation.accepted_ns
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
+    lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
+    device_us = generation.device_use.total_us + sum(life.device_us for life in lives)
     decode_ns = generation.last_token_ns - generation.first_token_ns
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, generation.done_ns),
@@ -44,6 +47,21 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
         started_ns=generation.started_ns,
         first_token_ns=generation.first_token_ns,
         num_preemptions=generation.num_preemptions,
+        dispatched_ns=generation.dispatched_ns,
+        device_us=device_us,
+        device_cost=device_cost(prices, device_us),
+        lives=lives,
+    )
+
+
+def life_of(generation: Generation, worker_id: str, ended_ns: int) -> Life:
+    """A run of the worker ``worker_id``, as one that another goes on from."""
+    return Life(
+        epoch=generation.epoch,
+        worker_id=worker_id,
+        started_ns=generation.started_ns,
+        ended_ns=ended_ns,
+        device_us=generation.device_use.total_us,
     )
 
 

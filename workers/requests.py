@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from bus.api import Bus
@@ -14,28 +14,28 @@ from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
 from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import Tier
-from schemas.records import RequestRecord, Status
+from schemas.records import RequestRecord, Status, TranscriptRecord
+from workers.device_times import DeviceTimes
 from workers.endings import Endings
-from workers.engine.types import EngineOutput
+from workers.engine.types import DeviceTime, EngineOutput
 from workers.engine_keeper import EngineKeeper
 from workers.finished import EpochFloors, FinishedGenerations
 from workers.flusher import Flusher
-from workers.generation import CANCELLED, EXPIRED, PRIORITIES, Generation, Outcome, Route
+from workers.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
 from workers.index import Generations, IndexWriter
 from workers.notices import EndedNotices
 from workers.readmission import EngineKilledError, Readmission
 from workers.records import request_record
+from workers.room import OK, Room, no, stale, veto_of_dispatch
 from workers.tenure import Tenure
 from workers.text import TextStream
 from workers.times import RequestTimes
 from workers.tracing import RunTraces
+from workers.transcripts import transcript_of, wants_transcript
 
-# While the bus does not take records, ended requests pile up to this many times the capacity.
-_MAX_ENDING_FACTOR = 4
-# Lower tiers make way for a request, in the engine; this many times the capacity is here in all.
-_MAX_RUNNING_FACTOR = 2
+# How long a worker that ends waits to hear what its requests took.
+_LAST_WORD_TIMEOUT_S = 0.3
 
-_OK = WorkerReply(ok=True)
 logger = logging.getLogger(__name__)
 
 
@@ -73,16 +73,24 @@ class Requests:
         self._notices = notices
         self._on_room = on_room
         self._traces = traces
-        self._capacity = config.engine.max_num_sequences + config.max_num_waiting
+        self._room = Room(config.engine.max_num_sequences + config.max_num_waiting)
         self._prefixes_per_tenant = config.prefixes_per_tenant
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
-        self._num_by_tier: Counter[Tier] = Counter()
         self.tenure = Tenure(
             bus, clock, generations, 2 * config.heartbeat_s, self._held, self._on_lost
         )
+        self._device_times = DeviceTimes()
         self._endings = Endings(
-            bus, flusher, clock, self._record, self.tenure.confirm, self._on_acked, self._on_lost
+            bus,
+            flusher,
+            clock,
+            self._record,
+            self._transcript,
+            self._device_times.told,
+            self.tenure.confirm,
+            self._on_acked,
+            self._on_lost,
         )
         self._finished = FinishedGenerations(clock, config.replay_memory_s)
         self._floors = EpochFloors()
@@ -101,7 +109,7 @@ class Requests:
 
     def num_held_by_tier(self) -> dict[Tier, int]:
         """Requests whose outcome is open, by tier."""
-        return {tier: number for tier, number in self._num_by_tier.items() if number}
+        return self._room.num_held_by_tier()
 
     def holds(self, request_id: str) -> bool:
         """Whether it runs or ends here: whether its lease is kept."""
@@ -111,58 +119,36 @@ class Requests:
 
     def dispatch(self, dispatch: Dispatch) -> WorkerReply:
         self.tenure.look()
+        former = None
         known = self._find(dispatch.job.request_id)
         if known is not None:
             if dispatch.epoch <= known.epoch:
-                return _OK if dispatch.lease == known.lease else _stale(known.epoch)
+                return OK if dispatch.lease == known.lease else stale(known.epoch)
             if known.continues(dispatch.resume_token_ids):
                 self._adopt(known, dispatch)
-                return _OK
+                return OK
             # The client follows another run, whose tokens differ.
+            former = known if self.holds(known.request_id) else None
             self._supersede(known)
-            self._notices.charge(known.charge())
+            self._device_times.when_told(known, lambda: self._notices.charge(known.charge()))
         veto = self._veto(dispatch)
         if veto is not None:
             return veto
-        self._start(dispatch)
-        return _OK
+        self._start(dispatch, former)
+        return OK
 
     def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
-        job, sampling = dispatch.job, dispatch.job.sampling
-        floor = self._floors.get(job.request_id)
+        floor = self._floors.get(dispatch.job.request_id)
         if dispatch.epoch < floor:
-            return _stale(floor)
-        if job.model != self._model.entry.name:
-            return _no(
-                "wrong_model", f"this worker serves {self._model.entry.name}, not {job.model}"
-            )
-        if not job.prompt_token_ids or sampling.max_tokens is None or sampling.seed is None:
-            return _no("bad_request", "a dispatch needs prompt_token_ids, max_tokens and a seed")
-        if job.pooling is not None and dispatch.resume_token_ids:
-            return _no("bad_request", "an embedding has no tokens to resume behind")
+            return stale(floor)
+        veto = veto_of_dispatch(dispatch, self._model.entry.name)
+        if veto is not None:
+            return veto
         if self.draining:
-            return _no("draining", "this worker takes no new work")
-        return self._veto_if_full(job.tier)
+            return no("draining", "this worker takes no new work")
+        return self._room.veto(dispatch.job.tier, len(self._running), len(self._endings))
 
-    def _veto_if_full(self, tier: Tier) -> WorkerReply | None:
-        num_running, num_ending = len(self._running), len(self._endings)
-        priority = PRIORITIES[tier]
-        num_in_its_way = sum(
-            number for other, number in self._num_by_tier.items() if PRIORITIES[other] >= priority
-        )
-        if (
-            num_in_its_way >= self._capacity
-            or num_running >= _MAX_RUNNING_FACTOR * self._capacity
-            or num_ending >= _MAX_ENDING_FACTOR * self._capacity
-        ):
-            return _no(
-                "full",
-                f"{num_running} requests run here, {num_in_its_way} of them of tier {tier.value} "
-                f"or above, and {num_ending} end",
-            )
-        return None
-
-    def _start(self, dispatch: Dispatch) -> None:
+    def _start(self, dispatch: Dispatch, former: Generation | None) -> None:
         job = dispatch.job
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
@@ -170,8 +156,10 @@ class Requests:
         if self._traces is not None:
             generation.trace = self._traces.begin(dispatch)
         self._running[job.request_id] = generation
-        self._num_by_tier[job.tier] += 1
+        self._room.enter(job.tier)
         self._by_engine_id[generation.engine_id] = generation
+        if former is not None:
+            self._device_times.go_on(former, generation, self._worker_id, generation.accepted_ns)
         outcome = generation.resumed_outcome(self._model.eos_token_ids)
         if outcome is not None and job.sampling.prompt_logprobs is not None:
             generation.known_outcome, outcome = outcome, None
@@ -185,7 +173,7 @@ class Requests:
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
         """Another delivery of a job that runs or ran here: go on with it under the new lease."""
-        generation.adopt(dispatch, self._clock.monotonic())
+        generation.adopt(dispatch, self._worker_id, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch)
         if generation.ended:
             self._flusher.flush_now(generation, *generation.closing_frames())
@@ -201,21 +189,21 @@ class Requests:
             self._floors.raise_to(cancel.request_id, cancel.below_epoch)
         generation = self._find(cancel.request_id)
         if generation is None:
-            return _no("unknown_request", "no such request runs here")
+            return no("unknown_request", "no such request runs here")
         if superseded or cancel.below_epoch is not None:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
                 self._on_lost(generation)
         elif not generation.ended:
             late = cancel.reason is CancelReason.DEADLINE
             self._stop(generation, EXPIRED if late else CANCELLED)
-        return _OK
+        return OK
 
     def replay(self, replay: Replay) -> WorkerReply:
         if replay.from_index < 0 or not replay.reply:
-            return _no("bad_request", "a replay needs a reply and an index of 0 or more")
+            return no("bad_request", "a replay needs a reply and an index of 0 or more")
         generation = self._find(replay.request_id)
         if generation is None:
-            return _no("unknown_request", "that request is not remembered here")
+            return no("unknown_request", "that request is not remembered here")
         generation.add_listener(replay.reply)
         frames: list[Frame] = []
         if generation.started_ns:
@@ -226,7 +214,7 @@ class Requests:
         job = generation.job
         route = Route(replay.reply, job.batch_frames, job.frames_as_json)
         self._flusher.post_to(route, replay.request_id, frames)
-        return _OK
+        return OK
 
     # --- what the engine makes ---
 
@@ -235,6 +223,8 @@ class Requests:
         for output in outputs:
             generation = self._by_engine_id.get(output.request_id)
             if generation is None:
+                if output.finished:
+                    self._device_times.note_late(output)
                 continue
             try:
                 self._take(generation, output, now_ns)
@@ -268,12 +258,19 @@ class Requests:
             else:
                 self._flusher.mark(generation)
         elif output.finished:
+            if output.owes:
+                self._device_times.owe(generation)
             self._end(generation, outcome)
         else:
             self._stop(generation, outcome)
 
+    def on_device_times(self, times: list[DeviceTime]) -> None:
+        """What requests have taken of the device."""
+        self._device_times.note(times, self._by_engine_id)
+
     def on_engine_lost(self) -> None:
         """All that ran goes on in the next engine, but for a request that is to blame."""
+        self._device_times.note_engine_lost(self._running.values())
         blamed = self._readmission.engine_lost(self._running.values())
         if blamed is not None:
             logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
@@ -292,8 +289,12 @@ class Requests:
 
     def _stop(self, generation: Generation, outcome: Outcome) -> None:
         """End a generation that the engine would go on with."""
-        self._engine.cancel(generation.engine_id)
+        self._cancel_in_engine(generation)
         self._end(generation, outcome)
+
+    def _cancel_in_engine(self, generation: Generation) -> None:
+        if self._engine.cancel(generation.engine_id):
+            self._device_times.owe(generation)
 
     def _end(self, generation: Generation, outcome: Outcome) -> None:
         generation.outcome = outcome
@@ -313,12 +314,15 @@ class Requests:
         """Another worker has it."""
         if self._find(generation.request_id) is generation:
             self._supersede(generation)
-            self._notices.add(generation.request_id, generation.charge())
+            self._device_times.when_told(
+                generation,
+                lambda: self._notices.add(generation.request_id, generation.charge()),
+            )
             self._on_room()
 
     def _supersede(self, generation: Generation) -> None:
         """Another run has the request: stop without a word, and leave the lease alone."""
-        self._engine.cancel(generation.engine_id)
+        self._cancel_in_engine(generation)
         self._drop(generation)
         self._flusher.forget(generation)
         self._endings.abandon(generation.request_id)
@@ -326,7 +330,7 @@ class Requests:
 
     def _drop(self, generation: Generation) -> None:
         if self._running.pop(generation.request_id, None) is not None:
-            self._num_by_tier[generation.job.tier] -= 1
+            self._room.leave(generation.job.tier)
         self._by_engine_id.pop(generation.engine_id, None)
         if generation.trace is not None:
             generation.trace.over(generation)
@@ -344,10 +348,11 @@ class Requests:
         be another's already is left to lapse."""
         unfinished = [*self._running.values(), *self._endings.generations()]
         for generation in list(self._running.values()):
-            self._engine.cancel(generation.engine_id)
+            self._cancel_in_engine(generation)
             self._flusher.flush_now(generation)
             self._drop(generation)
         await self._flusher.published()
+        await self._device_times.all_told(_LAST_WORD_TIMEOUT_S)
         for generation in unfinished:
             self._endings.abandon(generation.request_id)
             is_ours = self.tenure.is_certain(generation)
@@ -376,6 +381,11 @@ class Requests:
     def _record(self, generation: Generation) -> RequestRecord:
         return request_record(generation, self._worker_id, self._model.entry.prices)
 
+    async def _transcript(self, generation: Generation) -> TranscriptRecord | None:
+        if not wants_transcript(generation):
+            return None
+        return await asyncio.to_thread(transcript_of, generation, self._model.tokenizer)
+
 
 def _is_late(generation: Generation, now_ns: int) -> bool:
     deadline_ns = generation.job.deadline_ns
@@ -384,11 +394,3 @@ def _is_late(generation: Generation, now_ns: int) -> bool:
 
 def _failed(code: str, message: str) -> Outcome:
     return Outcome(status=Status.FAILED, error_code=code, error_message=message)
-
-
-def _no(reason: str, message: str) -> WorkerReply:
-    return WorkerReply(ok=False, reason=reason, message=message)
-
-
-def _stale(epoch: int) -> WorkerReply:
-    return _no("stale_epoch", f"epoch {epoch} of this request is known here")

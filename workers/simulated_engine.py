@@ -21,9 +21,16 @@ from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.simulated_batch import SimulatedBatch, SimulatedSequence, StepOutputs
 from schemas.simulated_tokens import SimulatedTokens
 from workers.engine.admission import check_config, finished_before, longest_total_tokens
+from workers.engine.device_work import FLOP_PER_BYTE, DeviceWork
 from workers.engine.outputs import finished_output, refusal
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
-from workers.engine_process import OnOutputs, OnPrefixes
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from workers.engine_process import OnDeviceTimes, OnOutputs, OnPrefixes
 from workers.simulated_words import readable_token_ids
 
 # What settings of 0 leave to the device: those of a GPU, with a KV cache for 262,144 tokens.
@@ -31,6 +38,9 @@ _NUM_SEQUENCES, _BATCH_TOKENS, _CACHE_TOKENS = 256, 4_096, 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
 # Time that the event loop was late by is made up for, but no more of it than this.
 _MAX_LATE_S = 0.05
+# Of a number in the KV cache that there is not.
+_KV_NUMBER_BYTES = 2
+_US_PER_S = 1e6
 
 # Of what a request may ask for, what there is nothing to answer with, or what its tokens would
 # have to keep to.
@@ -50,7 +60,8 @@ class SimulatedEngine:
     """See ``workers.engine_process.EngineLike``.
 
     Bounds, blocks, prefix cache, priorities and preemptions are those of the real engine, by
-    ``schemas.simulated_batch``; steps last as ``config.simulation`` says. A completion ends by
+    ``schemas.simulated_batch``; steps last as ``config.simulation`` says, and are shared among the
+    requests as those of the model would be on a GPU. A completion ends by
     ``max_tokens`` or a stop token; sampling parameters choose nothing. Owns the task that steps,
     until ``close``.
     """
@@ -62,6 +73,8 @@ class SimulatedEngine:
         size = config.block_size_tokens
         self.on_outputs: OnOutputs = _ignore
         self.on_prefixes: OnPrefixes = _ignore_prefixes
+        self.on_device_times: OnDeviceTimes = _ignore_device_times
+        self.device_uuid = ""
         self._vocab_size = served_model.vocab_size
         self._context_window_tokens = served_model.context_window_tokens
         self._clock = clock
@@ -74,6 +87,14 @@ class SimulatedEngine:
             block_size_tokens=size,
             prefix_cache=config.prefix_cache,
         )
+        shape = served_model.config
+        self._work_of = DeviceWork(
+            shape,
+            kv_token_bytes=2 * shape.num_key_value_heads * shape.head_dim * _KV_NUMBER_BYTES,
+            flop_per_byte=FLOP_PER_BYTE["cuda"],
+        )
+        self._charged_s = 0.0
+        self._gone: list[DeviceTime] = []
         self._prefill_tokens_per_s = latency.prefill_tokens_per_s
         self._stats: EngineStats | None = None
         self._answers: list[EngineOutput] = []
@@ -101,7 +122,8 @@ class SimulatedEngine:
     def add(self, request: EngineRequest) -> None:
         """Generate for a request from the next step on; one that cannot be served is answered with
         an error by then."""
-        self.cancel(request.request_id)
+        if self._batch.get(request.request_id) is not None:
+            self.cancel(request.request_id)
         self._work.set()
         try:
             _check_simulated(request)
@@ -125,9 +147,17 @@ class SimulatedEngine:
         """Forget a request; its blocks are free at once."""
         self._stats = None
         self._added_s.pop(request_id, None)
-        self._batch.cancel(request_id)
+        sequence = self._batch.cancel(request_id)
         if self._answers:
             self._answers = [one for one in self._answers if one.request_id != request_id]
+        if not self._gone:
+            asyncio.get_running_loop().call_soon(self._tell_gone)
+        device_us = 0.0 if sequence is None else sequence.device_s * _US_PER_S
+        self._gone.append(DeviceTime(request_id, 0, device_us, over=True))
+
+    def _tell_gone(self) -> None:
+        gone, self._gone = self._gone, []
+        self.on_device_times(gone)
 
     async def wait_closed(self) -> str:
         """Returns when the stepping has ended, with why."""
@@ -159,9 +189,25 @@ class SimulatedEngine:
                 await asyncio.sleep(0)
                 self._hand_over([])
                 continue
+            self._charge(step_s)
             due_s = max(due_s, begun_s - _MAX_LATE_S) + step_s
             await self._clock.sleep(max(0.0, due_s - begun_s))
             self._hand_over(self._outputs(self._batch.finish(), begun_s))
+
+    def _charge(self, step_s: float) -> None:
+        """Share the time of the step that begins."""
+        planned, chunk = self._batch.planned, self._work_of.chunk
+        weights = [
+            chunk(
+                num_tokens, one.num_computed_tokens, one.num_computed_tokens + num_tokens == known
+            )
+            for one, num_tokens in planned
+            for known in (len(one.token_ids),)
+        ]
+        each_s = step_s / sum(weights)
+        for (sequence, _), weight in zip(planned, weights, strict=True):
+            sequence.device_s += each_s * weight
+        self._charged_s += step_s
 
     async def _wait_for_work(self) -> None:
         now_s = self._clock.monotonic()
@@ -221,6 +267,7 @@ class SimulatedEngine:
             decode_tokens=batch.decode_tokens,
             num_preemptions=batch.num_preemptions,
             busy_s=batch.busy_s,
+            charged_s=self._charged_s,
             outstanding_tokens=batch.outstanding_tokens,
             outstanding_prompt_tokens=batch.outstanding_prompt_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
@@ -274,6 +321,7 @@ def _told(sequence: SimulatedSequence, queued_s: float | None, *, ended: bool) -
         queued_s=queued_s or 0.0,
         num_cached_tokens=0 if queued_s is None else sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions if ended else 0,
+        device_us=sequence.device_s * _US_PER_S if ended else 0.0,
     )
 
 
@@ -287,3 +335,7 @@ def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
 
 def _ignore_prefixes(_changes: PrefixChanges) -> None:
     """Changes in the cache of an engine that has no worker yet."""
+
+
+def _ignore_device_times(_times: list[DeviceTime]) -> None:
+    """Device times of an engine that has no worker yet."""

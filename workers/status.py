@@ -8,15 +8,18 @@ from collections.abc import Callable
 
 from bus.api import Bus
 from bus.clock import Clock
+from registry.pricing import PriceBook
 from schemas.config import WorkerConfig
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.records import WorkerSample
+from workers.device_watch import DeviceReading, DeviceWatch
 from workers.engine.types import EngineStats
 
 _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8
+_US_PER_S = 1e6
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class StatusReporter:
         engine_stats: Callable[[], EngineStats],
         num_live: Callable[[], int],
         num_held_by_tier: Callable[[], dict[Tier, int]],
+        prices: PriceBook,
+        device: DeviceWatch,
     ) -> None:
         self._bus = bus
         self._config = config
@@ -49,6 +54,8 @@ class StatusReporter:
         self._engine_stats = engine_stats
         self._num_live = num_live
         self._num_held_by_tier = num_held_by_tier
+        self._prices = prices
+        self._device = device
         self._started_ns = clock.now_ns()
         self._draining = False
         self._announced_room = 0.0
@@ -134,7 +141,8 @@ class StatusReporter:
         while True:
             await self._clock.sleep(self._config.sample_interval_s)
             now_s, stats = self._clock.monotonic(), self._engine_stats()
-            sample = self._make_sample(before, stats, now_s - before_s)
+            device = await self._device.read()
+            sample = self._make_sample(before, stats, now_s - before_s, device)
             before_s, before = now_s, stats
             try:
                 await self._bus.outbox.publish(sample)
@@ -143,7 +151,7 @@ class StatusReporter:
                 logger.warning("a sample could not be stored", extra={"code": error.code})
 
     def _make_sample(
-        self, before: EngineStats, stats: EngineStats, period_s: float
+        self, before: EngineStats, stats: EngineStats, period_s: float, device: DeviceReading
     ) -> WorkerSample:
         num_steps = stats.num_steps - before.num_steps
         busy_s = stats.busy_s - before.busy_s
@@ -164,6 +172,16 @@ class StatusReporter:
             decode_tokens=stats.decode_tokens - before.decode_tokens,
             num_preemptions=stats.num_preemptions - before.num_preemptions,
             queue_depth=self._queue_depth,
+            busy_us=round(stats.busy_s * _US_PER_S) - round(before.busy_s * _US_PER_S),
+            charged_us=round(stats.charged_s * _US_PER_S) - round(before.charged_s * _US_PER_S),
+            prefix_query_tokens=stats.prefix_query_tokens - before.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens - before.prefix_hit_tokens,
+            device_name=device.name,
+            device_share=device.share,
+            device_memory_bytes=device.memory_bytes,
+            device_memory_total_bytes=device.memory_total_bytes,
+            device_per_hour=self._prices.device_per_hour,
+            currency=self._prices.currency,
         )
 
     def _room(self) -> float:

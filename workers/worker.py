@@ -16,6 +16,7 @@ from registry.served import ServedModel
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
 from schemas.errors import MillraceError
+from workers.device_watch import DeviceWatch
 from workers.engine_keeper import EngineKeeper
 from workers.flusher import Flusher
 from workers.index import Generations, IndexWriter
@@ -85,6 +86,8 @@ class Worker:
             lambda: engine.stats,
             lambda: self.requests.num_running,
             self.requests.num_held_by_tier,
+            served_model.entry.prices,
+            DeviceWatch(lambda: engine.device_uuid),
         )
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
 
@@ -97,6 +100,7 @@ class Worker:
         subscriptions: list[Subscription] = []
         self._engine.on_outputs = self.requests.on_outputs
         self._engine.on_prefixes = self._prefixes.note
+        self._engine.on_device_times = self.requests.on_device_times
         self._engine.on_lost = self.requests.on_engine_lost
         self._engine.on_replaced = self.requests.on_engine_replaced
         self._bus.on_reconnect(self._leases.hurry)

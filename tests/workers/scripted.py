@@ -29,7 +29,7 @@ from schemas.records import RequestRecord, WorkerSample
 from schemas.sampling import SamplingParams
 from tests.support.tokenizers_made import byte_level, write_tokenizer
 from tests.support.waiting import eventually
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from workers.engine_keeper import EngineKeeper
 from workers.engine_process import EngineFailedError
 from workers.worker import Worker
@@ -72,7 +72,8 @@ def line_of(job: Job) -> Line:
 
 class ScriptedEngine:
     """See ``workers.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it was told,
-    ``started`` what it has made something of; outputs come when the test calls ``emit``."""
+    ``started`` what it has made something of; outputs come when the test calls ``emit``. A cancel
+    is answered with what ``took_us`` says, unless it is ``silent``."""
 
     def __init__(self) -> None:
         self.added: dict[str, EngineRequest] = {}
@@ -81,6 +82,10 @@ class ScriptedEngine:
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
         self.on_outputs: Any = None
         self.on_prefixes: Any = None
+        self.on_device_times: Any = None
+        self.device_uuid = ""
+        self.took_us: dict[str, float] = {}
+        self.silent = False
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def add(self, request: EngineRequest) -> None:
@@ -88,6 +93,13 @@ class ScriptedEngine:
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
+        if not self.silent:
+            asyncio.get_running_loop().call_soon(self.tell, request_id)
+
+    def tell(self, request_id: str, *, over: bool = True) -> None:
+        """What a request took."""
+        time = DeviceTime(request_id, 0, self.took_us.get(request_id, 0.0), over)
+        self.on_device_times([time])
 
     async def wait_closed(self) -> str:
         return await self._closed

@@ -24,6 +24,7 @@ from workers import engine_loop
 from workers.engine.engine import Engine
 from workers.engine.types import (
     DeviceLostError,
+    DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
@@ -159,6 +160,7 @@ class _Counting:
     def __init__(self) -> None:
         self.left = 0
         self.told: list[str] = []
+        self.gone: list[str] = []
         self.num_checks = 0
 
     @property
@@ -171,6 +173,7 @@ class _Counting:
 
     def cancel(self, request_id: str) -> None:
         self.told.append(f"cancel {request_id}")
+        self.gone.append(request_id)
         self.left = 0
 
     def step(self) -> list[EngineOutput]:
@@ -182,6 +185,14 @@ class _Counting:
 
     def take_prefix_changes(self) -> PrefixChanges | None:
         return PrefixChanges(added=bytes([self.left]) * 8) if self.left == 1 else None
+
+    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        gone, self.gone = self.gone, []
+        return [DeviceTime(name, 0, 1.5, over=True) for name in gone]
+
+    @property
+    def device_uuid(self) -> str:
+        return ""
 
     def check_integrity(self) -> None:
         self.num_checks += 1
@@ -228,7 +239,13 @@ def test_one_report_a_step_then_it_waits(
     assert reports[-1].stats.num_running == 0
     sock.sendall(pack([Stop("a"), Stop("b")]) + pack([Add(_request("c", 1))]))
     # What was cancelled is told before the step.
-    assert [len(report.outputs) for report in _reports(sock, 2)] == [0, 1]
+    cancelled, made = _reports(sock, 2)
+    assert [len(report.outputs) for report in (cancelled, made)] == [0, 1]
+    assert [(time.request_id, time.over) for time in cancelled.device_times] == [
+        ("a", True),
+        ("b", True),
+    ]
+    assert not made.device_times
     assert engine.told == ["add a", "cancel a", "cancel b", "add c"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bus.clock import ManualClock
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason, Drain, Ended, Served
 from schemas.frames import Delta, Done, FinishReason
@@ -33,8 +34,9 @@ def _ids(ended: list[Ended]) -> list[str]:
     return [request_id for notice in ended for request_id in notice.request_ids]
 
 
-def _run(request_id: str = "r1", **tokens: int) -> Served:
-    return Served(request_id=request_id, tenant="local", tier=Tier.FREE, **tokens)
+def _run(request_id: str = "r1", **fields: int) -> Served:
+    fields = {"epoch": 1, "started_ns": ManualClock().now_ns()} | fields
+    return Served(request_id=request_id, tenant="local", tier=Tier.FREE, **fields)
 
 
 async def test_a_resumed_run_is_charged_for_its_own_work(demo: ServedModel) -> None:
@@ -51,7 +53,9 @@ async def test_a_resumed_run_is_charged_for_its_own_work(demo: ServedModel) -> N
         )
         await b.ended()
         await eventually(lambda: bool(ended))
-        assert _served(ended) == [_run(prompt_tokens=5, cached_tokens=4, completion_tokens=3)]
+        assert _served(ended) == [
+            _run(epoch=2, prompt_tokens=5, cached_tokens=4, completion_tokens=3)
+        ]
         (record,) = await b.records()
         assert (record.cached_tokens, record.completion_tokens) == (3, 5)
 

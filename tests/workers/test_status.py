@@ -67,7 +67,13 @@ async def test_ends_are_told_once_the_job_has_left_the_queue(demo: ServedModel) 
         await b.ended()
         await eventually(lambda: bool(ended))
         served = Served(
-            request_id="r1", tenant="t", tier=Tier.PRO, prompt_tokens=3, completion_tokens=1
+            request_id="r1",
+            tenant="t",
+            tier=Tier.PRO,
+            epoch=1,
+            started_ns=b.clock.now_ns(),
+            prompt_tokens=3,
+            completion_tokens=1,
         )
         assert ended == [Ended(worker_id=b.worker.worker_id, request_ids=("r1",), served=(served,))]
 

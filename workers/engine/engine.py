@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import torch
+
 from registry.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
@@ -19,6 +22,7 @@ from workers.engine.block_tables import BlockTables
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.choices import make_choices
 from workers.engine.cost_model import CostModel
+from workers.engine.device_work import FLOP_PER_BYTE, DeviceWork
 from workers.engine.executor import Executor
 from workers.engine.grammar import Grammars
 from workers.engine.host_cache import HostCache
@@ -29,14 +33,21 @@ from workers.engine.planner import Planner
 from workers.engine.receiver import Receiver
 from workers.engine.runners import Runner, load_runner
 from workers.engine.sampler import Sampler
-from workers.engine.sequence import SequenceState
+from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.settings import settled
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats, PrefixChanges
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 
 _log = logging.getLogger(__name__)
 
 # How long commands wait, at most, while a step waits for sequences to become ready.
 _UNREADY_WAIT_S = 0.005
+_US_PER_S = 1e6
 
 
 def draw_seed() -> int:
@@ -89,6 +100,8 @@ class Engine:
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)
         self._outputs: list[EngineOutput] = []
+        self._owing: list[Sequence] = []
+        self._device_times: list[DeviceTime] = []
         self._readied = threading.Event()
         self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
         receiver = Receiver(
@@ -104,6 +117,7 @@ class Engine:
             grammars=self._grammars,
             receiver=receiver,
             costs=costs,
+            device_work=_device_work(runner),
             overlap=config.overlap and runner.overlaps,
             monotonic=monotonic,
         )
@@ -130,6 +144,14 @@ class Engine:
         return min(self.context_window_tokens, self._pool.capacity_tokens)
 
     @property
+    def device_uuid(self) -> str:
+        """The CUDA device's, by which its driver knows it too; empty without one."""
+        device = self._runner.cache.data.device
+        if device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step may hand something over, or there is one under way that it would end."""
         return bool(len(self._live) or self._outputs or self._executor.has_unread)
@@ -139,7 +161,7 @@ class Engine:
 
         A request with the id of a live one takes its place.
         """
-        self.cancel(request.request_id)
+        self._forget(request.request_id)
         try:
             check_kind(request, has_head=self._runner.config.has_head)
             max_total_tokens = longest_total_tokens(
@@ -177,10 +199,36 @@ class Engine:
         self._live.add(choices)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, in whatever state; its blocks are free when this returns."""
-        self._live.cancel(request_id)
+        """Forget a request, in whatever state; its blocks are free when this returns.
+
+        ``take_device_times`` says then what it has taken, that it is nothing if it was not here.
+        """
+        if not self._forget(request_id):
+            self._device_times.append(DeviceTime(request_id, 0, 0.0, over=True))
+
+    def _forget(self, request_id: str) -> bool:
+        """Whether there was anything to forget but an answer."""
+        cancelled = self._live.cancel(request_id)
+        self._owing += cancelled
         if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
+        return bool(cancelled)
+
+    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        """What those took of the device in all that were cancelled since the last call, or owed
+        something; one that has a part in a step under way is kept until that is over. With ``live``
+        also what the others have taken so far."""
+        times, self._device_times = self._device_times, []
+        if self._owing:
+            owing, self._owing = self._owing, []
+            for sequence in owing:
+                if self._executor.is_flying(sequence):
+                    self._owing.append(sequence)
+                else:
+                    times.append(_device_time(sequence, over=True))
+        if live:
+            times += [_device_time(sequence) for sequence in self._live if sequence.device_s]
+        return times
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch; what it made, and the answers to requests refused since the last.
@@ -211,7 +259,24 @@ class Engine:
             self._executor.execute([], outputs)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
             self._readied.wait(_UNREADY_WAIT_S)
+        ended = self._live.take_ended()
+        if ended:
+            self._tell_device_times(ended, outputs)
         return outputs
+
+    def _tell_device_times(
+        self, ended: list[tuple[int, Sequence]], outputs: list[EngineOutput]
+    ) -> None:
+        """Say in their last outputs what those took of the device that have ended in this step."""
+        sequences = {sequence for _, sequence in ended}
+        may_owe = not self._executor.discharge(sequences)
+        for index, sequence in ended:
+            owes = may_owe and self._executor.is_flying(sequence)
+            if owes:
+                self._owing.append(sequence)
+            outputs[index] = msgspec.structs.replace(
+                outputs[index], device_us=sequence.device_s * _US_PER_S, owes=owes
+            )
 
     def _end_settled(self, outputs: list[EngineOutput]) -> None:
         """End what has turned out to be over while it waited for its grammar."""
@@ -220,7 +285,7 @@ class Engine:
                 self._live.fail(sequence, error, outputs)
             else:
                 outputs.append(finished_output(sequence.request, FinishReason.STOP))
-                self._live.end(sequence)
+                self._live.end(sequence, outputs)
 
     def wake(self) -> None:
         """Have a step that waits for sequences to become ready look at once; for any thread."""
@@ -238,7 +303,8 @@ class Engine:
             prefill_tokens=self._executor.prefill_tokens,
             decode_tokens=self._executor.decode_tokens,
             num_preemptions=self._planner.num_preemptions,
-            busy_s=self._executor.busy_s,
+            busy_s=self._executor.meter.busy_s,
+            charged_s=self._executor.meter.charged_s,
             outstanding_tokens=self._planner.outstanding_tokens,
             outstanding_prompt_tokens=self._outstanding_prompt_tokens(),
             prefill_tokens_per_s=self._executor.speed.prefill_tokens_per_s,
@@ -268,3 +334,17 @@ class Engine:
         """Raise AssertionError unless choices, planner, cache, pool and unread step agree."""
         self._live.check_integrity()
         self._executor.check_integrity(self._live)
+
+
+def _device_work(runner: Runner) -> DeviceWork:
+    cache = runner.cache
+    return DeviceWork(
+        runner.config,
+        kv_token_bytes=cache.blocks.shape[-1] / cache.block_size_tokens,
+        flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
+    )
+
+
+def _device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:
+    device_us = sequence.device_s * _US_PER_S
+    return DeviceTime(sequence.request_id, sequence.choice, device_us, over)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from workers.engine.cost_model import CostModel, StepWork
+from workers.engine.device_meter import DeviceMeter
+from workers.engine.device_work import DeviceWork
 from workers.engine.grammar import Grammars
 from workers.engine.launched import ChosenTokens, LaunchedStep
 from workers.engine.planner import Planner, ScheduledSequence
@@ -18,15 +20,18 @@ from workers.engine.step_speed import StepSpeed
 from workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
+_sequence = itemgetter(0)
 
 
 class _Flight(NamedTuple):
     """A plan under way. The tokens that the device chooses for ``step.by_device`` come to
     ``places`` in their sequences, where placeholders are until then. ``chunks`` are computed tokens
-    that their logits say nothing about."""
+    that their logits say nothing about; ``weights`` are the shares of the items of the plan in the
+    time that it takes."""
 
     plan: list[ScheduledSequence]
     work: StepWork
+    weights: list[float]
     begin_s: float
     step: LaunchedStep
     places: list[int]
@@ -38,6 +43,9 @@ class Executor:
 
     With ``overlap`` a step is read after the next one has been launched, unless the host has to
     choose something of it; so at most one step is unread between two calls.
+
+    The time that a call takes is charged to the sequences of the step that is under way, and while
+    two are, to those of the earlier one: so each moment that the device is busy is somebody's.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class Executor:
         grammars: Grammars,
         receiver: Receiver,
         costs: CostModel,
+        device_work: DeviceWork,
         overlap: bool,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -56,6 +65,8 @@ class Executor:
         self._grammars = grammars
         self._receiver = receiver
         self._costs = costs
+        self._device_work = device_work
+        self.meter = DeviceMeter()
         self.speed = StepSpeed(costs)
         self._overlap = overlap
         self._monotonic = monotonic
@@ -63,7 +74,6 @@ class Executor:
         self._taken_s = 0.0
         self.prefill_tokens = 0
         self.decode_tokens = 0
-        self.busy_s = 0.0
 
     @property
     def has_unread(self) -> bool:
@@ -78,23 +88,61 @@ class Executor:
         """
         begin_s = self._monotonic()
         before, self._unread = self._unread, None
-        busy_since_s = begin_s if before is None else self._taken_s
+        if before is None:
+            self.meter.begin(begin_s)
         flight = self._launch(plan, begin_s) if plan else None
+        charged = before
         if isinstance(flight, Exception):
             if before is not None:
                 self._take(before, outputs)
+                self._charge(before)
+            else:
+                self.meter.charge(plan, self._device_work.of(plan), self._monotonic())
             self._halve(plan, flight, outputs)
         elif before is None or self._take(before, outputs, behind=flight):
             if self._overlap and flight is not None and not flight.step.needs_host:
                 self._unread = flight
+                charged = before or flight
             elif flight is not None:
+                if before is not None:
+                    self.meter.charge(before.plan, before.weights, self._taken_s)
                 self._take(flight, outputs)
+                charged = flight
         self._taken_s = self._monotonic()
-        self.busy_s += self._taken_s - busy_since_s
+        if charged is not None:
+            self.meter.charge(charged.plan, charged.weights, self._taken_s)
+        else:
+            self.meter.charge(plan, self._device_work.of(plan), self._taken_s)
+
+    def _charge(self, flight: _Flight) -> None:
+        self.meter.charge(flight.plan, flight.weights, self._monotonic())
+
+    def is_flying(self, sequence: Sequence) -> bool:
+        """Whether a step that it has a part in is under way."""
+        return self._unread is not None and sequence in map(_sequence, self._unread.plan)
+
+    def discharge(self, ended: Collection[Sequence]) -> bool:
+        """Charge the others alone for the step under way, as these have ended; False if there are
+        no others."""
+        flight = self._unread
+        if flight is None:
+            return True
+        weights = [
+            0.0 if item.sequence in ended else weight
+            for item, weight in zip(flight.plan, flight.weights, strict=True)
+        ]
+        if not any(weights):
+            return False
+        flight.weights[:] = weights
+        return True
 
     def _launch(self, plan: list[ScheduledSequence], begin_s: float) -> _Flight | Exception:
         """Give a plan to the runner; what it fails with if it does."""
         work = StepWork.of(plan)
+        if work.prefill_tokens:
+            weights = self._device_work.of(plan)
+        else:
+            weights = self._device_work.of_decodes(map(_sequence, plan))
         try:
             self._grammars.begin_masks(plan)
             step = self._runner.launch(plan)
@@ -105,7 +153,7 @@ class Executor:
         places = list(map(_num_computed_tokens, step.by_device))
         for sequence in step.by_device:
             sequence.token_ids.append(UNREAD_TOKEN)
-        return _Flight(plan, work, begin_s, step, places, chunks)
+        return _Flight(plan, work, weights, begin_s, step, places, chunks)
 
     def _take(
         self, flight: _Flight, outputs: list[EngineOutput], behind: _Flight | None = None
@@ -121,6 +169,7 @@ class Executor:
             if behind is not None:
                 self._undo(behind)
             self._undo(flight)
+            self._charge(flight)
             self._halve(flight.plan, chosen, outputs)
             return False
         if chosen.finite is None:
@@ -167,9 +216,11 @@ class Executor:
             return
         flight = self._launch(left, self._monotonic())
         if isinstance(flight, Exception):
+            self.meter.charge(left, self._device_work.of(left), self._monotonic())
             self._halve(left, flight, outputs)
         else:
             self._take(flight, outputs)
+            self._charge(flight)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only

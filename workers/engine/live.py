@@ -14,12 +14,14 @@ from workers.engine.types import EngineOutput
 
 class LiveRequests:
     """The choices of each request that are not over. Whoever leaves is taken out of planner and
-    sampler too, so that nothing of it is left."""
+    sampler too, so that nothing of it is left, but for what ``take_ended`` and
+    ``cancel`` give."""
 
     def __init__(self, planner: Planner, sampler: Sampler) -> None:
         self._planner = planner
         self._sampler = sampler
         self._choices: dict[str, list[Sequence]] = {}
+        self._ended: list[tuple[int, Sequence]] = []
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -33,12 +35,16 @@ class LiveRequests:
         self._choices[choices[0].request_id] = list(choices)
         self._planner.add(choices[0])
 
-    def cancel(self, request_id: str) -> None:
-        """Forget a request, in whatever state; nothing happens if it is not here."""
-        for sequence in self._choices.pop(request_id, ()):
+    def cancel(self, request_id: str) -> list[Sequence]:
+        """Forget a request, in whatever state; the choices of it that were here."""
+        choices = self._choices.pop(request_id, [])
+        for sequence in choices:
             self._leave(sequence)
+        return choices
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
+        """It is over; the last of ``outputs``, which are those of this step, is its last one."""
+        self._ended.append((len(outputs) - 1, sequence))
         choices = self._choices[sequence.request_id]
         choices.remove(sequence)
         if not choices:
@@ -50,7 +56,12 @@ class LiveRequests:
         sequence.contents_finite = False  # nobody has looked at what it computed last
         for ended in (sequence, *sequence.forks):
             outputs.append(error_output(ended, error))
-            self.end(ended)
+            self.end(ended, outputs)
+
+    def take_ended(self) -> list[tuple[int, Sequence]]:
+        """Those that have ended in this step, and where among its outputs their last one is."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _leave(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)

@@ -122,7 +122,7 @@ class Receiver:
                 continue
             if all(map(math.isfinite, embedding)):
                 outputs.append(embedding_output(sequence, embedding))
-                self._live.end(sequence)
+                self._live.end(sequence, outputs)
             else:
                 self._live.fail(sequence, NonFiniteEmbeddingError(), outputs)
 
@@ -244,4 +244,4 @@ class Receiver:
         outputs.append(token_output(sequence, token, logprob, finish_reason))
         sequence.started = True
         if finish_reason is not None:
-            self._live.end(sequence)
+            self._live.end(sequence, outputs)

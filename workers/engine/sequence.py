@@ -40,6 +40,8 @@ class Sequence:
     failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
     stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
     the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
+    ``device_s`` is its share of the time that the device was busy, up to the last step that has
+    been read.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
     from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``pinned_keys``,
@@ -59,6 +61,7 @@ class Sequence:
         "block_table",
         "choice",
         "contents_finite",
+        "device_s",
         "forks",
         "key",
         "matcher",
@@ -124,6 +127,7 @@ class Sequence:
         self.started = False
         self.added_s = added_s
         self.queued_s = 0.0
+        self.device_s = 0.0
         self.sampling_state: Any = None
         self.matcher: Any = None
         self.pooling_state: Any = None

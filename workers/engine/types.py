@@ -43,11 +43,13 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     into the batch; it also says for how long it waited in the engine before that, ``queued_s``,
     and how many tokens of the prompt were found
     in the KV cache, ``num_cached_tokens``. The last output of a choice has either
-    ``finish_reason`` or ``error`` as (code, message), and ``num_preemptions``. A request is over
-    when each of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it
-    was refused; a cancelled request has no last output. ``embedding`` ([hidden_size], in float32,
-    as pooled: scaling it to length 1 is the caller's) comes in the last output of a request with
-    ``pooling``, which makes no tokens.
+    ``finish_reason`` or ``error`` as (code, message), ``num_preemptions``, and ``device_us``, what
+    the choice took of the device; ``owes``: a step that it had a part in is not over yet, so a
+    ``DeviceTime`` follows. A request is over when each of its choices 0 … n - 1 has had its last
+    output, or with one error of choice 0 if it was refused; a cancelled request has no last output,
+    only a ``DeviceTime``. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
+    1 is the caller's) comes in the last output of a request with ``pooling``, which makes no
+    tokens.
     """
 
     request_id: str
@@ -62,10 +64,22 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     queued_s: float = 0.0
     num_preemptions: int = 0
     embedding: tuple[float, ...] = ()
+    device_us: float = 0.0
+    owes: bool = False
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+
+class DeviceTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a choice of a request has taken of the device so far, in all. With ``over`` that is the
+    last word: it was cancelled, or it owed this since its last output."""
+
+    request_id: str
+    choice: int
+    device_us: float
+    over: bool = False
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,7 +106,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. ``busy_s`` is the time during which a step that runs the model was
-    under way, from its launch until what it made was handed over.
+    under way, from its launch until what it made was handed over; ``charged_s`` of it has been
+    shared among the requests.
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
@@ -113,6 +128,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int = 0
     num_preemptions: int = 0
     busy_s: float = 0.0
+    charged_s: float = 0.0
     outstanding_tokens: int = 0
     outstanding_prompt_tokens: int = 0
     prefill_tokens_per_s: float = 0.0

@@ -1,0 +1,26 @@
+"""What one run of a request has taken of the worker's device."""
+
+from __future__ import annotations
+
+
+class DeviceUse:
+    """As far as the engines told: each counts from 0, and what one had not told that died is
+    lost."""
+
+    __slots__ = ("_former_us", "_us")
+
+    def __init__(self) -> None:
+        self._us = self._former_us = 0.0
+
+    def note(self, device_us: float) -> None:
+        """The engine says that it has been so much in all."""
+        self._us = max(self._us, device_us)
+
+    def note_engine_lost(self) -> None:
+        """The engine has ended."""
+        self._former_us += self._us
+        self._us = 0.0
+
+    @property
+    def total_us(self) -> int:
+        return round(self._former_us + self._us)

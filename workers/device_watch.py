@@ -1,0 +1,66 @@
+"""What a CUDA device's driver shows of it, by NVML."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceReading(NamedTuple):
+    """A device at one moment; ``share`` is the part of the last moments in which anything ran on
+    it. Empty and 0 where there is nothing to ask."""
+
+    name: str = ""
+    share: float = 0.0
+    memory_bytes: int = 0
+    memory_total_bytes: int = 0
+
+
+class DeviceWatch:
+    """Asks the driver about the device that the engine runs on, ``uuid``: "" on a CPU, where there
+    is none. Without library or driver it says so once, and then asks no more."""
+
+    def __init__(self, uuid: Callable[[], str]) -> None:
+        self._uuid = uuid
+        self._has_failed = False
+
+    async def read(self) -> DeviceReading:
+        uuid = self._uuid()
+        if not uuid or self._has_failed:
+            return DeviceReading()
+        try:
+            # The first call loads the driver's library, and any of them may wait for the driver.
+            return await asyncio.to_thread(_read, uuid)
+        except _UnreadableError as error:
+            self._has_failed = True
+            logger.warning("the device cannot be watched", extra={"reason": str(error)})
+            return DeviceReading()
+
+
+class _UnreadableError(Exception):
+    """Why nothing can be read."""
+
+
+def _read(uuid: str) -> DeviceReading:
+    try:
+        import pynvml  # only where the engine has a CUDA device
+    except ImportError as error:
+        raise _UnreadableError("nvidia-ml-py is not installed") from error
+    try:
+        pynvml.nvmlInit()  # counts its calls: what is loaded stays so
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        )
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return DeviceReading(
+            name=pynvml.nvmlDeviceGetName(handle),
+            share=pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            memory_bytes=memory.used,
+            memory_total_bytes=memory.total,
+        )
+    except pynvml.NVMLError as error:
+        raise _UnreadableError(str(error)) from error
