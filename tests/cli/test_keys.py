@@ -137,6 +137,7 @@ def test_the_table(keys: Keys) -> None:
         "name",
         "tier",
         "admin",
+        "keep_transcripts",
         "created",
         "revoked",
         "limits",
@@ -196,3 +197,37 @@ def test_where_redis_is(
     assert "secret" not in err
     assert main(["keys", "list", "--redis", "http://127.0.0.1"]) == 2
     assert "redis.url cannot be used" in capsys.readouterr().err
+
+
+async def keeps_transcripts(url: str, tenant: str) -> bool:
+    link = RedisLink(RedisConfig(url=url))
+    try:
+        return await Identity(link, GatewayConfig(), SystemClock()).keeps_transcripts(tenant)
+    finally:
+        await link.close()
+
+
+async def test_transcripts_are_kept_for_tenants_that_ask_for_it(
+    redis_server: RedisServer, keys: Keys
+) -> None:
+    def commands(*arguments: str) -> Any:
+        return keys.json(*arguments)
+
+    made = await asyncio.to_thread(commands, "create", "--tenant", "acme", "--tier", "pro")
+    assert made["keep_transcripts"] is False
+    assert not await keeps_transcripts(redis_server.url, "acme")
+    changed = await asyncio.to_thread(commands, "tenant", "acme", "--keep-transcripts", "on")
+    assert (changed["keep_transcripts"], changed["tier"]) == (True, "pro")
+    assert await keeps_transcripts(redis_server.url, "acme")
+    assert not await keeps_transcripts(redis_server.url, "globex")
+    # Another change leaves it as it is.
+    kept = await asyncio.to_thread(commands, "tenant", "acme", "--requests-per-minute", "9")
+    assert kept["keep_transcripts"] is True
+    [listed] = await asyncio.to_thread(commands, "list")
+    assert listed["keep_transcripts"] is True
+    text = await asyncio.to_thread(keys, "tenant", "acme")
+    assert [line.split() for line in text.splitlines() if "keep" in line] == [
+        ["keep_transcripts", "yes"]
+    ]
+    await asyncio.to_thread(commands, "tenant", "acme", "--keep-transcripts", "off")
+    assert not await keeps_transcripts(redis_server.url, "acme")
