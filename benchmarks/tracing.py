@@ -1,0 +1,185 @@
+"""What tracing costs a gateway: by request and by token, off, sampled out, on, and without a
+collector.
+
+    python -m benchmarks.tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
+
+One gateway for each way, in turn, round after round: clients ask for short answers one after the
+other, then for long ones. The figure is the gateway process's CPU time, the thread that sends spans
+among it, by request and by token; of the rounds the median is shown with the spread. Beside them
+stands what a span costs by itself: to be told, on the event loop, and all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import uvloop
+
+from benchmarks.gateway_clients import sse_request
+from benchmarks.gateway_process import GatewayProcess, running_gateway
+from benchmarks.simulated_worker import simulated_worker
+from bus.tracing import Span, SpanKind, open_tracing
+from schemas.config import TracingConfig
+from tests.support.servers import free_port
+from tests.tracing.collector import Collector
+
+_WAYS = ("off", "sampled out", "on", "collector away")
+_SHORT_TOKENS, _LONG_TOKENS = 4, 200
+_TOKENS_PER_S = 100.0
+_WARM_UP_S = 0.5
+_NUM_SPANS = 4_000
+_LAST = b"[DONE]\n\n\r\n0\r\n\r\n"
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One round of one way."""
+
+    way: str
+    num_requests: int
+    request_us: float
+    num_tokens: int
+    token_us: float
+
+
+class _Uncaring(Collector):
+    """Takes spans and looks at none."""
+
+    def take(self, body: bytes) -> None:
+        self.bodies[:] = [body]
+
+
+@contextlib.contextmanager
+def _variables(way: str, collector: Collector) -> Iterator[None]:
+    """What a gateway that is started now finds in its environment."""
+    endpoint = {
+        "off": "",
+        "collector away": f"http://127.0.0.1:{free_port()}",
+    }.get(way, collector.endpoint)
+    variables = {
+        "MILLRACE_TRACING__ENDPOINT": endpoint,
+        "MILLRACE_TRACING__SAMPLE_RATIO": "0" if way == "sampled out" else "1",
+    }
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+async def _ask(port: int, max_tokens: int, until_s: float) -> int:
+    """One client, request after request; how many it had answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    request = sse_request(max_tokens=max_tokens)
+    num_requests = 0
+    while time.perf_counter() < until_s:
+        writer.write(request)
+        await reader.readuntil(_LAST)
+        num_requests += 1
+    writer.close()
+    return num_requests
+
+
+async def _load(
+    gateway: GatewayProcess, num_clients: int, max_tokens: int, seconds: float
+) -> tuple[int, float]:
+    """Requests that were answered, and the CPU time that they took."""
+
+    async def run(for_s: float) -> int:
+        until_s = time.perf_counter() + for_s
+        clients = (_ask(gateway.port, max_tokens, until_s) for _ in range(num_clients))
+        return sum(await asyncio.gather(*clients))
+
+    await run(_WARM_UP_S)
+    before_s = gateway.cpu_s()
+    num_requests = await run(seconds)
+    return num_requests, gateway.cpu_s() - before_s
+
+
+def _round(way: str, collector: Collector, num_clients: int, seconds: float) -> Figures:
+    with (
+        _variables(way, collector),
+        running_gateway() as gateway,
+        simulated_worker(gateway.nats_url, _TOKENS_PER_S),
+    ):
+        num_short, short_s = uvloop.run(_load(gateway, num_clients, _SHORT_TOKENS, seconds))
+        num_long, long_s = uvloop.run(_load(gateway, num_clients, _LONG_TOKENS, seconds))
+    num_tokens = num_long * _LONG_TOKENS
+    return Figures(
+        way=way,
+        num_requests=num_short,
+        request_us=short_s / max(num_short, 1) * 1e6,
+        num_tokens=num_tokens,
+        token_us=long_s / max(num_tokens, 1) * 1e6,
+    )
+
+
+async def _span_us(collector: Collector) -> tuple[float, float]:
+    """CPU time of a span: told, and all of it with what is done to send and to receive it."""
+    config = TracingConfig(endpoint=collector.endpoint)
+    tracing = open_tracing(config, "bench", "bench")
+    assert tracing is not None
+    context, _ = tracing.join(None)
+    attributes = {f"gen_ai.attribute.{number}": number for number in range(12)}
+    begin_s, told_s = time.process_time(), 0.0
+    for _ in range(_NUM_SPANS):
+        since_s = time.thread_time()
+        tracing.tell(
+            Span("work", context.anywhere(), context.span_id, 1, 2, SpanKind.SERVER, attributes)
+        )
+        told_s += time.thread_time() - since_s
+    await tracing.close()
+    whole_s = time.process_time() - begin_s
+    return told_s / _NUM_SPANS * 1e6, whole_s / _NUM_SPANS * 1e6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tracing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--smoke", action="store_true", help="one short round, to see that it runs")
+    parsed = parser.parse_args(arguments)
+    num_rounds = 1 if parsed.smoke else parsed.rounds
+    seconds = 0.5 if parsed.smoke else parsed.seconds
+    with _Uncaring().running() as collector:
+        told_us, whole_us = asyncio.run(_span_us(collector))
+        rounds = [
+            _round(way, collector, parsed.clients, seconds)
+            for _ in range(num_rounds)
+            for way in _WAYS
+        ]
+    print(f"a span: {told_us:.0f} us to tell, {whole_us:.0f} us with encoding, sending, receiving")
+    print(f"{'tracing':<16}{'CPU us a request':>24}{'CPU us a token':>22}{'requests':>10}")
+    for way in _WAYS:
+        figures = [one for one in rounds if one.way == way]
+        request, token = ([getattr(one, name) for one in figures] for name in _MEASURED)
+        print(
+            f"{way:<16}{_spread(request, 0):>24}{_spread(token, 2):>22}"
+            f"{sum(one.num_requests for one in figures):>10,}"
+        )
+    return 0
+
+
+_MEASURED = ("request_us", "token_us")
+
+
+def _spread(values: list[float], digits: int) -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
