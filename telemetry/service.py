@@ -9,12 +9,16 @@ from contextlib import AsyncExitStack
 
 from bus.api import Bus
 from bus.clock import Clock
+from registry.catalogue import load_catalogue
 from schemas.config import Config
+from schemas.errors import ConfigError
 from telemetry.answers import Answers
 from telemetry.bridge import Bridge
 from telemetry.http_interface import HttpServer
 from telemetry.ledger import Ledger
 from telemetry.migrate import migrate
+from telemetry.prices import record_prices
+from telemetry.rollups import Rollups
 from telemetry.sink import Sink
 from telemetry.store import Store
 from telemetry.supervision import keep_running
@@ -35,17 +39,21 @@ class TelemetryService:
         self.ledger = Ledger(store)
         self.answers = Answers(store.reader)
         self.bridge: Bridge | None = None
-        self.sink = Sink(config.kafka, config.telemetry, store, self.ledger, clock)
+        self.rollups = Rollups(store, clock, config.telemetry.rollup_interval_s)
+        self.sink = Sink(
+            config.kafka, config.telemetry, store, self.ledger, clock, self.rollups.touched
+        )
 
     @classmethod
     async def open(cls, config: Config, clock: Clock) -> TelemetryService:
-        """Open the store and bring it up to date.
+        """Open the store, bring it up to date, and note the catalogue's prices in it.
 
         Raises ConfigError, StoreUnavailableError, MigrationError.
         """
         store = await Store.open(config.clickhouse)
         try:
             applied = await migrate(store)
+            await _note_prices(config, store, clock)
         except BaseException:
             await store.close()
             raise
@@ -87,12 +95,20 @@ class TelemetryService:
                 self._part(stack, "sink", keep_running("sink", self.sink.run, self._clock)),
                 self._part(stack, "answers", keep_running("answers", answer, self._clock)),
             ]
+            rollups = self._part(
+                stack, "rollups", keep_running("rollups", self.rollups.run, self._clock)
+            )
             await self._stop.wait()
             bridge.stop()
             self.sink.stop()
             _, late = await asyncio.wait(parts, timeout=_FLUSH_TIMEOUT_S)
+            # After the last batch, which it is to count.
+            self.rollups.stop()
+            _, still = await asyncio.wait([rollups], timeout=_FLUSH_TIMEOUT_S)
+            late |= still
             if late:
-                # Nothing is lost by it: what was not committed comes again at the next start.
+                # Nothing is lost by it: what was not committed comes again at the next start, and
+                # what was not counted is found then.
                 logger.warning(
                     "stopped without flushing", extra={"parts": [t.get_name() for t in late]}
                 )
@@ -113,3 +129,13 @@ class TelemetryService:
 
         stack.push_async_callback(end)
         return task
+
+
+async def _note_prices(config: Config, store: Store, clock: Clock) -> None:
+    """Requests are stored with what they cost, whether or not this process knows the prices."""
+    try:
+        catalogue = load_catalogue(config.catalogue)
+    except ConfigError as error:
+        logger.warning("the catalogue's prices are not known here", extra={"reason": error.message})
+        return
+    await record_prices(store, catalogue, clock)

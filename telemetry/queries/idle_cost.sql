@@ -1,0 +1,30 @@
+-- What each worker's device cost while it was busy and while it idled, and how much of the busy time
+-- no request was charged for.
+-- Money is exact, as text, cut after 12 digits. Counted are the minutes that begin in the
+-- range; a sample's period counts in the minute in which it ended.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param model: only this model's (default '')
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    model,
+    worker,
+    max(w.name) AS name,
+    max(w.device_name) AS device_name,
+    currency,
+    sum(w.busy_us) AS busy_us,
+    sum(w.idle_us) AS idle_us,
+    sum(w.charged_us) AS charged_us,
+    sum(w.busy_us) / nullIf(sum(w.busy_us) + sum(w.idle_us), 0) AS busy_share,
+    toString(sum(toDecimal256(device_per_hour, 12) * w.busy_us) / 3600000000) AS busy_cost,
+    toString(sum(toDecimal256(device_per_hour, 12) * w.idle_us) / 3600000000) AS idle_cost,
+    toString(sum(toDecimal256(device_per_hour, 12) * (toInt64(w.busy_us) - toInt64(w.charged_us))) / 3600000000) AS uncharged_cost
+FROM workers_by_minute AS w FINAL
+WHERE minute >= toDateTime(begin_s, 'UTC')
+  AND minute < toDateTime(end_s, 'UTC')
+  AND ({model:String} = '' OR model = {model:String})
+GROUP BY model, worker, currency
+ORDER BY model, name, worker, currency

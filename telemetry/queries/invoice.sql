@@ -1,0 +1,56 @@
+-- An invoice: what a tenant owes for a range, say a month, by model, adapter, tier and price version.
+-- amount is exact: the sum of what each request was charged. by_price_book is computed from tokens
+-- and the price book again, NULL where the store does not know that version; difference is 0 if all
+-- is well.
+-- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
+-- of ranges that follow one another each request is in one.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: whose; empty: everybody's (default '')
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    tenant,
+    model,
+    adapter,
+    tier,
+    price_version,
+    currency,
+    l.requests AS requests,
+    l.computed_tokens AS computed_tokens,
+    l.cached_tokens AS cached_tokens,
+    l.completion_tokens AS completion_tokens,
+    toString(p.input_per_million) AS input_per_million,
+    toString(p.cached_input_per_million) AS cached_input_per_million,
+    toString(p.output_per_million) AS output_per_million,
+    toString(l.amount) AS amount,
+    toString((toDecimal256(p.input_per_million, 18) * l.computed_tokens + toDecimal256(p.cached_input_per_million, 18) * l.cached_tokens + toDecimal256(p.output_per_million, 18) * l.completion_tokens) / 1000000 AS book) AS by_price_book,
+    toString(toDecimal256(l.amount, 18) - book) AS difference
+FROM
+(
+    SELECT
+        tenant, model, adapter, tier, price_version, currency,
+        sum(u.requests) AS requests,
+        sum(u.prompt_tokens) - sum(u.cached_tokens) AS computed_tokens,
+        sum(u.cached_tokens) AS cached_tokens,
+        sum(u.completion_tokens) AS completion_tokens,
+        sum(u.cost) AS amount
+    FROM usage_by_minute AS u FINAL
+    WHERE minute >= toDateTime(begin_s, 'UTC')
+      AND minute < toDateTime(end_s, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+    GROUP BY tenant, model, adapter, tier, price_version, currency
+) AS l
+LEFT JOIN
+(
+    SELECT
+        model,
+        version,
+        toNullable(input_per_million) AS input_per_million,
+        toNullable(cached_input_per_million) AS cached_input_per_million,
+        toNullable(output_per_million) AS output_per_million
+    FROM prices FINAL
+) AS p ON p.model = l.model AND p.version = l.price_version
+ORDER BY tenant, currency, model, adapter, tier, price_version

@@ -1,0 +1,52 @@
+-- Latencies by model, in ms: time in the queue, to the first token (TTFT), for each further token of a
+-- request (TPOT) and of all tokens alike (ITL), and to the end of those that were answered (E2E).
+-- NULL: no request got so far. Percentiles are estimates by t-digest.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    model,
+    l.requests AS requests,
+    l.queue[1] AS queue_p50_ms,
+    l.queue[2] AS queue_p90_ms,
+    l.queue[3] AS queue_p95_ms,
+    l.queue[4] AS queue_p99_ms,
+    l.ttft[1] AS ttft_p50_ms,
+    l.ttft[2] AS ttft_p90_ms,
+    l.ttft[3] AS ttft_p95_ms,
+    l.ttft[4] AS ttft_p99_ms,
+    l.tpot[1] AS tpot_p50_ms,
+    l.tpot[2] AS tpot_p90_ms,
+    l.tpot[3] AS tpot_p95_ms,
+    l.tpot[4] AS tpot_p99_ms,
+    l.itl[1] AS itl_p50_ms,
+    l.itl[2] AS itl_p90_ms,
+    l.itl[3] AS itl_p95_ms,
+    l.itl[4] AS itl_p99_ms,
+    l.e2e[1] AS e2e_p50_ms,
+    l.e2e[2] AS e2e_p90_ms,
+    l.e2e[3] AS e2e_p95_ms,
+    l.e2e[4] AS e2e_p99_ms
+FROM
+(
+    SELECT
+        if(model_served = '', model_requested, model_served) AS model,
+        count() AS requests,
+        arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigest(0.5, 0.9, 0.95, 0.99)(r.queue_ms)) AS queue,
+        arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigest(0.5, 0.9, 0.95, 0.99)(r.ttft_ms)) AS ttft,
+        arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigest(0.5, 0.9, 0.95, 0.99)(r.tpot_us / 1000)) AS tpot,
+        arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigestWeighted(0.5, 0.9, 0.95, 0.99)(r.tpot_us / 1000, toUInt64(greatest(completion_tokens, 1) - 1))) AS itl,
+        arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigest(0.5, 0.9, 0.95, 0.99)(if(status = 'done', r.total_ms, NULL))) AS e2e
+    FROM requests AS r FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    GROUP BY model
+) AS l
+ORDER BY model

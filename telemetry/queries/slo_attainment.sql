@@ -1,0 +1,33 @@
+-- How many requests were served as was promised, by model, in steps: answered, the first token within
+-- ttft_ms, the others every tpot_ms on average. Those that clients cancelled do not count; those that
+-- were shed, expired or failed count as not served so. A step without requests is not there.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param step_s: the length of a step (default 3600)
+-- param ttft_ms: the most that the first token may take (default 1000)
+-- param tpot_ms: the most that a further token may take on average (default 100)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    toInt64({step_s:UInt32}) AS step_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    if(model_served = '', model_requested, model_served) AS model,
+    count() AS requests,
+    countIf(status = 'done' AND r.ttft_ms <= {ttft_ms:Float64}) AS ttft_met,
+    countIf(status = 'done' AND coalesce(r.tpot_us, 0) <= 1000 * {tpot_ms:Float64}) AS tpot_met,
+    countIf(status = 'done' AND r.ttft_ms <= {ttft_ms:Float64} AND coalesce(r.tpot_us, 0) <= 1000 * {tpot_ms:Float64}) AS met,
+    met / requests AS attainment,
+    ttft_met / requests AS ttft_attainment,
+    tpot_met / requests AS tpot_attainment
+FROM requests AS r FINAL
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND status != 'cancelled'
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+GROUP BY t, model
+ORDER BY t, model

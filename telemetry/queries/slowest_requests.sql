@@ -1,0 +1,41 @@
+-- The requests that took longest: to their end, to their first token, in the queue, or for each token.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param by: what is looked at, one of total|ttft|queue|tpot (default total)
+-- param rows: how many, at most 1000 (default 20)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    request_id,
+    done_at,
+    tenant,
+    user,
+    if(model_served = '', model_requested, model_served) AS model,
+    worker,
+    status,
+    prompt_tokens,
+    cached_tokens,
+    completion_tokens,
+    queue_ms,
+    ttft_ms,
+    tpot_us / 1000 AS tpot_ms,
+    total_ms,
+    num_preemptions,
+    length(lives) AS moves,
+    device_us,
+    toString(r.cost) AS cost,
+    currency,
+    trace_id
+FROM requests AS r FINAL
+WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+ORDER BY
+    multiIf({by:String} = 'ttft', ttft_ms, {by:String} = 'queue', queue_ms, {by:String} = 'tpot', tpot_us, total_ms) DESC NULLS LAST,
+    request_id
+LIMIT {rows:UInt32}

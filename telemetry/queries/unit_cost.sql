@@ -1,0 +1,66 @@
+-- What a million computed tokens cost, four ways, by model: what tenants paid, the device while it
+-- was busy, the device while it was there (idle time included), and the best there could be.
+-- Computed tokens are prompt tokens that were not in the cache, and completion tokens. The best is the
+-- device's price by the most tokens per busy second of any minute of a worker in which it was busy
+-- for a second or more: what full use at that rate would cost. NULL: there is nothing to tell by.
+-- Money is exact, as text, cut after 12 digits. Counted are the minutes that begin in the
+-- range.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param model: only this model's (default '')
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    model,
+    currency,
+    sum(s.requests) AS requests,
+    sum(s.tokens) AS tokens,
+    toString(sum(s.paid)) AS paid,
+    toString(sum(s.hour_busy_us) / 3600000000) AS busy_cost,
+    toString((sum(s.hour_busy_us) + sum(s.hour_idle_us)) / 3600000000) AS all_cost,
+    toString(sum(s.paid) * 1000000 / nullIf(sum(s.tokens), 0)) AS paid_per_million,
+    toString(sum(s.hour_busy_us) / (3600 * nullIf(sum(s.tokens), 0))) AS busy_cost_per_million,
+    toString((sum(s.hour_busy_us) + sum(s.hour_idle_us)) / (3600 * nullIf(sum(s.tokens), 0))) AS all_cost_per_million,
+    toString(min(s.best)) AS best_cost_per_million,
+    max(s.rate) AS best_tokens_per_busy_s,
+    sum(s.busy_us) / nullIf(sum(s.busy_us) + sum(s.idle_us), 0) AS busy_share
+FROM
+(
+    SELECT
+        model,
+        currency,
+        u.requests AS requests,
+        u.prompt_tokens - u.cached_tokens + u.completion_tokens AS tokens,
+        toDecimal256(u.cost, 12) AS paid,
+        toDecimal256(0, 12) AS hour_busy_us,
+        toDecimal256(0, 12) AS hour_idle_us,
+        0 AS busy_us,
+        0 AS idle_us,
+        CAST(NULL, 'Nullable(Decimal(76, 12))') AS best,
+        CAST(NULL, 'Nullable(Float64)') AS rate
+    FROM usage_by_minute AS u FINAL
+    WHERE minute >= toDateTime(begin_s, 'UTC')
+      AND minute < toDateTime(end_s, 'UTC')
+      AND ({model:String} = '' OR model = {model:String})
+    UNION ALL
+    SELECT
+        model,
+        currency,
+        0,
+        0,
+        toDecimal256(0, 12),
+        toDecimal256(device_per_hour, 12) * busy_us,
+        toDecimal256(device_per_hour, 12) * idle_us,
+        w.busy_us,
+        w.idle_us,
+        if(busy_us >= 1000000, toDecimal256(device_per_hour, 12) * busy_us / (3600 * nullIf(prefill_tokens + decode_tokens, 0)), NULL),
+        if(busy_us >= 1000000, (prefill_tokens + decode_tokens) * 1e6 / busy_us, NULL)
+    FROM workers_by_minute AS w FINAL
+    WHERE minute >= toDateTime(begin_s, 'UTC')
+      AND minute < toDateTime(end_s, 'UTC')
+      AND ({model:String} = '' OR model = {model:String})
+) AS s
+GROUP BY model, currency
+ORDER BY model, currency
