@@ -48,14 +48,14 @@ _REASONS = {
 logger = logging.getLogger(__name__)
 
 
-def new_registry(part: str) -> CollectorRegistry:
+def new_registry() -> CollectorRegistry:
     """A registry with what every process tells: its version, memory, CPU time and open files."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    registry.register(_Build(part))
+    registry.register(_Build())
     return registry
 
 
@@ -69,7 +69,7 @@ class Monitor:
     nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``."""
 
     def __init__(self, part: str, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or new_registry(part)
+        self.registry = registry or new_registry()
         self.trouble: Callable[[], str] = lambda: "starting"
         self.url = ""
         self._part = part
@@ -188,16 +188,11 @@ def _version() -> str:
 
 
 class _Build(Collector):
-    """Which part this is, of which version."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
+    """Of which version the process is."""
 
     def collect(self) -> Iterator[Metric]:
-        info = InfoMetricFamily(
-            "millrace_build", "The part that this process is, and its version", labels=["part"]
-        )
-        info.add_metric([self._part], {"version": _version()})
+        info = InfoMetricFamily("millrace_build", "The version that the process is of")
+        info.add_metric([], {"version": _version()})
         yield info
 
 

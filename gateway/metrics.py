@@ -24,7 +24,7 @@ class Metrics:
     """One registry for one gateway, so that several can live in one process."""
 
     def __init__(self) -> None:
-        self.registry = new_registry("gateway")
+        self.registry = new_registry()
         self.gaps = GapCounts()
         self.registry.register(self.gaps)
         self.requests = Counter(

@@ -40,14 +40,15 @@ class SchedulerMetrics(Collector):
             ),
             lambda lane: outlooks[lane.model].num_queued,
         )
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_oldest_wait_seconds",
-                "How long the job that was received first has waited, of those that are here",
-                labels=["model"],
-            ),
-            lambda lane: outlooks[lane.model].oldest_wait_s(),
+        oldest = GaugeMetricFamily(
+            "millrace_scheduler_oldest_wait_seconds",
+            "How long the job that was received first has waited, of those that are here",
+            labels=["model", "tier"],
         )
+        for lane in self._lanes():
+            for tier, wait_s in outlooks[lane.model].oldest_waits_s().items():
+                oldest.add_metric([lane.model, tier.value], wait_s)
+        yield oldest
         yield self._by_tier(
             GaugeMetricFamily(
                 "millrace_scheduler_held_jobs",

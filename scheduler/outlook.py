@@ -98,6 +98,15 @@ class Outlook:
         received_ns = min((entry.job.received_ns for entry in self._lane.queue), default=None)
         return 0.0 if received_ns is None else (self._parts.clock.now_ns() - received_ns) / 1e9
 
+    def oldest_waits_s(self) -> dict[Tier, float]:
+        """The same by tier, 0 for one of which none is here."""
+        now_ns = self._parts.clock.now_ns()
+        received_ns = dict.fromkeys(Tier, now_ns)
+        for entry in self._lane.queue:
+            tier = entry.job.tier
+            received_ns[tier] = min(received_ns[tier], entry.job.received_ns)
+        return {tier: (now_ns - since_ns) / 1e9 for tier, since_ns in received_ns.items()}
+
     def ttft_ms(self) -> dict[Tier, float]:
         """What a job of each tier would wait for its first token if it came now, from a tenant who
         has none waiting; tiers are left out of which nobody can say."""

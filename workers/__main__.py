@@ -104,7 +104,7 @@ async def _live(
     engine = EngineKeeper(first, start, clock)
     try:
         worker = Worker(bus, config, served_model, engine, clock, index, tracing)
-        metrics.watch(config.name, served_model.entry.name, engine, worker.requests)
+        metrics.watch(config.name, served_model.entry.name, engine, worker)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)

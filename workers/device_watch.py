@@ -22,13 +22,19 @@ class DeviceReading(NamedTuple):
 
 class DeviceWatch:
     """Asks the driver about the device that the engine runs on, ``uuid``: "" on a CPU, where there
-    is none. Without library or driver it says so once, and then asks no more."""
+    is none. Without library or driver it says so once, and then asks no more. ``latest`` is what
+    it read last."""
 
     def __init__(self, uuid: Callable[[], str]) -> None:
         self._uuid = uuid
         self._has_failed = False
+        self.latest = DeviceReading()
 
     async def read(self) -> DeviceReading:
+        self.latest = await self._ask()
+        return self.latest
+
+    async def _ask(self) -> DeviceReading:
         uuid = self._uuid()
         if not uuid or self._has_failed:
             return DeviceReading()

@@ -17,7 +17,7 @@ from bus.tally import Tally
 from schemas.records import Status
 from workers.engine.types import EngineStats
 from workers.engine_keeper import EngineKeeper
-from workers.requests import Requests
+from workers.worker import Worker
 
 _LABELS = ("model", "worker")
 
@@ -25,7 +25,7 @@ _LABELS = ("model", "worker")
 class _Watched(NamedTuple):
     labels: tuple[str, str]
     engine: EngineKeeper
-    requests: Requests
+    worker: Worker
 
 
 class _Figure(NamedTuple):
@@ -91,6 +91,11 @@ _COUNTERS = (
         lambda stats: stats.busy_s,
     ),
     _Figure(
+        "millrace_engine_charged_seconds",
+        "What of that time requests were charged for",
+        lambda stats: stats.charged_s,
+    ),
+    _Figure(
         "millrace_engine_prefill_tokens",
         "Tokens that were computed of prompts, and again after preemptions",
         lambda stats: stats.prefill_tokens,
@@ -144,9 +149,9 @@ class WorkerMetrics(Collector):
     def __init__(self) -> None:
         self._workers: list[_Watched] = []
 
-    def watch(self, name: str, model: str, engine: EngineKeeper, requests: Requests) -> None:
+    def watch(self, name: str, model: str, engine: EngineKeeper, worker: Worker) -> None:
         """Tell of a worker, too."""
-        self._workers.append(_Watched((model, name), engine, requests))
+        self._workers.append(_Watched((model, name), engine, worker))
 
     @property
     def num_workers(self) -> int:
@@ -154,7 +159,7 @@ class WorkerMetrics(Collector):
 
     @property
     def all_drain(self) -> bool:
-        return all(one.requests.draining for one in self._workers)
+        return all(one.worker.requests.draining for one in self._workers)
 
     def collect(self) -> Iterator[Metric]:
         stats = [(one.labels, one.engine.stats) for one in self._workers]
@@ -169,6 +174,7 @@ class WorkerMetrics(Collector):
                 counter.add_metric(labels, figure.read(of_engine))
             yield counter
         yield from self._requests()
+        yield from self._devices()
         yield from self._times()
 
     def _requests(self) -> Iterator[Metric]:
@@ -193,7 +199,8 @@ class WorkerMetrics(Collector):
             "Runs that ended their request, by how it ended",
             labels=[*_LABELS, "status"],
         )
-        for labels, engine, requests in self._workers:
+        for labels, engine, worker in self._workers:
+            requests = worker.requests
             num_waiting = requests.num_running - engine.stats.num_running
             waiting.add_metric(labels, max(0, num_waiting))
             ending.add_metric(labels, requests.num_ending)
@@ -205,6 +212,38 @@ class WorkerMetrics(Collector):
                     ended.add_metric([*labels, status.value], count)
         yield from (waiting, ending, draining, restarts, ended)
 
+    def _devices(self) -> Iterator[Metric]:
+        """What drivers show; nothing on a CPU."""
+        labels = [*_LABELS, "device"]
+        share = GaugeMetricFamily(
+            "millrace_device_utilisation_ratio",
+            "In how much of the last moments anything ran on the device, as its driver says",
+            labels=labels,
+        )
+        used = GaugeMetricFamily(
+            "millrace_device_memory_used_bytes",
+            "Memory of the device that is in use",
+            labels=labels,
+        )
+        total = GaugeMetricFamily(
+            "millrace_device_memory_total_bytes", "Memory that the device has", labels=labels
+        )
+        for one in self._workers:
+            reading = one.worker.device.latest
+            if reading.name:
+                share.add_metric([*one.labels, reading.name], reading.share)
+                used.add_metric([*one.labels, reading.name], reading.memory_bytes)
+                total.add_metric([*one.labels, reading.name], reading.memory_total_bytes)
+        yield from (share, used, total)
+        lost = CounterMetricFamily(
+            "millrace_lost_worker_samples",
+            "Samples that were given up while the message bus was away",
+            labels=_LABELS,
+        )
+        for one in self._workers:
+            lost.add_metric(one.labels, one.worker.num_samples_lost)
+        yield lost
+
     def _times(self) -> Iterator[Metric]:
         yield self._histogram(
             "millrace_engine_step_duration_seconds",
@@ -214,27 +253,27 @@ class WorkerMetrics(Collector):
         yield self._histogram(
             "millrace_engine_time_to_first_token_seconds",
             "From the dispatch to a worker to its first token",
-            lambda one: one.requests.times.first_token_s,
+            lambda one: one.worker.requests.times.first_token_s,
         )
         yield self._histogram(
             "millrace_engine_inter_token_latency_seconds",
             "Time between tokens as the engine makes them",
-            lambda one: one.requests.times.gap_s,
+            lambda one: one.worker.requests.times.gap_s,
         )
         yield self._histogram(
             "millrace_request_queue_time_seconds",
             "From the dispatch to a worker until the request was in its batch",
-            lambda one: one.requests.times.queue_s,
+            lambda one: one.worker.requests.times.queue_s,
         )
         yield self._histogram(
             "millrace_request_prefill_time_seconds",
-            "From there to the first token",
-            lambda one: one.requests.times.prefill_s,
+            "From the batch to the first token",
+            lambda one: one.worker.requests.times.prefill_s,
         )
         yield self._histogram(
             "millrace_request_decode_time_seconds",
             "From the first token to the last",
-            lambda one: one.requests.times.decode_s,
+            lambda one: one.worker.requests.times.decode_s,
         )
 
     def _histogram(

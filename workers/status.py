@@ -28,7 +28,7 @@ class StatusReporter:
     """Announces the worker every ``heartbeat_s``, and sooner when much room came free.
 
     ``num_live`` counts the jobs that the worker has and that have not ended; the engine's own
-    counts follow with its next step.
+    counts follow with its next step. ``num_samples_lost`` could not be stored.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class StatusReporter:
         self._announced_room = 0.0
         self._urgent = asyncio.Event()
         self._queue_depth = 0
+        self.num_samples_lost = 0
 
     def drain(self) -> None:
         """From now on the worker takes nothing new; everybody hears so at once."""
@@ -148,6 +149,7 @@ class StatusReporter:
                 await self._bus.outbox.publish(sample)
             except MillraceError as error:
                 # The next sample tells how things stand then; this one is not worth a queue.
+                self.num_samples_lost += 1
                 logger.warning("a sample could not be stored", extra={"code": error.code})
 
     def _make_sample(

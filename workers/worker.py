@@ -76,6 +76,7 @@ class Worker:
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
         )
+        self.device = DeviceWatch(lambda: engine.device_uuid)
         self._status = StatusReporter(
             bus,
             config,
@@ -87,9 +88,14 @@ class Worker:
             lambda: self.requests.num_running,
             self.requests.num_held_by_tier,
             served_model.entry.prices,
-            DeviceWatch(lambda: engine.device_uuid),
+            self.device,
         )
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
+
+    @property
+    def num_samples_lost(self) -> int:
+        """Samples that the bus did not take."""
+        return self._status.num_samples_lost
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.

@@ -29,7 +29,9 @@ async def test_the_queue_and_the_dispatches_are_counted(world: World) -> None:
     assert scraped.value("millrace_scheduler_held_jobs", model="m", tier="free") == 2
     assert scraped.value("millrace_scheduler_held_jobs", model="m", tier="pro") == 0
     assert scraped.value("millrace_scheduler_running_jobs", model="m") == 2
-    assert scraped.value("millrace_scheduler_oldest_wait_seconds", model="m") >= 1.0
+    oldest = "millrace_scheduler_oldest_wait_seconds"
+    assert scraped.value(oldest, model="m", tier="free") >= 1.0
+    assert scraped.value(oldest, model="m", tier="batch") == 0
     assert scraped.value("millrace_scheduler_workers", model="m") == 1
     accepted = scraped.value("millrace_scheduler_dispatches_total", model="m", result="accepted")
     assert accepted == 2

@@ -12,7 +12,7 @@ _LIBRARY = ("process_", "python_")
 # What a label may be about. All of it is bounded by what we run and by words of our own.
 LABELS = frozenset(
     {
-        *("model", "worker", "part", "version", "tier", "status", "code", "result", "why"),
+        *("model", "worker", "version", "tier", "status", "code", "result", "why"),
         *("source", "outcome", "route", "limit", "topic", "table", "le", "device"),
     }
 )

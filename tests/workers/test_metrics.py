@@ -7,6 +7,7 @@ from schemas.control import Cancel
 from schemas.frames import FinishReason
 from tests.support.scraped import Scraped, scrape_of
 from tests.workers.scripted import Bench, bench
+from workers.device_watch import DeviceReading
 from workers.engine.types import EngineOutput
 from workers.metrics import WorkerMetrics
 
@@ -15,7 +16,7 @@ _AT = {"model": "demo", "worker": "w"}
 
 def _scrape(b: Bench) -> Scraped:
     metrics = WorkerMetrics()
-    metrics.watch("w", "demo", b.worker._engine, b.worker.requests)
+    metrics.watch("w", "demo", b.worker._engine, b.worker)
     return scrape_of(metrics)
 
 
@@ -93,6 +94,17 @@ async def test_what_never_began_has_no_times(demo: ServedModel) -> None:
         scraped = _scrape(b)
         assert scraped.value("millrace_request_queue_time_seconds_count", **_AT) == 0
         assert scraped.value("millrace_worker_requests_total", status="cancelled", **_AT) == 1
+
+
+async def test_a_device_is_told_of_where_there_is_one(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        assert "millrace_device_utilisation_ratio" not in _scrape(b).sample_names
+        b.worker.device.latest = DeviceReading("H200", 0.75, 100, 400)
+        scraped = _scrape(b)
+        at = {**_AT, "device": "H200"}
+        assert scraped.value("millrace_device_utilisation_ratio", **at) == 0.75
+        assert scraped.value("millrace_device_memory_used_bytes", **at) == 100
+        assert scraped.value("millrace_device_memory_total_bytes", **at) == 400
 
 
 async def test_counts_run_on_over_engines(demo: ServedModel) -> None:

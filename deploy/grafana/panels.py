@@ -1,0 +1,243 @@
+"""Panels of Grafana over saved queries and over Prometheus, as the JSON that Grafana reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+QUERIES = Path(__file__).parents[2] / "telemetry" / "queries"
+CLICKHOUSE = {"type": "grafana-clickhouse-datasource", "uid": "clickhouse"}
+PROMETHEUS = {"type": "prometheus", "uid": "prometheus"}
+
+_COLUMNS = 24
+_TABLE_ROWS = "200"
+_PARAMETER = re.compile(r"\{(\w+):\s*\w+\}")
+
+# What Grafana puts in the place of a saved query's parameters.
+PLACES = {
+    "from_s": "${__from:date:seconds}",
+    "to_s": "${__to:date:seconds}",
+    "step_s": "$__interval_s",
+    "tenant": "${tenant:sqlstring}",
+    "model": "${model:sqlstring}",
+    "ttft_ms": "${slo_ttft_ms}",
+    "tpot_ms": "${slo_tpot_ms}",
+    "by": "${slowest_by:sqlstring}",
+    "rows": _TABLE_ROWS,
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel's JSON without its place, and how much of the grid it takes."""
+
+    body: dict[str, Any]
+    width: int
+    height: int
+
+
+def saved(name: str) -> str:
+    """A saved query with Grafana's variables for its parameters, without the comments."""
+    text = (QUERIES / f"{name}.sql").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("--")]
+    return _PARAMETER.sub(lambda match: PLACES[match[1]], "\n".join(lines).strip())
+
+
+def described(name: str) -> str:
+    """What a saved query says of itself."""
+    text = (QUERIES / f"{name}.sql").read_text(encoding="utf-8")
+    lines = [line[2:].strip() for line in text.splitlines() if line.startswith("--")]
+    return " ".join(line for line in lines if not line.startswith("param "))
+
+
+def series(
+    title: str,
+    query: str,
+    columns: Mapping[str, str] | Sequence[str],
+    *,
+    unit: str = "short",
+    by: Sequence[str] = (),
+    width: int = 12,
+    step: str = "10s",
+    stack: bool = False,
+    most: float | None = None,
+    bars: bool = False,
+) -> Panel:
+    """Columns of a saved query over time, ``by`` its labels; a mapping has SQL for each name."""
+    named = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    chosen = [f"CAST({label}, 'String') AS {label}" for label in by]
+    chosen += [sql if sql == name else f"{sql} AS {name}" for name, sql in named.items()]
+    inner = saved(query)
+    sql = (
+        "SELECT\n    toDateTime(t, 'UTC') AS time,\n    "
+        + ",\n    ".join(chosen)
+        + f"\nFROM\n(\n{_indented(inner)}\n)\nORDER BY time"
+    )
+    return Panel(
+        {
+            **_head(title, "timeseries", described(query), CLICKHOUSE),
+            "interval": step,
+            "fieldConfig": _fields(unit, stack=stack, most=most, bars=bars, by=by),
+            "options": _LEGEND,
+            "targets": [_clickhouse(sql, is_series=True)],
+        },
+        width,
+        8,
+    )
+
+
+def table(title: str, query: str, *, width: int = 24, height: int = 9) -> Panel:
+    """A saved query as it is."""
+    return Panel(
+        {
+            **_head(title, "table", described(query), CLICKHOUSE),
+            "fieldConfig": {
+                "defaults": {"custom": {"align": "auto", "filterable": True}},
+                "overrides": _table_units(),
+            },
+            "options": {"cellHeight": "sm", "showHeader": True},
+            "targets": [_clickhouse(saved(query), is_series=False)],
+        },
+        width,
+        height,
+    )
+
+
+def stat(
+    title: str, query: str, sql: str, *, unit: str = "short", width: int = 4, text: bool = False
+) -> Panel:
+    """One figure of a saved query of one row, or a text."""
+    whole = f"SELECT {sql} AS value\nFROM\n(\n{_indented(saved(query))}\n)"
+    return Panel(
+        {
+            **_head(title, "stat", described(query), CLICKHOUSE),
+            "fieldConfig": {"defaults": {"unit": unit, "noValue": "-"}, "overrides": []},
+            "options": {
+                "graphMode": "none",
+                "colorMode": "none",
+                "reduceOptions": {
+                    "calcs": ["lastNotNull"],
+                    "fields": "/^value$/" if text else "",
+                    "values": False,
+                },
+            },
+            "targets": [_clickhouse(whole, is_series=False)],
+        },
+        width,
+        4,
+    )
+
+
+def live(
+    title: str,
+    expressions: Mapping[str, str],
+    *,
+    description: str,
+    unit: str = "short",
+    width: int = 12,
+    stack: bool = False,
+    most: float | None = None,
+) -> Panel:
+    """Expressions of Prometheus by their legends."""
+    targets = [
+        {
+            "datasource": PROMETHEUS,
+            "expr": expression,
+            "legendFormat": legend,
+            "range": True,
+            "refId": chr(ord("A") + i),
+        }
+        for i, (legend, expression) in enumerate(expressions.items())
+    ]
+    return Panel(
+        {
+            **_head(title, "timeseries", description, PROMETHEUS),
+            "fieldConfig": _fields(unit, stack=stack, most=most, bars=False, by=()),
+            "options": _LEGEND,
+            "targets": targets,
+        },
+        width,
+        8,
+    )
+
+
+def row(title: str) -> Panel:
+    """A heading."""
+    return Panel({"type": "row", "title": title, "collapsed": False, "panels": []}, _COLUMNS, 1)
+
+
+def laid_out(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    """From left to right, a line below the other; ids by their order."""
+    placed: list[dict[str, Any]] = []
+    x = y = height = 0
+    for number, panel in enumerate(panels, start=1):
+        if x + panel.width > _COLUMNS:
+            x, y, height = 0, y + height, 0
+        place = {"x": x, "y": y, "w": panel.width, "h": panel.height}
+        placed.append({"id": number, **panel.body, "gridPos": place})
+        x, height = x + panel.width, max(height, panel.height)
+    return placed
+
+
+_LEGEND = {
+    "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+    "tooltip": {"mode": "multi", "sort": "desc"},
+}
+
+
+def _head(title: str, kind: str, description: str, source: dict[str, str]) -> dict[str, Any]:
+    return {"type": kind, "title": title, "description": description, "datasource": source}
+
+
+def _clickhouse(sql: str, *, is_series: bool) -> dict[str, Any]:
+    return {
+        "datasource": CLICKHOUSE,
+        "editorType": "sql",
+        "format": 0 if is_series else 1,
+        "queryType": "timeseries" if is_series else "table",
+        "rawSql": sql,
+        "refId": "A",
+    }
+
+
+def _fields(
+    unit: str, *, stack: bool, most: float | None, bars: bool, by: Sequence[str]
+) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "unit": unit,
+        "min": 0,
+        "custom": {
+            "drawStyle": "bars" if bars else "line",
+            "lineWidth": 1,
+            "fillOpacity": 60 if bars else 25 if stack else 8,
+            "showPoints": "never",
+            "spanNulls": False,
+            "stacking": {"mode": "normal" if stack else "none"},
+        },
+    }
+    if most is not None:
+        defaults["max"] = most
+    if by:
+        names = " ".join(f"${{__field.labels.{label}}}" for label in by)
+        defaults["displayName"] = f"${{__field.name}} {names}"
+    return {"defaults": defaults, "overrides": []}
+
+
+def _table_units() -> list[dict[str, Any]]:
+    """Units by how columns are named."""
+    units = {"/_ms$/": "ms", "/_us$/": "µs", "/_percent$/": "percent", "/_bytes$/": "bytes"}
+    units |= {"/(_share|attainment)$/": "percentunit"}
+    return [
+        {
+            "matcher": {"id": "byRegexp", "options": pattern},
+            "properties": [{"id": "unit", "value": unit}, {"id": "decimals", "value": 1}],
+        }
+        for pattern, unit in units.items()
+    ]
+
+
+def _indented(sql: str) -> str:
+    return "\n".join(f"    {line}" if line else line for line in sql.splitlines())

@@ -1,0 +1,102 @@
+"""Every metric that a part of Millrace tells, from the collectors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from bus.clock import ManualClock
+from bus.memory import MemoryBroker, MemoryBus
+from bus.metrics import Monitor
+from gateway.core import Gateway
+from gateway.models import Models
+from scheduler.metrics import SchedulerMetrics
+from schemas.config import ClickHouseConfig, Config, GatewayConfig
+from telemetry.metrics import TelemetryMetrics
+from telemetry.service import TelemetryService
+from tests.scheduler.world import World
+from workers.metrics import WorkerMetrics
+
+PARTS = ("gateway", "scheduler", "worker", "telemetry", "every part")
+_SUFFIXES = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "info": ("_info",),
+}
+
+
+class Known(NamedTuple):
+    """A family as Prometheus names it: counters have their suffix."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    what: str
+
+    @property
+    def samples(self) -> set[str]:
+        stem = self.name.removesuffix("_total").removesuffix("_info")
+        return {f"{stem}{suffix}" for suffix in _SUFFIXES[self.kind]}
+
+
+async def known_metrics() -> Mapping[str, list[Known]]:
+    """By part, in order; the last are those of every process."""
+    common = Monitor("any").registry
+    shared = {one.name: one for one in _families(common) if one.name.startswith("millrace_")}
+    by_part: dict[str, list[Known]] = {}
+    for part, registry in (
+        ("gateway", _gateway()),
+        ("scheduler", await _scheduler()),
+        ("worker", _alone(WorkerMetrics())),
+        ("telemetry", _telemetry()),
+    ):
+        own = [one for one in _families(registry) if one.name.startswith("millrace_")]
+        by_part[part] = sorted(one for one in own if one.name not in shared)
+    return {**by_part, "every part": sorted(shared.values())}
+
+
+def _families(registry: CollectorRegistry) -> Iterator[Known]:
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            labels = (
+                collector._labelnames
+                if isinstance(collector, MetricWrapperBase)
+                else getattr(family, "_labelnames", ())
+            )
+            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+            labels = ("version",) if family.type == "info" else tuple(labels)
+            yield Known(f"{family.name}{suffix}", family.type, labels, family.documentation)
+
+
+def _gateway() -> CollectorRegistry:
+    clock = ManualClock()
+    bus = MemoryBus(MemoryBroker(clock))
+    return Gateway(bus, GatewayConfig(), Models({}, cast("Any", None)), clock).metrics.registry
+
+
+async def _scheduler() -> CollectorRegistry:
+    world = World()
+    await world.open()
+    try:
+        return _alone(SchedulerMetrics(world.schedulers[0]))
+    finally:
+        await world.close()
+
+
+def _telemetry() -> CollectorRegistry:
+    class Nowhere:
+        reader = None
+
+    config = Config(clickhouse=ClickHouseConfig(url="http://unused:1"))
+    service = TelemetryService(config, cast("Any", Nowhere()), ManualClock())
+    return _alone(TelemetryMetrics(service))
+
+
+def _alone(collector: Any) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry
