@@ -19,7 +19,9 @@ from schemas.errors import MillraceError
 _ANY = "*"
 _MAX_AGE_S = b"600"
 _METHODS = b"GET, POST, DELETE"
-_EXPOSED = b"x-request-id, retry-after, x-millrace-model, x-millrace-route-reason"
+_EXPOSED = (
+    b"x-request-id, retry-after, x-millrace-model, x-millrace-route-reason, traceparent, x-trace-id"
+)
 
 
 class OriginError(MillraceError):

@@ -161,7 +161,7 @@ class RequestTrace:
         self._is_over = True
         events: list[SpanEvent] = []
         links: list[TraceContext] = []
-        answer = self._answer
+        answer, self._answer = self._answer, None
         if answer is not None:
             answer.trace = None
             self._note_answer(answer, events, links)

@@ -157,6 +157,12 @@ class Entry:
         if self.trace is not None:
             self.trace.run_over(error)
 
+    def leave(self) -> None:
+        """This scheduler ends, and others go on with it."""
+        if self.trace is not None:
+            self.trace.left()
+            self.trace = None
+
     def undo_run(self, epoch_before: int) -> None:
         """The worker refused the dispatch: nothing ran at that epoch, it is free again."""
         self.epoch = epoch_before

@@ -149,11 +149,12 @@ class Scheduler:
 
     async def _give_back(self) -> None:
         """Release what waits here; what a worker runs stays with the worker."""
+        for entry in self.parts.table:
+            entry.leave()
         held = [entry for entry in self.parts.table if entry.is_held]
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 for entry in held:
-                    entry.trace = None  # whoever gets it next tells of it
                     self.parts.table.drop(entry)
                     await self.parts.bus.jobs.release(entry.lease)
         except (BusUnavailableError, TimeoutError):

@@ -62,6 +62,7 @@ class JobTrace:
         self._above = above
         self._is_first = is_first
         self._name = entry.job.model
+        self._verb = "generate" if entry.job.pooling is None else "embed"
         self._request_id = entry.request_id
         self._since_ns = entry.stored_ns or entry.job.received_ns or now_ns
         self._attributes: dict[str, Value] = {
@@ -96,7 +97,7 @@ class JobTrace:
         if run is not None and began:
             life = life_of(run.context, self._request_id, run.epoch)
             sent_ns = run.events[0].at_ns
-            self._tell_run(f"generate {self._name}", run, life, run.context, sent_ns)
+            self._tell_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
         self.run_over(_WORKER_LOST)
 
     def run_over(self, error: str = "") -> None:
@@ -141,6 +142,11 @@ class JobTrace:
                 error,
             )
         )
+
+    def left(self) -> None:
+        """This scheduler ends; the next one that gets it goes on telling."""
+        self._is_first = False
+        self.over("scheduler_stopped")
 
     def over(self, error: str = "") -> None:
         """It is not ours any more: it has ended, or somebody else has it."""

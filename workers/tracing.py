@@ -86,7 +86,7 @@ class RunTrace:
             error = outcome.error_code
         self._tracing.tell(
             Span(
-                f"generate {generation.job.model}",
+                f"{'generate' if generation.job.pooling is None else 'embed'} {generation.job.model}",
                 self._life,
                 self._above.span_id,
                 generation.accepted_ns,
