@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from bus.reader import Outcome, Progress, StreamReader
@@ -12,6 +13,7 @@ from schemas.jobs import Job
 from schemas.records import STALL_MS, Status
 
 _STALL_S = STALL_MS / 1e3
+_UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)
 
 
 class Client(ABC):
@@ -71,7 +73,6 @@ class OpenStream:
         "last_frame_s",
         "longest_gap_s",
         "must_probe",
-        "notable_gap_s",
         "num_delivered",
         "num_replays",
         "num_resumes",
@@ -87,6 +88,7 @@ class OpenStream:
         "stalled_s",
         "stream_sequence",
         "unattended",
+        "unnoted_gap_s",
     )
 
     def __init__(
@@ -127,7 +129,7 @@ class OpenStream:
         self.num_stalls = 0
         self.stalled_s = 0.0
         self.longest_gap_s = 0.0
-        self.notable_gap_s = 0.0
+        self.unnoted_gap_s = 0.0
 
     @property
     def request_id(self) -> str:
@@ -174,13 +176,13 @@ class OpenStream:
             else:
                 gap_s = now_s - self.last_delivery_s
                 gaps.add(gap_s, progress.num_tokens)
-                if gap_s >= self.notable_gap_s:
+                if gap_s > self.unnoted_gap_s:
                     self.note_gap(gap_s)
             self.last_delivery_s = now_s
         return progress
 
     def note_gap(self, gap_s: float) -> None:
-        """Take in a gap between two deliveries. Shorter ones than ``notable_gap_s`` change nothing,
+        """Take in a gap between two deliveries. One of up to ``unnoted_gap_s`` changes nothing,
         which spares most tokens the call."""
         is_stall = gap_s >= _STALL_S
         self.count_gaps_on(
@@ -194,7 +196,7 @@ class OpenStream:
         self.num_stalls = num_stalls
         self.stalled_s = stalled_s
         self.longest_gap_s = longest_gap_s
-        self.notable_gap_s = min(longest_gap_s, _STALL_S)
+        self.unnoted_gap_s = min(longest_gap_s, _UNDER_STALL_S)
 
     def change_client(self, client: Client) -> None:
         """What waits, and all that comes, is for ``client`` from now on."""
