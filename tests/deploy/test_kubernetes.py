@@ -118,3 +118,22 @@ def test_the_container_runs_a_part_of_ours(worker: dict[str, Any]) -> None:
     assert container["image"] == compose["x-millrace"]["image"]
     selector = worker["spec"]["selector"]["matchLabels"]
     assert worker["spec"]["template"]["metadata"]["labels"].items() >= selector.items()
+
+
+def test_prometheus_and_the_kubelet_find_where_a_worker_shows_itself(
+    worker: dict[str, Any],
+) -> None:
+    metrics = _settings(worker).metrics
+    assert metrics.host == "0.0.0.0"
+    template = worker["spec"]["template"]
+    annotations = template["metadata"]["annotations"]
+    assert annotations == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(metrics.port),
+        "prometheus.io/path": "/metrics",
+    }
+    container = _container(worker)
+    [port] = container["ports"]
+    assert port["containerPort"] == metrics.port
+    probe = container["readinessProbe"]["httpGet"]
+    assert (probe["path"], probe["port"]) == ("/healthz", port["name"])
