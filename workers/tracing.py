@@ -84,9 +84,10 @@ class RunTrace:
             attributes["gen_ai.response.finish_reasons"] = (outcome.finish_reason.value,)
         elif outcome.status is not Status.DONE:
             error = outcome.error_code
+        verb = "generate" if generation.job.pooling is None else "embed"
         self._tracing.tell(
             Span(
-                f"{'generate' if generation.job.pooling is None else 'embed'} {generation.job.model}",
+                f"{verb} {generation.job.model}",
                 self._life,
                 self._above.span_id,
                 generation.accepted_ns,

@@ -31,7 +31,8 @@ def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
     parts = world.schedulers[0].parts
     parts.traces = JobTraces(tracing, world.clock, "s1")
-    parts.endings = Endings(parts.bus, world.clock, world.generations, parts.traces)
+    prices = parts.shelf.prices
+    parts.endings = Endings(parts.bus, world.clock, world.generations, prices, parts.traces)
     return kept
 
 
@@ -129,6 +130,19 @@ async def test_a_job_without_a_trace_begins_one(
     others = [span for span in kept.spans if span is not first]
     assert len(others) == 2
     assert {span.parent_span_id for span in others} == {first.context.span_id}
+
+
+async def test_a_scheduler_that_stops_tells_what_it_has(world: World, kept: KeptSpans) -> None:
+    worker = await world.add_worker("a")
+    await world.client.jobs.publish(job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+    worker.veto = "full"
+    await world.client.jobs.publish(job("r2", traceparent=CALLER))
+    await world.until(lambda: any(span.error == "not_taken" for span in kept.spans))
+    await world.stop_scheduler()
+    assert [span.error for span in kept.all("run m")][-1] == "scheduler_stopped"
+    assert kept.all("queue m")[-1].error == "scheduler_stopped"
+    assert "job m" not in kept.names
 
 
 async def test_what_is_not_recorded_is_not_told(world: World, kept: KeptSpans) -> None:

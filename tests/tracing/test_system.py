@@ -8,12 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from nats import connect as connect_nats
 
-from bus import nats
-from bus.api import Bus
+from bus import nats, subjects
+from bus.api import Bus, Line
 from bus.tracing import life_of, parse_traceparent
 from schemas.config import NatsConfig
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -65,16 +66,19 @@ def _body(max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def _stored(collector: Collector, trace_id: str) -> dict[tuple[str, str], list[Told]]:
-    """The spans of a trace by service and name, once the last has arrived."""
+async def _stored(
+    collector: Collector, trace_id: str, caller_id: str = ""
+) -> dict[tuple[str, str], list[Told]]:
+    """The spans of a trace by service and name, once the last has arrived: those of the parts come
+    in any order."""
 
-    def names() -> set[str]:
-        return {span.name for span in collector.of_trace(trace_id)}
+    def is_whole() -> bool:
+        spans = collector.of_trace(trace_id)
+        known = {span.span_id for span in spans} | {caller_id, ""}
+        is_told = "store record" in {span.name for span in spans}
+        return is_told and all(span.parent_id in known for span in spans)
 
-    # The first of the trace and the last come from parts that know nothing of one another.
-    last = {"store record", "run demo", "generate demo"}
-    await eventually(lambda: last <= names(), timeout_s=15.0, what="the whole trace")
-    await eventually(lambda: bool(names() & {"chat demo", "job demo"}), timeout_s=15.0)
+    await eventually(is_whole, timeout_s=15.0, what="the whole trace")
     spans: dict[tuple[str, str], list[Told]] = {}
     for span in collector.of_trace(trace_id):
         spans.setdefault((span.service.removeprefix("millrace-"), span.name), []).append(span)
@@ -89,7 +93,7 @@ async def test_a_request_is_one_trace_through_all_parts(
     )
     assert answer.status_code == 200
     assert answer.headers["x-trace-id"] == "ab" * 16
-    spans = await _stored(collector, "ab" * 16)
+    spans = await _stored(collector, "ab" * 16, "cd" * 8)
     assert {name: len(found) for name, found in spans.items()} == {
         ("gateway", "chat demo"): 1,
         ("gateway", "publish demo"): 1,
@@ -162,7 +166,7 @@ async def test_a_killed_worker_leaves_a_run_and_the_next_is_in_the_same_trace(
 
 
 async def test_a_published_job_goes_on_in_its_trace_or_begins_one(
-    bus: Bus, collector: Collector
+    system: System, bus: Bus, collector: Collector
 ) -> None:
     sampling = SamplingParams(max_tokens=4)
     theirs = f"00-{'12' * 16}-{'34' * 8}-01"
@@ -177,6 +181,17 @@ async def test_a_published_job_goes_on_in_its_trace_or_begins_one(
             traceparent=theirs,
         )
     )
+    client = await connect_nats(system.endpoints["nats"])
+    body = {
+        "request_id": "traced-3",
+        "model": "demo",
+        "prompt": SECRET,
+        "sampling": {"max_tokens": 4},
+    }
+    headers = {"Content-Type": "application/json", "traceparent": f"00-{'56' * 16}-{'78' * 8}-01"}
+    subject = subjects.job(Line("demo", Tier.FREE, None))
+    await client.jetstream().publish(subject, json.dumps(body).encode(), headers=headers)
+    await client.close()
     await eventually(lambda: bool(collector.of_request("traced-1")), timeout_s=15.0)
     ours = collector.of_request("traced-1")[0].trace_id
     spans = await _stored(collector, ours)
@@ -184,12 +199,9 @@ async def test_a_published_job_goes_on_in_its_trace_or_begins_one(
     assert first.parent_id == ""
     assert spans["scheduler", "run demo"][0].parent_id == first.span_id
 
-    def arrived() -> set[str]:
-        return {span.name for span in collector.of_trace("12" * 16)}
-
-    await eventually(lambda: "store record" in arrived(), timeout_s=15.0)
-    runs = [span for span in collector.of_trace("12" * 16) if span.name == "run demo"]
-    assert [run.parent_id for run in runs] == ["34" * 8]
+    for trace_id, span_id in (("12" * 16, "34" * 8), ("56" * 16, "78" * 8)):
+        spans = await _stored(collector, trace_id, span_id)
+        assert [run.parent_id for run in spans["scheduler", "run demo"]] == [span_id]
 
 
 async def test_the_analyst_finds_the_trace_in_the_record(
