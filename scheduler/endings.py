@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from bus import codec, intake, subjects
 from bus.api import Bus
 from bus.clock import Clock
 from bus.ends import record_of, result_of
+from registry.pricing import PriceBook, device_cost
 from scheduler.entry import Entry
 from scheduler.tracing import JobTraces
 from scheduler.verdicts import Verdict
@@ -39,23 +42,30 @@ class Endings:
     reader that there is nothing to wait for. ``num_ended`` counts by model, status and code."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, generations: Generations, traces: JobTraces | None = None
+        self,
+        bus: Bus,
+        clock: Clock,
+        generations: Generations,
+        prices: Callable[[str], PriceBook],
+        traces: JobTraces | None = None,
     ) -> None:
+        """``prices`` of a model."""
         self._bus = bus
         self._clock = clock
         self._generations = generations
+        self._prices = prices
         self._traces = traces
         self.num_ended: Counter[tuple[str, Status, str]] = Counter()
 
     async def end(self, entry: Entry, verdict: Verdict) -> None:
         """Answer a job whose lease is ours. Raises BusUnavailableError: it will be delivered
         again."""
-        await self._answer(entry.job, verdict, entry.next_epoch)
+        await self._answer(entry, verdict)
         await self._bus.jobs.ack(entry.lease)
 
     async def give_up(self, entry: Entry, verdict: Verdict) -> None:
         """Answer a job that cannot be run, and keep it among the dead letters."""
-        await self._answer(entry.job, verdict, entry.next_epoch)
+        await self._answer(entry, verdict)
         dead = DeadJob(
             reason=verdict.code,
             message=verdict.message,
@@ -72,7 +82,7 @@ class Endings:
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
         self._count(job, verdict)
-        record = _record(job, verdict, 0, now_ns)
+        record = record_of(job, verdict.status, verdict.code, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
@@ -82,9 +92,10 @@ class Endings:
         await self._insist(lambda: self._tell(job, verdict, 0))
         await self._generations.finish(job.request_id, NOBODY, 0)
 
-    async def _answer(self, job: Job, verdict: Verdict, epoch: int) -> None:
+    async def _answer(self, entry: Entry, verdict: Verdict) -> None:
+        job, epoch = entry.job, entry.next_epoch
         now_ns = self._clock.now_ns()
-        await self._bus.outbox.publish(_record(job, verdict, epoch, now_ns))
+        await self._bus.outbox.publish(self._record(entry, verdict, now_ns))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
         if job.store_result:
@@ -100,6 +111,25 @@ class Endings:
                 "status": verdict.status.value,
                 "code": verdict.code,
             },
+        )
+
+    def _record(self, entry: Entry, verdict: Verdict, now_ns: int) -> RequestRecord:
+        """Nobody knows for sure how many tokens its lost runs made, so its tenant is charged for
+        none; what is known of the time that they took was ours to pay."""
+        job = entry.job
+        record = record_of(job, verdict.status, verdict.code, entry.next_epoch, now_ns)
+        if not entry.lives:
+            return record
+        entry.lives.end(now_ns)
+        lives, prices = entry.lives.before(), self._prices(job.model)
+        device_us = sum(life.device_us for life in lives)
+        return replace(
+            record,
+            lives=lives,
+            device_us=device_us,
+            device_cost=device_cost(prices, device_us),
+            currency=prices.currency,
+            price_version=prices.version,
         )
 
     def _count(self, job: Job, verdict: Verdict) -> None:
@@ -126,11 +156,6 @@ class Endings:
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             else:
                 return
-
-
-def _record(job: Job, verdict: Verdict, epoch: int, now_ns: int) -> RequestRecord:
-    """Nobody knows for sure how many tokens its lost runs made, so none are charged."""
-    return record_of(job, verdict.status, verdict.code, epoch, now_ns)
 
 
 def _result(job: Job, verdict: Verdict, now_ns: int) -> JobResult:

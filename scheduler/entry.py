@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from bus.api import LeasedJob, Line
 from scheduler.backlog import Backlog
 from scheduler.inquest import Inquest
+from scheduler.lives import Lives
 from scheduler.need import Need
 from scheduler.prompt_keys import NO_KEYS, PromptKeys
 from schemas.control import EPOCHS_PER_DELIVERY
@@ -44,7 +45,7 @@ class Entry:
     to take; ``charged_tokens`` is what its tenant was charged for the run that goes on.
     ``told_position`` is the last that its client was told. ``strikes`` are the deaths of workers
     that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the tokens
-    that the client had when the last run began.
+    that the client had when the last run began; ``lives`` are its runs so far.
     """
 
     job: Job
@@ -76,6 +77,7 @@ class Entry:
     strikes: float = 0.0
     inquest: Inquest | None = None
     num_delivered: int = 0
+    lives: Lives = field(default_factory=Lives)
     stored_ns: int = 0
     trace: JobTrace | None = None
 

@@ -66,16 +66,17 @@ class Scheduler:
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
                 f"not have. The models are: {', '.join(sorted(known_models))}."
             )
+        shelf = Shelf(load_model)
         self.parts = Parts(
             bus=bus,
             config=config,
             clock=clock,
             generations=generations,
-            shelf=Shelf(load_model),
+            shelf=shelf,
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock, generations, traces),
+            endings=Endings(bus, clock, generations, shelf.prices, traces),
             traces=traces,
         )
         models = config.models or tuple(sorted(known_models))
@@ -207,6 +208,8 @@ class Scheduler:
             ]
             if not entries:
                 continue
+            for entry in entries:
+                entry.lives.end(self.parts.clock.now_ns())
             lane = self.parts.lane_of(entries[0])
             if gone.why is Departure.RETIRED:
                 for entry in entries:
@@ -237,6 +240,9 @@ class Scheduler:
         if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
             for served in ended.served:
                 lane.served(served, ended.worker_id)
+        for served in ended.served:
+            if (entry := self.parts.table.get(served.request_id)) is not None:
+                entry.lives.told(served, ended.worker_id, self.parts.clock.now_ns())
         released = frozenset(ended.released)
         num_answered = 0
         for request_id in ended.request_ids:

@@ -17,6 +17,10 @@ from scheduler.verdicts import Verdict, cancelled, failed, refused
 from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
 from schemas.errors import PayloadTooLargeError
 
+# How long a run waits for what the one before it took, of a worker that is there to tell: it does
+# so when its step is over.
+_LAST_WORD_TIMEOUT_S = 0.15
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +50,7 @@ class Sender:
         self._config = parts.config
         self._clock = parts.clock
         self._generations = parts.generations
+        self._fleet = parts.fleet
 
     async def is_known(self, entry: Entry) -> bool:
         """Whether the index says that it ran before."""
@@ -58,6 +63,8 @@ class Sender:
         if known is None:
             return ""
         entry.epoch_floor = max(entry.epoch_floor, known.epoch)
+        if not known.finished:
+            entry.lives.found(known.epoch, known.worker_id)
         return None if known.finished else known.worker_id
 
     async def send(self, entry: Entry, worker_id: str) -> Sent:
@@ -111,6 +118,9 @@ class Sender:
             # There are no tokens of an embedding to resume behind, whatever the client says.
             read = () if point is None else point.token_ids
             entry.resume_token_ids = read if job.pooling is None else ()
+        awaited = entry.lives.awaited_worker_id
+        if awaited not in ("", worker_id) and self._fleet.get(awaited) is not None:
+            await entry.lives.hear(_LAST_WORD_TIMEOUT_S)
         if entry.inquest is not None and await self._is_poisonous(
             entry, is_heard=point is not None
         ):
@@ -137,11 +147,15 @@ class Sender:
         if entry.trace is not None:
             traceparent = entry.trace.sent(entry.epoch, len(entry.resume_token_ids))
             job = replace(job, traceparent=traceparent)
+        sent_ns = self._clock.now_ns()
+        entry.lives.end(sent_ns)
         dispatch = Dispatch(
             job=job,
             epoch=entry.epoch,
             lease=entry.lease,
             resume_token_ids=entry.resume_token_ids,
+            lives=entry.lives.before(worker_id),
+            sent_ns=sent_ns,
         )
         try:
             reply = await self._bus.control.command(
@@ -152,6 +166,9 @@ class Sender:
         sent = _read(reply)
         if sent.result is Result.REFUSED:
             entry.undo_run(epoch_before)
+        elif sent.result in (Result.ACCEPTED, Result.LOST):
+            is_taken = sent.result is Result.ACCEPTED
+            entry.lives.sent(entry.epoch, worker_id, sent_ns, is_taken=is_taken)
         if sent.result is not Result.ACCEPTED:
             logger.info(
                 "a dispatch did not take",

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
+from registry.pricing import UNPRICED, PriceBook
 from registry.served import MAX_INLINE_CHARACTERS
 from schemas.jobs import Job
 
@@ -16,6 +17,9 @@ _MAX_INLINE_TOKENS = 4_096
 
 class Preparer(Protocol):
     """What the scheduler needs of ``registry.served.ServedModel``."""
+
+    @property
+    def prices(self) -> PriceBook: ...
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job: ...
 
@@ -38,6 +42,13 @@ class Shelf:
         if _is_short(job):
             return model.prepare(job, seed_source)
         return await asyncio.to_thread(model.prepare, job, seed_source)
+
+    def prices(self, model: str) -> PriceBook:
+        """A model's prices; none if it is not loaded."""
+        loading = self._models.get(model)
+        if loading is None or not loading.done() or loading.cancelled() or loading.exception():
+            return UNPRICED
+        return loading.result().prices
 
     async def warm(self, model: str) -> None:
         """Load a model before the first job asks for it."""

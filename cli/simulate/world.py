@@ -20,6 +20,7 @@ from cli.simulate.policies import Policy
 from cli.simulate.settings import Settings
 from cli.simulate.texts import Texts
 from cli.simulate.trace import TraceRequest
+from registry.pricing import UNPRICED
 from scheduler.scheduler import Scheduler
 from schemas.jobs import Job
 
@@ -41,6 +42,8 @@ class Result:
 
 class _AsIs:
     """A ``scheduler.shelf.Preparer`` for jobs that are prepared already."""
+
+    prices = UNPRICED
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:  # noqa: ARG002
         return job

@@ -32,7 +32,8 @@ _lives = itertools.count(1)
 
 class ScriptedWorker:
     """Holds up to ``num_slots`` requests. ``veto`` is the reason it gives for refusing, ``mute``
-    makes it answer nothing. ``history`` is every dispatch that it accepted."""
+    makes it answer nothing. ``history`` is every dispatch that it accepted. With ``device_us`` it
+    tells what runs took that others go on from, ``last_word_after_s`` they are over here."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class ScriptedWorker:
         self.draining = False
         self.tells_ends = True
         self.decode_step_ms = 0.0
+        self.device_us = 0
+        self.last_word_after_s = 0.0
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
         self.cancels: list[Cancel] = []
@@ -146,6 +149,9 @@ class ScriptedWorker:
             request_id=job.request_id,
             tenant=job.tenant,
             tier=job.tier,
+            epoch=dispatch.epoch,
+            started_ns=dispatch.sent_ns + 1,
+            device_us=self.device_us,
             prompt_tokens=len(job.prompt_token_ids or ()),
             completion_tokens=job.sampling.max_tokens or 0,
         )
@@ -155,7 +161,12 @@ class ScriptedWorker:
         dispatch = self.running.pop(request_id)
         await self.bus.jobs.release(dispatch.lease)
         await self.bus.control.publish_ended(
-            Ended(worker_id=self.worker_id, request_ids=(request_id,), released=(request_id,))
+            Ended(
+                worker_id=self.worker_id,
+                request_ids=(request_id,),
+                served=(self._served(dispatch),) if self.device_us else (),
+                released=(request_id,),
+            )
         )
 
     async def finish_all(self) -> None:
@@ -193,6 +204,17 @@ class ScriptedWorker:
             return
         if cancel.reason is CancelReason.SUPERSEDED and known.epoch < (cancel.below_epoch or 0):
             del self.running[cancel.request_id]
+            if self.device_us:
+                self._tasks.append(asyncio.create_task(self._tell(known)))
+
+    async def _tell(self, dispatch: Dispatch) -> None:
+        """What a run took that another one goes on from."""
+        await self.clock.sleep(self.last_word_after_s)
+        served = (self._served(dispatch),)
+        request_ids = (dispatch.job.request_id,)
+        await self.bus.control.publish_ended(
+            Ended(worker_id=self.worker_id, request_ids=request_ids, served=served)
+        )
 
     async def _beat(self) -> None:
         while True:

@@ -55,7 +55,7 @@ async def test_the_streams_of_a_drained_worker_move_past_one_that_fits_nowhere(
         await world.client.jobs.publish(job(f"r{number}"))
     await world.until(lambda: len(first.running) == 3)
     second = await world.add_worker("b", num_blocks=50, max_tokens=100)
-    first.draining = True
+    first.draining, first.device_us = True, 1
     await first.announce()
     await world.until(lambda: {"r0", "r1"} <= second.running.keys(), within_s=2.0)
     assert "long" in first.running

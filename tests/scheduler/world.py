@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from decimal import Decimal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from bus.api import Line
 from bus.clock import ManualClock
 from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
+from registry.pricing import UNPRICED
 from registry.routing import Router
 from scheduler.scheduler import Scheduler
 from scheduler.shelf import Preparer
@@ -29,11 +31,14 @@ LINE = Line("m", Tier.FREE, "local")
 CONFIG = SchedulerConfig(
     models=("m",), dispatch_timeout_s=0.25, resume_timeout_s=0.05, window_jobs_per_tenant=2
 )
+PRICES = msgspec.structs.replace(UNPRICED, version="v1", device_per_hour=Decimal(3600))
 _STEP_S = 0.05
 
 
 class FakeModel:
     """A byte is a token."""
+
+    prices = PRICES
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         token_ids = job.prompt_token_ids or tuple((job.prompt or "").encode())
