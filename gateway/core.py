@@ -79,9 +79,7 @@ class Gateway:
         self.clock = clock
         self.redis = redis
         self.gateway_id = config.gateway_id or new_gateway_id()
-        self.traces = (
-            None if tracing is None else RequestTraces(tracing, clock, config, self.gateway_id)
-        )
+        self.traces = None if tracing is None else RequestTraces(tracing, clock, config)
         self.sockets: set[SocketSession] = set()
         self.pulse = Pulse()
         self.metrics = Metrics()

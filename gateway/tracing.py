@@ -49,7 +49,6 @@ class RequestTrace:
         tracing: Tracing,
         clock: Clock,
         config: GatewayConfig,
-        gateway_id: str,
         context: TraceContext,
         parent_span_id: int,
         route: str,
@@ -69,7 +68,6 @@ class RequestTrace:
             "server.port": config.port,
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "millrace",
-            "millrace.gateway.id": gateway_id,
         }
         self._answer: Answer | None = None
         self._is_over = False
@@ -221,13 +219,10 @@ class RequestTrace:
 class RequestTraces:
     """Gives the requests of one gateway their traces."""
 
-    def __init__(
-        self, tracing: Tracing, clock: Clock, config: GatewayConfig, gateway_id: str
-    ) -> None:
+    def __init__(self, tracing: Tracing, clock: Clock, config: GatewayConfig) -> None:
         self._tracing = tracing
         self._clock = clock
         self._config = config
-        self._gateway_id = gateway_id
 
     def begin(self, traceparent: str | None, route: str, method: str) -> RequestTrace | None:
         """A request came, perhaps in a trace of its caller's; None if it is not recorded."""
@@ -238,7 +233,6 @@ class RequestTraces:
             self._tracing,
             self._clock,
             self._config,
-            self._gateway_id,
             context,
             parent_span_id,
             route,

@@ -64,7 +64,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             partial(ServedModel.load, catalogue),
             index,
             catalogue.router(config.scheduler.tiers),
-            None if tracing is None else JobTraces(tracing, clock, scheduler_id),
+            None if tracing is None else JobTraces(tracing, clock),
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.trouble = lambda: "" if bus.connected else "the message bus is away"

@@ -49,7 +49,6 @@ class JobTrace:
         self,
         tracing: Tracing,
         clock: Clock,
-        scheduler_id: str,
         above: TraceContext,
         entry: Entry,
         *,
@@ -68,7 +67,6 @@ class JobTrace:
         self._attributes: dict[str, Value] = {
             "gen_ai.request.model": entry.job.model,
             "millrace.request.id": entry.request_id,
-            "millrace.scheduler.id": scheduler_id,
             "millrace.tier": entry.job.tier.value,
             "millrace.deliveries": entry.num_deliveries,
         }
@@ -198,10 +196,9 @@ class JobTrace:
 class JobTraces:
     """Gives the jobs of one scheduler their traces."""
 
-    def __init__(self, tracing: Tracing, clock: Clock, scheduler_id: str) -> None:
+    def __init__(self, tracing: Tracing, clock: Clock) -> None:
         self._tracing = tracing
         self._clock = clock
-        self._scheduler_id = scheduler_id
 
     def begin(self, entry: Entry) -> None:
         """Tell of a job if its trace is recorded. One that no gateway decided on and that has no
@@ -213,9 +210,7 @@ class JobTraces:
             above = self._tracing.named(job.request_id, job.received_ns)
         if above is None or not above.is_recorded:
             return
-        entry.trace = JobTrace(
-            self._tracing, self._clock, self._scheduler_id, above, entry, is_first=is_first
-        )
+        entry.trace = JobTrace(self._tracing, self._clock, above, entry, is_first=is_first)
         if is_first:
             entry.job = replace(job, traceparent=above.traceparent)
 

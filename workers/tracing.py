@@ -65,7 +65,8 @@ class RunTrace:
         outcome, usage = generation.outcome, generation.usage()
         end_ns = generation.done_ns if outcome is not None else self._clock.now_ns()
         if generation.first_token_ns:
-            self._tell_decode(generation)
+            if generation.last_token_ns > generation.first_token_ns:
+                self._tell_decode(generation)
         elif generation.started_ns:
             self._tell_prefill(generation, end_ns)
         attributes: dict[str, Value] = {
@@ -110,7 +111,7 @@ class RunTrace:
                 generation.done_ns,
                 self._clock.now_ns(),
                 SpanKind.PRODUCER,
-                self._attributes,
+                {"millrace.request.id": generation.request_id},
             )
         )
 
@@ -123,7 +124,7 @@ class RunTrace:
                 generation.started_ns,
                 end_ns,
                 attributes={
-                    **self._attributes,
+                    "millrace.request.id": generation.request_id,
                     "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
                     "gen_ai.usage.cache_read.input_tokens": generation.num_cached_tokens,
                     "millrace.resumed_tokens": generation.num_resumed,
@@ -140,7 +141,7 @@ class RunTrace:
                 generation.first_token_ns,
                 generation.last_token_ns,
                 attributes={
-                    **self._attributes,
+                    "millrace.request.id": generation.request_id,
                     "gen_ai.usage.output_tokens": len(generation.token_ids)
                     - generation.num_resumed,
                 },

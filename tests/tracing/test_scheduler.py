@@ -30,7 +30,7 @@ async def world() -> AsyncIterator[World]:
 def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
     parts = world.schedulers[0].parts
-    parts.traces = JobTraces(tracing, world.clock, "s1")
+    parts.traces = JobTraces(tracing, world.clock)
     prices = parts.shelf.prices
     parts.endings = Endings(parts.bus, world.clock, world.generations, prices, parts.traces)
     return kept
