@@ -13,7 +13,10 @@ from cli.supervisor import Process, Supervisor
 from schemas.config import MetricsConfig
 
 FILE_NAME = "metrics-targets.json"
-FIRST_PORT = 9464  # where exporters of OpenTelemetry are found
+# Where exporters of OpenTelemetry are found; for a gateway on another port as far above that.
+FIRST_PORT = 9464
+_GATEWAY_PORT = 8000
+_MOST_PORT = 65_000
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +31,12 @@ class ScrapeTargets:
     """A port for each part, the same in all of its lives, and the file that tells of them.
 
     The file has those that were told to run and not to go. ``wanted.port`` is the first port to
-    try; 0: ``FIRST_PORT``.
+    try; 0: one by the port of the gateway, so that systems side by side do not meet.
     """
 
     file: Path
     wanted: MetricsConfig
+    gateway_port: int = _GATEWAY_PORT
     _ports: dict[str, int] = field(default_factory=dict)
     _targets: dict[str, Target] = field(default_factory=dict)
 
@@ -43,7 +47,7 @@ class ScrapeTargets:
         """The port for a part of this name. Raises ConfigError if none is free."""
         port = self._ports.get(name)
         if port is None:
-            first = (self.wanted.port or FIRST_PORT) + len(self._ports)
+            first = (self.wanted.port or self._first_port()) + len(self._ports)
             port = self._ports[name] = self._picker.pick(f"metrics of {name}", first)
         host = f"[{self.wanted.host}]" if ":" in self.wanted.host else self.wanted.host
         self._targets[name] = Target(
@@ -61,6 +65,10 @@ class ScrapeTargets:
         """Nothing runs any more."""
         self._targets.clear()
         self.file.unlink(missing_ok=True)
+
+    def _first_port(self) -> int:
+        port = FIRST_PORT + self.gateway_port - _GATEWAY_PORT
+        return port if port <= _MOST_PORT else FIRST_PORT
 
     def _write(self) -> None:
         """Whole or not at all: Prometheus may read it at any moment."""

@@ -71,7 +71,10 @@ class Stack:
     _scaler: WorkerScaler | None = None
 
     def __post_init__(self) -> None:
-        self._targets = ScrapeTargets(self.plan.data / "run" / FILE_NAME, self.plan.config.metrics)
+        config = self.plan.config
+        self._targets = ScrapeTargets(
+            self.plan.data / "run" / FILE_NAME, config.metrics, config.gateway.port
+        )
 
     async def start(self) -> Endpoints:
         """Bring everything up and return once a request was really served. Raises StartError."""

@@ -65,6 +65,12 @@ def test_a_port_that_is_taken_is_left_to_who_has_it(tmp_path: Path) -> None:
         assert targets.add("scheduler-1", "scheduler") > port
 
 
+@pytest.mark.parametrize(("gateway", "least"), [(8000, 9464), (18_000, 19_464), (65_000, 9464)])
+def test_ports_follow_that_of_the_gateway(gateway: int, least: int, tmp_path: Path) -> None:
+    targets = ScrapeTargets(tmp_path / "targets.json", MetricsConfig(), gateway)
+    assert least <= targets.add("worker-1", "worker") < least + 200
+
+
 def test_a_host_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     targets = ScrapeTargets(tmp_path / "targets.json", MetricsConfig(host="192.0.2.1"))
     with pytest.raises(ConfigError, match="metrics of gateway-1"):

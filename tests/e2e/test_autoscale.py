@@ -112,6 +112,12 @@ def _workers(system: System) -> set[str]:
     return {file.stem for file in (system.data / "run").glob("worker-*.pid")}
 
 
+def _found_by_prometheus(system: System) -> set[str]:
+    targets = json.loads((system.data / "run" / "metrics-targets.json").read_text())
+    names = (target["labels"]["name"] for target in targets)
+    return {name for name in names if name.startswith("worker-")}
+
+
 async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> None:
     assert _workers(scaled) == {"worker-1"}
     async with streams_of(scaled) as streams, httpx.AsyncClient(base_url=scaled.http) as http:
@@ -120,6 +126,7 @@ async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> N
             await streams.ask(name)
         await streams.eventually_have(dict.fromkeys(names, 1))
         assert _workers(scaled) == {"worker-1", "worker-2", "worker-3"}
+        assert _found_by_prometheus(scaled) == _workers(scaled)
         metrics = (await http.get("/metrics")).text
         assert 'millrace_desired_workers{model="demo"} 3.0' in metrics
 
@@ -134,6 +141,7 @@ async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> N
         for name in kept:
             await streams.cancel(name)
         await eventually(lambda: not _workers(scaled), timeout_s=30.0)
+        await eventually(lambda: not _found_by_prometheus(scaled))
         # The first request wakes the model.
         await streams.ask("late")
         await streams.eventually_have({"late": 1})
