@@ -1,7 +1,7 @@
 -- An invoice: what a tenant owes for a range, say a month, by model, adapter, tier and price version.
 -- amount is exact: the sum of what each request was charged. by_price_book is computed from tokens
 -- and the price book again, NULL where the store does not know that version; difference is 0 if all
--- is well.
+-- is well. What no worker had, and so nobody pays for, is not in it.
 -- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
 -- of ranges that follow one another each request is in one.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
@@ -41,6 +41,7 @@ FROM
     WHERE minute >= toDateTime(begin_s, 'UTC')
       AND minute < toDateTime(end_s, 'UTC')
       AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND price_version != ''
     GROUP BY tenant, model, adapter, tier, price_version, currency
 ) AS l
 LEFT JOIN

@@ -1,8 +1,9 @@
 -- What a million computed tokens cost, four ways, by model: what tenants paid, the device while it
 -- was busy, the device while it was there (idle time included), and the best there could be.
--- Computed tokens are prompt tokens that were not in the cache, and completion tokens. The best is the
--- device's price by the most tokens per busy second of any minute of a worker in which it was busy
--- for a second or more: what full use at that rate would cost. NULL: there is nothing to tell by.
+-- Computed tokens are prompt tokens that were not in the cache, and completion tokens, of requests that
+-- a worker had. The best is the device's price by the most tokens per busy second of any minute of a
+-- worker in which it was busy for a second or more: what full use at that rate would cost. NULL: there
+-- is nothing to tell by.
 -- Money is exact, as text, cut after 12 digits. Counted are the minutes that begin in the
 -- range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
@@ -32,7 +33,7 @@ FROM
         model,
         currency,
         u.requests AS requests,
-        u.prompt_tokens - u.cached_tokens + u.completion_tokens AS tokens,
+        if(price_version = '', 0, u.prompt_tokens - u.cached_tokens + u.completion_tokens) AS tokens,
         toDecimal256(u.cost, 12) AS paid,
         toDecimal256(0, 12) AS hour_busy_us,
         toDecimal256(0, 12) AS hour_idle_us,

@@ -20,6 +20,7 @@ TABLES = (
     "worker_samples",
     "transcripts",
     "usage_by_minute",
+    "workers_by_minute",
     "prices",
     "outbox_ledger",
 )
