@@ -239,14 +239,15 @@ class Requests:
                         f"the worker failed on this request: {type(error).__name__}",
                     ),
                 )
+        self.times.end_step(now_ns)
         self._on_room()
 
     def _take(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
         is_start, is_first = not generation.started_ns, not generation.first_token_ns
         before_ns = generation.last_token_ns
         outcome = generation.take(output, now_ns)
-        if output.token_ids and generation.first_token_ns:
-            self.times.add_tokens(generation, before_ns, len(output.token_ids))
+        if output.token_ids:
+            self.times.note_tokens(generation, len(output.token_ids), before_ns)
         if is_start:
             self._flusher.post(generation, [generation.started_frame(self._worker_id)])
         if outcome is None:
