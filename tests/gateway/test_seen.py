@@ -73,12 +73,11 @@ async def test_gaps_and_stalls_to_the_millisecond() -> None:
         await watched.give(gap_s, number)
     record = watched.end(8)
     # The first token ends no gap, and just under a second is no stall.
-    assert (record.num_stalls, record.stalled_ms) == (3, pytest.approx(5_500))
+    assert record.num_stalls == 3
+    assert record.stalled_ms == pytest.approx(5_500)
     assert record.longest_gap_ms == pytest.approx(3_500)
-    assert (record.first_byte_ms, record.total_ms) == (
-        pytest.approx(2_000),
-        pytest.approx(9_499),
-    )
+    assert record.first_byte_ms == pytest.approx(2_000)
+    assert record.total_ms == pytest.approx(9_499)
     assert (record.tokens_delivered, record.num_resumes, record.model) == (8, 0, "demo")
     assert STALL_MS == 1_000
 
@@ -101,7 +100,8 @@ async def test_a_client_that_is_slow_to_read_saw_a_stall() -> None:
         watched.feed(number, 1)
     assert watched.take() == 29
     record = watched.end(30)
-    assert (record.num_stalls, record.stalled_ms) == (1, pytest.approx(2_900))
+    assert record.num_stalls == 1
+    assert record.stalled_ms == pytest.approx(2_900)
 
 
 async def test_what_nobody_takes_was_not_delivered() -> None:
@@ -141,7 +141,8 @@ async def test_another_gateway_counts_on() -> None:
     record = second.end(4)
     assert record.first_byte_ms == pytest.approx(500)
     assert record.total_ms == pytest.approx(500 + 1_500 + 2_000 + 500)
-    assert (record.num_stalls, record.stalled_ms) == (2, pytest.approx(1_500 + 2_250))
+    assert record.num_stalls == 2
+    assert record.stalled_ms == pytest.approx(1_500 + 2_250)
     assert record.longest_gap_ms == pytest.approx(2_250)
     assert record.tokens_delivered == 4
     assert (record.num_resumes, record.num_replays, record.num_epochs) == (1, 2, 3)
@@ -160,7 +161,8 @@ async def test_of_a_gateway_that_died_the_beginning_is_known() -> None:
     record = watched.end(4)
     assert record.first_byte_ms == 0
     assert record.total_ms == pytest.approx(6_250)
-    assert (record.num_stalls, record.longest_gap_ms) == (1, pytest.approx(1_250))
+    assert record.num_stalls == 1
+    assert record.longest_gap_ms == pytest.approx(1_250)
     assert (record.tokens_delivered, record.num_resumes) == (4, 1)
 
 
