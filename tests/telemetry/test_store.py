@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MalformedMessageError
-from schemas.records import RECORD_VERSION
+from schemas.records import RECORD_VERSION, Life, TranscriptRecord
 from telemetry.ledger import Ledger, merge
 from telemetry.migrate import MigrationError, load_migrations, migrate
 from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
@@ -92,6 +92,12 @@ async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
         ({"total_ms": float("inf")}, "total_ms"),
         ({"cost": Decimal("NaN")}, "cost"),
         ({"cost": Decimal("1e30")}, "cost"),
+        ({"cost": Decimal("1e15")}, "cost"),
+        ({"device_cost": Decimal("Infinity")}, "device_cost"),
+        ({"device_us": (1 << 53) + 1}, "device_us"),
+        ({"done_ns": (1 << 32) * 10**9}, "done_ns"),
+        ({"lives": (Life(epoch=-1, worker_id="w"),)}, "lives.epoch"),
+        ({"lives": (Life(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "lives.ended_ns"),
         ({"version": 70_000}, "version"),
         ({"request_id": ""}, "id"),
     ],
@@ -99,6 +105,51 @@ async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
 def test_a_bad_field_is_named(change: dict[str, object], field: str) -> None:
     with pytest.raises(MalformedMessageError, match=field):
         check(msgspec.structs.replace(request_record(1), **change))
+
+
+async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
+    lives = (Life(epoch=(1 << 32) - 1, worker_id="w", started_ns=1, device_us=1 << 53),)
+    largest = msgspec.structs.replace(
+        request_record(1),
+        prompt_tokens=(1 << 32) - 1,
+        cost=Decimal("999999999999999.999999999999"),
+        device_us=1 << 53,
+        device_cost=Decimal("-999999999999999.9999999999999"),
+        dispatched_ns=((1 << 32) - 1) * 10**9,
+        lives=lives,
+        ttft_ms=1e299,
+    )
+    check(largest)
+    await store.insert(REQUESTS, REQUESTS.to_columns([largest], [1]), "largest")
+    rows = await store.rows("SELECT cost, device_us, lives.device_us, lives.worker FROM requests")
+    assert rows == [(largest.cost, 1 << 53, [1 << 53], ["w"])]
+
+
+async def test_transcripts_leave_after_thirty_days(store: Store) -> None:
+    day_ns = 86_400 * 10**9
+    now_ns = request_record(1).done_ns
+    ends = {"old": now_ns - 31 * day_ns, "young": now_ns - 29 * day_ns, "timeless": 0}
+    ends["to come"] = now_ns + 300 * day_ns
+    records = [
+        TranscriptRecord(
+            request_id=name,
+            tenant="acme",
+            model="demo",
+            prompt="p",
+            completion="c",
+            done_ns=done_ns,
+        )
+        for name, done_ns in ends.items()
+    ]
+    await store.insert(TRANSCRIPTS, TRANSCRIPTS.to_columns(records, range(1, 5)), "all")
+    await store.command("OPTIMIZE TABLE transcripts FINAL")
+    rows = await store.rows("SELECT request_id FROM transcripts ORDER BY request_id")
+    assert rows == [("timeless",), ("to come",), ("young",)]
+    expiry = await store.rows(
+        "SELECT delete_ttl_info_max < now() + toIntervalDay(31) FROM system.parts "
+        "WHERE table = 'transcripts' AND active AND database = currentDatabase()"
+    )
+    assert expiry == [(True,)]
 
 
 def test_good_records_pass() -> None:
