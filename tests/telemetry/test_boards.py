@@ -104,7 +104,7 @@ async def test_the_filters_offer_what_there_is(store: Store) -> None:
     for board in map(read_board, BOARDS):
         for variable in board["templating"]["list"]:
             if variable["type"] == "query":
-                sql = interpolated(variable["query"], begin_s, end_s)
+                sql = interpolated(variable["query"]["rawSql"], begin_s, end_s)
                 _, rows = await _rows(store, sql)
                 offered[variable["name"]] = sorted(row["name"] for row in rows)
     records = [request_record(n) for n in range(60)]
