@@ -61,6 +61,7 @@ class StatusReporter:
         self._announced_room = 0.0
         self._urgent = asyncio.Event()
         self._queue_depth = 0
+        self._sampled_s, self._sampled = clock.monotonic(), engine_stats()
         self.num_samples_lost = 0
 
     def drain(self) -> None:
@@ -138,19 +139,23 @@ class StatusReporter:
             await self._clock.sleep(_URGENT_GAP_S)
 
     async def _sample(self) -> None:
-        before_s, before = self._clock.monotonic(), self._engine_stats()
         while True:
             await self._clock.sleep(self._config.sample_interval_s)
-            now_s, stats = self._clock.monotonic(), self._engine_stats()
-            device = await self._device.read()
-            sample = self._make_sample(before, stats, now_s - before_s, device)
-            before_s, before = now_s, stats
-            try:
-                await self._bus.outbox.publish(sample)
-            except MillraceError as error:
-                # The next sample tells how things stand then; this one is not worth a queue.
-                self.num_samples_lost += 1
-                logger.warning("a sample could not be stored", extra={"code": error.code})
+            await self.sample()
+
+    async def sample(self) -> None:
+        """Tell of the time since the last sample, or since this was made."""
+        device = await self._device.read()
+        now_s, stats = self._clock.monotonic(), self._engine_stats()
+        before_s, before = self._sampled_s, self._sampled
+        self._sampled_s, self._sampled = now_s, stats
+        sample = self._make_sample(before, stats, now_s - before_s, device)
+        try:
+            await self._bus.outbox.publish(sample)
+        except MillraceError as error:
+            # The next sample tells how things stand then; this one is not worth a queue.
+            self.num_samples_lost += 1
+            logger.warning("a sample could not be stored", extra={"code": error.code})
 
     def _make_sample(
         self, before: EngineStats, stats: EngineStats, period_s: float, device: DeviceReading

@@ -199,6 +199,7 @@ class Worker:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 await self._status.announce(retired=True)
+                await self._status.sample()
                 for subscription in subscriptions:
                     await subscription.close()
         except TimeoutError:

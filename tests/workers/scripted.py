@@ -41,6 +41,7 @@ PRICES = PriceBook(
     input_per_million=Decimal(1),
     cached_input_per_million=Decimal("0.5"),
     output_per_million=Decimal(2),
+    device_per_hour=Decimal("0.05"),
 )
 GATEWAY = "gw"
 

@@ -254,7 +254,9 @@ async def test_the_order_is_record_then_ack_and_an_outage_delays_nobody_else(
         publish = b.bus.outbox.publish
 
         async def flaky(record: Record) -> None:
-            assert isinstance(record, RequestRecord)
+            if not isinstance(record, RequestRecord):
+                await publish(record)  # the last sample
+                return
             assert await b.num_queued() > 0
             if refused.get(record.request_id, 0):
                 refused[record.request_id] -= 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from bus.clock import ManualClock
@@ -17,7 +19,7 @@ from schemas.pooling import Pooling
 from schemas.prefix import REPORTED_BYTES
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.workers.scripted import served_model
-from workers.engine.types import EngineOutput, EngineRequest, PrefixChanges
+from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
 from workers.simulated_engine import SimulatedEngine
 from workers.simulated_words import readable_token_ids
 
@@ -42,8 +44,10 @@ class _Heard:
     def __init__(self, engine: SimulatedEngine) -> None:
         self.outputs: list[EngineOutput] = []
         self.changes: list[PrefixChanges] = []
+        self.times: list[DeviceTime] = []
         engine.on_outputs = lambda outputs, _stats: self.outputs.extend(outputs)
         engine.on_prefixes = self.changes.append
+        engine.on_device_times = self.times.extend
 
     def of(self, request_id: str) -> list[EngineOutput]:
         return [output for output in self.outputs if output.request_id == request_id]
@@ -169,6 +173,29 @@ async def test_a_cancel_frees_at_once_and_nothing_more_comes(model: ServedModel)
         assert {output.request_id for output in heard.outputs} == {"b"}
         engine.cancel("b")
         assert engine.stats.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_all_of_the_steps_time_is_some_request_s(model: ServedModel, seed: int) -> None:
+    draw = random.Random(seed)
+    config = msgspec.structs.replace(_CONFIG, max_num_sequences=4, max_batch_tokens=16)
+    async with _engine(model, config) as (engine, heard, clock):
+        for number in range(20):
+            prompt = tuple(draw.randrange(40, 60) for _ in range(draw.randint(1, 40)))
+            priority = draw.randint(-1, 2)
+            engine.add(
+                _request(f"r{number}", prompt, priority=priority, max_tokens=draw.randint(1, 40))
+            )
+            await clock.advance(draw.random() / 5)
+            if draw.random() < 0.3:
+                engine.cancel(f"r{draw.randint(0, number)}")
+        await clock.advance(30.0)
+        told_us = [one.device_us for one in heard.outputs if one.finished]
+        told_us += [one.device_us for one in heard.times]
+        assert all(one.over for one in heard.times)
+        assert engine.stats.num_preemptions > 0
+        assert sum(told_us) == pytest.approx(engine.stats.busy_s * 1e6, rel=1e-9)
+        assert engine.stats.charged_s == pytest.approx(engine.stats.busy_s, rel=1e-9)
 
 
 async def test_a_higher_tier_goes_first(model: ServedModel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
 from bus.clock import ManualClock
@@ -103,12 +105,24 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         await b.peer.control.publish_queue_status(QueueStatus(model="demo", num_queued=7, bound=10))
         await b.settle(2.0)
         b.engine.step(decode_tokens=50, prefill_tokens=20, busy_s=0.5, num_running=1)
-        b.engine.step(decode_tokens=90, prefill_tokens=20, busy_s=1.0, num_running=1)
+        later = {"charged_s": 0.9, "prefix_query_tokens": 40, "prefix_hit_tokens": 16}
+        b.engine.step(decode_tokens=90, prefill_tokens=20, busy_s=1.0, num_running=1, **later)
         await b.settle(2.0)
         _, sample = await b.samples()
         assert (sample.decode_tokens, sample.prefill_tokens, sample.num_steps) == (90, 20, 2)
         assert (sample.period_ms, sample.step_ms_mean, sample.busy_share) == (2000.0, 500.0, 0.5)
         assert (sample.queue_depth, sample.model, sample.num_running) == (7, "demo", 1)
+        assert (sample.busy_us, sample.charged_us) == (1_000_000, 900_000)
+        assert (sample.prefix_query_tokens, sample.prefix_hit_tokens) == (40, 16)
+        assert (sample.device_per_hour, sample.currency) == (Decimal("0.05"), "USD")
+
+
+async def test_what_was_left_to_sample_is_told_at_the_end(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=60.0, drain_timeout_s=0.1) as b:
+        b.engine.step(busy_s=0.25, charged_s=0.25)
+        await b.stop()
+        (sample,) = await b.samples()
+        assert (sample.num_steps, sample.busy_us, sample.charged_us) == (1, 250_000, 250_000)
 
 
 async def test_an_engine_that_cannot_be_replaced_ends_the_worker(demo: ServedModel) -> None:
