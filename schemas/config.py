@@ -290,8 +290,8 @@ class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A batch of rows is stored when it has ``batch_rows``, or ``batch_interval_s`` after its first.
-    Usage by the minute follows within ``rollup_interval_s``."""
+    """A batch of rows is stored when it has ``batch_rows``, or ``batch_interval_s`` after the first
+    of them. Usage by the minute follows within ``rollup_interval_s``."""
 
     batch_rows: int = 5_000
     batch_interval_s: float = 0.5
