@@ -4,9 +4,10 @@ collector.
     python -m benchmarks.tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
 
 One gateway for each way, in turn, round after round: clients ask for short answers one after the
-other, then for long ones. The figure is the gateway process's CPU time, the thread that sends spans
-among it, by request and by token; of the rounds the median is shown with the spread. Beside them
-stands what a span costs by itself: to be told, on the event loop, and all of it.
+other, then for long ones. The figures are CPU time: of the gateway's event loop by request and by
+token, and of its other threads, one of which sends the spans. The median of the rounds is shown
+with the spread. Beside them stands what a span costs by itself: to be told, on the event loop, and
+all of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import psutil
 import uvloop
 
 from benchmarks.gateway_clients import sse_request
@@ -45,7 +47,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     way: str
     num_requests: int
     request_us: float
-    num_tokens: int
+    threads_us: float
     token_us: float
 
 
@@ -90,8 +92,8 @@ async def _ask(port: int, max_tokens: int, until_s: float) -> int:
 
 async def _load(
     gateway: GatewayProcess, num_clients: int, max_tokens: int, seconds: float
-) -> tuple[int, float]:
-    """Requests that were answered, and the CPU time that they took."""
+) -> tuple[int, float, float]:
+    """Requests that were answered, and the CPU time that the loop and other threads took."""
 
     async def run(for_s: float) -> int:
         until_s = time.perf_counter() + for_s
@@ -99,9 +101,18 @@ async def _load(
         return sum(await asyncio.gather(*clients))
 
     await run(_WARM_UP_S)
-    before_s = gateway.cpu_s()
+    loop_s, all_s = _cpu_s(gateway.pid)
     num_requests = await run(seconds)
-    return num_requests, gateway.cpu_s() - before_s
+    loop_after_s, all_after_s = _cpu_s(gateway.pid)
+    loop_s, all_s = loop_after_s - loop_s, all_after_s - all_s
+    return num_requests, loop_s, all_s - loop_s
+
+
+def _cpu_s(pid: int) -> tuple[float, float]:
+    """CPU time of a process's first thread, and of all."""
+    process = psutil.Process(pid)
+    threads = {one.id: one.user_time + one.system_time for one in process.threads()}
+    return threads[pid], sum(threads.values())
 
 
 def _round(way: str, collector: Collector, num_clients: int, seconds: float) -> Figures:
@@ -110,15 +121,16 @@ def _round(way: str, collector: Collector, num_clients: int, seconds: float) -> 
         running_gateway() as gateway,
         simulated_worker(gateway.nats_url, _TOKENS_PER_S),
     ):
-        num_short, short_s = uvloop.run(_load(gateway, num_clients, _SHORT_TOKENS, seconds))
-        num_long, long_s = uvloop.run(_load(gateway, num_clients, _LONG_TOKENS, seconds))
-    num_tokens = num_long * _LONG_TOKENS
+        num_short, short_s, threads_s = uvloop.run(
+            _load(gateway, num_clients, _SHORT_TOKENS, seconds)
+        )
+        num_long, long_s, _ = uvloop.run(_load(gateway, num_clients, _LONG_TOKENS, seconds))
     return Figures(
         way=way,
         num_requests=num_short,
         request_us=short_s / max(num_short, 1) * 1e6,
-        num_tokens=num_tokens,
-        token_us=long_s / max(num_tokens, 1) * 1e6,
+        threads_us=threads_s / max(num_short, 1) * 1e6,
+        token_us=long_s / max(num_long * _LONG_TOKENS, 1) * 1e6,
     )
 
 
@@ -162,18 +174,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for way in _WAYS
         ]
     print(f"a span: {told_us:.0f} us to tell, {whole_us:.0f} us with encoding, sending, receiving")
-    print(f"{'tracing':<16}{'CPU us a request':>24}{'CPU us a token':>22}{'requests':>10}")
+    print(
+        f"{'CPU us':<16}{'loop, a request':>22}{'threads':>18}{'loop, a token':>22}{'requests':>10}"
+    )
     for way in _WAYS:
         figures = [one for one in rounds if one.way == way]
-        request, token = ([getattr(one, name) for one in figures] for name in _MEASURED)
         print(
-            f"{way:<16}{_spread(request, 0):>24}{_spread(token, 2):>22}"
+            f"{way:<16}{_spread([one.request_us for one in figures], 0):>22}"
+            f"{_spread([one.threads_us for one in figures], 0):>18}"
+            f"{_spread([one.token_us for one in figures], 2):>22}"
             f"{sum(one.num_requests for one in figures):>10,}"
         )
     return 0
-
-
-_MEASURED = ("request_us", "token_us")
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -55,12 +55,12 @@ class TraceContext(NamedTuple):
         return self._replace(span_id=random.getrandbits(64) or 1)
 
 
-def life_of(above: TraceContext, request_id: str, epoch: int) -> TraceContext:
+def life_span(above: TraceContext, request_id: str, epoch: int) -> TraceContext:
     """The span of a run on a worker, which later runs have a link to."""
     return above.at("life", request_id, epoch)
 
 
-def record_of(above: TraceContext, request_id: str) -> TraceContext:
+def record_span(above: TraceContext, request_id: str) -> TraceContext:
     """The span by which a request's record went into the outbox, below which telemetry tells."""
     return above.at("record", request_id)
 

@@ -17,9 +17,9 @@ from bus.tracing import (
     TraceContext,
     Tracing,
     Value,
-    life_of,
+    life_span,
     parse_traceparent,
-    record_of,
+    record_span,
 )
 from schemas.jobs import Job, Source
 
@@ -93,7 +93,7 @@ class JobTrace:
         """The worker is gone; what it had to tell of a run that began there nobody else can."""
         run = self._run
         if run is not None and began:
-            life = life_of(run.context, self._request_id, run.epoch)
+            life = life_span(run.context, self._request_id, run.epoch)
             sent_ns = run.events[0].at_ns
             self._tell_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
         self.run_over(_WORKER_LOST)
@@ -221,7 +221,7 @@ class JobTraces:
             self._tracing.tell(
                 Span(
                     "publish record",
-                    record_of(above, job.request_id),
+                    record_span(above, job.request_id),
                     above.span_id,
                     since_ns,
                     self._clock.now_ns(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.clock import Clock
-from bus.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, record_of
+from bus.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, record_span
 from schemas.records import RequestRecord
 from telemetry.batches import Row
 
@@ -77,4 +77,4 @@ class StoredTraces:
 
 def _published(record: RequestRecord) -> TraceContext:
     """The span of whoever put the record into the outbox."""
-    return record_of(TraceContext(int(record.trace_id, 16), 0, True), record.request_id)
+    return record_span(TraceContext(int(record.trace_id, 16), 0, True), record.request_id)

@@ -11,9 +11,9 @@ from bus.tracing import (
     SpanKind,
     Tracing,
     Value,
-    life_of,
+    life_span,
     parse_traceparent,
-    record_of,
+    record_span,
 )
 from schemas.control import Dispatch
 from schemas.records import Status
@@ -36,8 +36,8 @@ class RunTrace:
         self._tracing = tracing
         self._clock = clock
         self._above = above
-        self._life = life_of(above, job.request_id, dispatch.epoch)
-        self._links = [life_of(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
+        self._life = life_span(above, job.request_id, dispatch.epoch)
+        self._links = [life_span(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
         self._events: list[SpanEvent] = []
         self._is_over = False
         self._attributes: dict[str, Value] = {
@@ -106,7 +106,7 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "publish record",
-                record_of(self._life, generation.request_id),
+                record_span(self._life, generation.request_id),
                 self._life.span_id,
                 generation.done_ns,
                 self._clock.now_ns(),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from bus.tracing import (
     Span,
     TraceContext,
-    life_of,
+    life_span,
     open_tracing,
     parse_traceparent,
-    record_of,
+    record_span,
     recorded_trace_id,
 )
 from schemas.config import TracingConfig
@@ -78,10 +78,15 @@ def test_names_lead_everybody_to_the_same_span() -> None:
     above = parse_traceparent(GOOD)
     assert above is not None
     elsewhere = above.anywhere()
-    assert life_of(above, "r1", 2) == life_of(elsewhere, "r1", 2)
-    assert record_of(above, "r1") == record_of(elsewhere, "r1")
-    several = {life_of(above, "r1", 1), life_of(above, "r1", 2), life_of(above, "r2", 1), above}
-    assert len(several | {record_of(above, "r1")}) == 5
+    assert life_span(above, "r1", 2) == life_span(elsewhere, "r1", 2)
+    assert record_span(above, "r1") == record_span(elsewhere, "r1")
+    several = {
+        life_span(above, "r1", 1),
+        life_span(above, "r1", 2),
+        life_span(above, "r2", 1),
+        above,
+    }
+    assert len(several | {record_span(above, "r1")}) == 5
 
 
 def test_a_caller_s_trace_is_gone_on_with_as_the_caller_decided() -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.tracing import SpanKind, life_of, parse_traceparent, record_of
+from bus.tracing import SpanKind, life_span, parse_traceparent, record_span
 from scheduler.endings import Endings
 from scheduler.tracing import JobTraces
 from schemas.control import Cancel, CancelReason
@@ -76,7 +76,7 @@ async def test_a_lost_run_is_told_for_its_worker_and_the_next_has_a_link_to_it(
     assert list(again.links) == [lost.context]
     assert (lost.attributes["millrace.epoch"], again.attributes["millrace.epoch"]) == (1, 2)
     life = kept.one("generate m")
-    assert life.context == life_of(lost.context, "r1", 1)
+    assert life.context == life_span(lost.context, "r1", 1)
     assert life.parent_span_id == lost.context.span_id
     assert life.error == "worker_lost"
     waits = kept.all("queue m")
@@ -109,7 +109,7 @@ async def test_what_ends_here_says_why_and_where_its_record_went(
     caller = parse_traceparent(CALLER)
     assert caller is not None
     record = kept.one("publish record")
-    assert record.context == record_of(caller, "r1")
+    assert record.context == record_span(caller, "r1")
     assert record.parent_span_id == caller.span_id
     stored = world.record("r1")
     assert stored is not None

@@ -12,7 +12,7 @@ from nats import connect as connect_nats
 
 from bus import nats, subjects
 from bus.api import Bus, Line
-from bus.tracing import life_of, parse_traceparent
+from bus.tracing import life_span, parse_traceparent
 from schemas.config import NatsConfig
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
@@ -154,6 +154,7 @@ async def test_a_killed_worker_leaves_a_run_and_the_next_is_in_the_same_trace(
     (former,) = spans["scheduler", "generate demo"]
     (latter,) = spans["worker", "generate demo"]
     assert (former.parent_id, latter.parent_id) == (lost.span_id, again.span_id)
+    assert latter.links == [(trace_id, former.span_id)]
     assert former.attributes["millrace.worker.id"] == lost.attributes["millrace.worker.id"]
     first, second = spans["worker", "prefill"]
     assert (first.parent_id, second.parent_id) == (former.span_id, latter.span_id)
@@ -162,7 +163,7 @@ async def test_a_killed_worker_leaves_a_run_and_the_next_is_in_the_same_trace(
     above = parse_traceparent(f"00-{trace_id}-{lost.span_id}-01")
     assert above is not None
     request_id = former.attributes["millrace.request.id"]
-    assert former.span_id == f"{life_of(above, request_id, 1).span_id:016x}"
+    assert former.span_id == f"{life_span(above, request_id, 1).span_id:016x}"
 
 
 async def test_a_published_job_goes_on_in_its_trace_or_begins_one(

@@ -9,7 +9,7 @@ from aiokafka import ConsumerRecord
 
 from bus import subjects
 from bus.clock import ManualClock
-from bus.tracing import TraceContext, record_of
+from bus.tracing import TraceContext, record_span
 from schemas.records import Record
 from telemetry.batches import Row
 from telemetry.tracing import StoredTraces
@@ -37,7 +37,7 @@ def test_a_stored_record_is_told_in_its_request_s_trace_and_its_batch_apart() ->
     rows = [_row(traced, (now_ns - 200) // 1_000_000), _row(request_record(2))]
     StoredTraces(tracing, clock).stored("requests", rows, now_ns - 100)
     batch, record = kept.spans
-    above = record_of(TraceContext(int("ab" * 16, 16), 0, True), traced.request_id)
+    above = record_span(TraceContext(int("ab" * 16, 16), 0, True), traced.request_id)
     assert record.context.trace_id == above.trace_id
     assert record.parent_span_id == above.span_id
     assert (record.start_ns, record.end_ns) == (now_ns - 500, now_ns)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.tracing import Span, life_of, parse_traceparent, record_of
+from bus.tracing import Span, life_span, parse_traceparent, record_span
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason
 from schemas.frames import FinishReason
@@ -53,10 +53,10 @@ async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
     life, decode, record = kept.one("generate demo"), kept.one("decode"), kept.one("publish record")
     above = parse_traceparent(SCHEDULER)
     assert above is not None
-    assert life.context == life_of(above, "r1", 2)
+    assert life.context == life_span(above, "r1", 2)
     assert life.parent_span_id == above.span_id
-    assert list(life.links) == [life_of(above, "r1", 1)]
-    assert record.context == record_of(above, "r1")
+    assert list(life.links) == [life_span(above, "r1", 1)]
+    assert record.context == record_span(above, "r1")
     assert {one.parent_span_id for one in (prefill, decode, record)} == {_life_of(life)}
     assert (life.start_ns, life.end_ns) == (begin_ns, begin_ns + 3 * _NS)
     assert (decode.start_ns, decode.end_ns) == (begin_ns + _NS, begin_ns + 3 * _NS)
