@@ -22,6 +22,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from bus import codec, subjects
 from bus.clock import SystemClock
 from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
+from schemas.records import RequestRecord
 from telemetry.batches import Batch, content_token
 from telemetry.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
 from telemetry.ledger import Ledger
@@ -99,7 +100,8 @@ async def steps_alone(store: Store, payloads: list[bytes]) -> Steps:
     for one in messages:
         batch.add(_PARTITION, one)
     (_, rows), *_ = batch.tables()
-    records, sequences = [row.record for row in rows], [row.sequence for row in rows]
+    records = [row.record for row in rows if isinstance(row.record, RequestRecord)]
+    sequences = [row.sequence for row in rows]
     columns = REQUESTS.to_columns(records, sequences)
 
     async def decode() -> None:
