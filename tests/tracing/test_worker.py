@@ -74,6 +74,7 @@ async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
 async def test_a_run_that_others_go_on_with_says_so(b: Bench, kept: KeptSpans) -> None:
     await b.dispatch(b.job(traceparent=SCHEDULER))
     b.engine.emit("r1:1", [20])
+    await b.settle(0.5)
     b.engine.emit("r1:1", [21])
     superseded = Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2)
     await b.command(superseded)
