@@ -7,10 +7,11 @@ import asyncio
 import httpx
 import msgspec
 import openai
+import pytest
 
 from bus.tenants import TenantStore
 from schemas.config import GatewayConfig, RedisConfig
-from schemas.tenants import LimitOverrides
+from schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.batch_system import (
     CHAT,
     BatchGateway,
@@ -164,3 +165,18 @@ async def test_a_tenant_has_so_many_open_batches(redis: RedisConfig) -> None:
         for batch in batches:
             assert (await front.end(batch)).status == "completed"
         await front.end(await front.begin(lines))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_transcripts_of_a_batch_are_kept_if_its_tenant_asked_for_it(
+    redis: RedisConfig, keeps: bool
+) -> None:
+    connect = in_memory()
+    async with batch_gateway(connect, redis, DEMANDING) as front, batch_worker(connect) as worker:
+        assert front.gateway.redis is not None
+        await TenantStore(front.gateway.redis).change_tenant(
+            "acme", lambda _known: TenantRecord(keep_transcripts=keeps)
+        )
+        await key(front, "acme")
+        await front.end(await front.begin([chat_line("c", "hi"), chat_line("d", "ho")]))
+        assert [job.keep_transcript for job in worker.jobs] == [keeps, keeps]
