@@ -129,7 +129,7 @@ def _round(way: str, collector: Collector, num_clients: int, seconds: float) -> 
         way=way,
         num_requests=num_short,
         request_us=short_s / max(num_short, 1) * 1e6,
-        threads_us=threads_s / max(num_short, 1) * 1e6,
+        threads_us=max(threads_s, 0.0) / max(num_short, 1) * 1e6,
         token_us=long_s / max(num_long * _LONG_TOKENS, 1) * 1e6,
     )
 
