@@ -145,6 +145,8 @@ class OpsApi:
                 raise NotFoundError(answer.error)
             case ParameterError.code:
                 raise ParameterError(answer.param, answer.error)
+            case TelemetryUnavailableError.code:
+                raise TelemetryUnavailableError(answer.error)
             case AnswerTooLargeError.code:
                 raise AnswerTooLargeError(answer.error)
             case _:

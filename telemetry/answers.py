@@ -12,13 +12,14 @@ import msgspec
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from schemas.errors import ParameterError
 from telemetry.parameters import Parameter, parameters_of, read_values
-from telemetry.reading import QueryError, Reader
+from telemetry.reading import TOO_MANY_QUERIES, QueryError, Reader
 from telemetry.spreadsheet import csv_of
 
 logger = logging.getLogger(__name__)
 
 # An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
 _MAX_ANSWER_BYTES = 1_000_000
+_BUSY = "telemetry_unavailable"
 
 
 class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,8 @@ class Answers:
             lines = await self._reader.read(query.sql, values, output)
         except QueryError as error:
             logger.info("a saved query failed", extra={"query": asked.name, "reason": str(error)})
-            return TelemetryAnswer(error=error.message, code=error.code)
+            code = _BUSY if error.number == TOO_MANY_QUERIES else error.code
+            return TelemetryAnswer(error=error.message, code=code)
         body = csv_of(lines) if wants_csv else b"[" + b",".join(lines.splitlines()) + b"]"
         if len(body) > _MAX_ANSWER_BYTES:
             error_text = (

@@ -37,11 +37,19 @@ SELECT
     epoch,
     length(lives) AS num_lives
 FROM requests FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
-  AND ({status:String} = '' OR status = {status:String})
-  AND ({id:String} = '' OR startsWith(request_id, {id:String}))
+WHERE (toStartOfMinute(received_at), request_id) IN
+(
+    SELECT
+        toStartOfMinute(received_at),
+        request_id
+    FROM requests FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+      AND ({status:String} = '' OR status = {status:String})
+      AND ({id:String} = '' OR startsWith(request_id, {id:String}))
+    ORDER BY done_at DESC, request_id
+    LIMIT {rows:UInt32}
+)
 ORDER BY done_at DESC, request_id
-LIMIT {rows:UInt32}

@@ -52,13 +52,21 @@ SELECT
     toUnixTimestamp64Micro(done_at) AS done_us,
     cityHash64(request_id) AS request_hash
 FROM requests FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
-  AND ({status:String} = '' OR status = {status:String})
-  AND ({id:String} = '' OR startsWith(request_id, {id:String}))
-  AND done_at >= fromUnixTimestamp64Micro({after_us:Int64}, 'UTC')
-  AND (toUnixTimestamp64Micro(done_at) > {after_us:Int64} OR cityHash64(request_id) > {after_hash:UInt64})
+WHERE (toStartOfMinute(received_at), request_id) IN
+(
+    SELECT
+        toStartOfMinute(received_at),
+        request_id
+    FROM requests FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+      AND ({status:String} = '' OR status = {status:String})
+      AND ({id:String} = '' OR startsWith(request_id, {id:String}))
+      AND done_at >= fromUnixTimestamp64Micro({after_us:Int64}, 'UTC')
+      AND (toUnixTimestamp64Micro(done_at) > {after_us:Int64} OR cityHash64(request_id) > {after_hash:UInt64})
+    ORDER BY toUnixTimestamp64Micro(done_at), cityHash64(request_id)
+    LIMIT {rows:UInt32}
+)
 ORDER BY done_us, request_hash
-LIMIT {rows:UInt32}

@@ -1,7 +1,7 @@
 -- What the workers did, in steps: tokens per second, sequences, queue, KV blocks, device time and cost.
--- Samples are averaged for each worker first, then added up; the queue belongs to a model, and each
--- of its workers sees all of it. Money is for plotting; idle_cost of TABLES has it exact.
--- A short step that is not over yet is left out.
+-- Levels are means over time, of each worker first and then added up; the queue belongs to a model,
+-- and each of its workers sees all of it. Money is for plotting: idle_cost has it exact. A short step
+-- that is not over yet is left out; steps of a minute or more are of whole minutes.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')
@@ -9,33 +9,81 @@
 WITH
     toInt64(toUnixTimestamp(now())) AS now_s,
     toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS first_s,
     if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
+    if(step_s < 60, first_s, intDiv(first_s, 60) * 60) AS begin_s,
     if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
+    sums AS
+    (
+        SELECT
+            toInt64(toUnixTimestamp(minute)) AS at_s,
+            model,
+            worker,
+            w.period_ms AS period_ms,
+            w.busy_us AS busy_us,
+            w.decode_tokens AS decode_tokens,
+            w.prefill_tokens AS prefill_tokens,
+            w.num_preemptions AS preemptions,
+            w.running_ms AS running_ms,
+            w.waiting_ms AS waiting_ms,
+            w.queued_ms AS queued_ms,
+            w.blocks_ms AS blocks_ms,
+            w.used_blocks_ms AS used_blocks_ms,
+            w.prefix_query_tokens AS query_tokens,
+            w.prefix_hit_tokens AS hit_tokens,
+            toFloat64(device_per_hour) * w.busy_us / 3.6e9 AS busy_cost,
+            toFloat64(device_per_hour) * w.idle_us / 3.6e9 AS idle_cost
+        FROM workers_by_minute AS w FINAL
+        WHERE step_s >= 60
+          AND minute >= toDateTime(begin_s, 'UTC')
+          AND minute < toDateTime(end_s, 'UTC')
+          AND ({model:String} = '' OR model = {model:String})
+        UNION ALL
+        SELECT
+            toInt64(toUnixTimestamp(sampled_at)),
+            model,
+            worker,
+            s.period_ms,
+            s.busy_us,
+            s.decode_tokens,
+            s.prefill_tokens,
+            s.num_preemptions,
+            s.num_running * s.period_ms,
+            s.num_waiting * s.period_ms,
+            s.queue_depth * s.period_ms,
+            s.num_blocks * s.period_ms,
+            (toInt64(s.num_blocks) - toInt64(s.num_free_blocks)) * s.period_ms,
+            s.prefix_query_tokens,
+            s.prefix_hit_tokens,
+            toFloat64(device_per_hour) * s.busy_us / 3.6e9,
+            toFloat64(device_per_hour) * greatest(s.period_ms * 1000 - s.busy_us, 0) / 3.6e9
+        FROM worker_samples AS s FINAL
+        WHERE step_s < 60
+          AND sampled_at >= toDateTime64(begin_s, 6, 'UTC')
+          AND sampled_at < toDateTime64(end_s, 6, 'UTC')
+          AND ({model:String} = '' OR model = {model:String})
+    ),
     by_worker AS
     (
         SELECT
-            intDiv(toInt64(toUnixTimestamp(sampled_at)), step_s) * step_s AS t,
-            greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s,
+            intDiv(at_s, step_s) * step_s AS t,
             model,
             worker,
-            sum(decode_tokens) / covered_s AS decode_per_s,
-            sum(prefill_tokens) / covered_s AS prefill_per_s,
-            sum(s.num_preemptions) / covered_s AS preemptions_per_s,
-            avg(num_running) AS running,
-            avg(num_waiting) AS waiting,
-            avg(queue_depth) AS queued,
-            avg(s.num_blocks) AS blocks,
-            avg(s.num_blocks - s.num_free_blocks) AS used_blocks,
-            sum(busy_share * period_ms) / sum(period_ms) AS busy,
-            sum(prefix_query_tokens) AS query_tokens,
-            sum(prefix_hit_tokens) AS hit_tokens,
-            sum(toFloat64(device_per_hour) * busy_us) / 3.6e9 AS busy_cost,
-            sum(toFloat64(device_per_hour) * greatest(period_ms * 1000 - busy_us, 0)) / 3.6e9 AS idle_cost
-        FROM worker_samples AS s FINAL
-        WHERE sampled_at >= toDateTime64(begin_s, 6, 'UTC')
-          AND sampled_at < toDateTime64(end_s, 6, 'UTC')
-          AND ({model:String} = '' OR model = {model:String})
+            greatest(sum(x.period_ms), 1) AS period_ms,
+            sum(x.busy_us) / 1000 / period_ms AS busy,
+            sum(x.decode_tokens) AS decode_tokens,
+            sum(x.prefill_tokens) AS prefill_tokens,
+            sum(x.preemptions) AS preemptions,
+            sum(x.running_ms) / period_ms AS running,
+            sum(x.waiting_ms) / period_ms AS waiting,
+            sum(x.queued_ms) / period_ms AS queued,
+            sum(x.blocks_ms) / period_ms AS blocks,
+            sum(x.used_blocks_ms) / period_ms AS used_blocks,
+            sum(x.query_tokens) AS query_tokens,
+            sum(x.hit_tokens) AS hit_tokens,
+            sum(x.busy_cost) AS busy_cost,
+            sum(x.idle_cost) AS idle_cost
+        FROM sums AS x
         GROUP BY t, model, worker
     ),
     by_model AS
@@ -43,35 +91,35 @@ WITH
         SELECT
             t,
             model,
-            count() AS num_workers,
-            sum(decode_per_s) AS decode_per_s,
-            sum(prefill_per_s) AS prefill_per_s,
-            sum(preemptions_per_s) AS preemptions_per_s,
-            sum(running) AS running,
-            sum(waiting) AS waiting,
-            max(queued) AS queued,
-            sum(blocks) AS blocks,
-            sum(used_blocks) AS used_blocks,
-            sum(busy) AS busy,
-            sum(query_tokens) AS query_tokens,
-            sum(hit_tokens) AS hit_tokens,
-            sum(busy_cost) AS busy_cost,
-            sum(idle_cost) AS idle_cost
-        FROM by_worker
+            count() AS workers,
+            sum(b.busy) AS busy,
+            sum(b.decode_tokens) AS decode_tokens,
+            sum(b.prefill_tokens) AS prefill_tokens,
+            sum(b.preemptions) AS preemptions,
+            sum(b.running) AS running,
+            sum(b.waiting) AS waiting,
+            max(b.queued) AS queued,
+            sum(b.blocks) AS blocks,
+            sum(b.used_blocks) AS used_blocks,
+            sum(b.query_tokens) AS query_tokens,
+            sum(b.hit_tokens) AS hit_tokens,
+            sum(b.busy_cost) AS busy_cost,
+            sum(b.idle_cost) AS idle_cost
+        FROM by_worker AS b
         GROUP BY t, model
     )
 SELECT
     t,
-    sum(m.num_workers) AS workers,
-    sum(m.decode_per_s) AS decode_tokens_per_s,
-    sum(m.prefill_per_s) AS prefill_tokens_per_s,
-    sum(m.preemptions_per_s) AS preemptions_per_s,
+    sum(m.workers) AS workers,
+    sum(m.decode_tokens) / greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS decode_tokens_per_s,
+    sum(m.prefill_tokens) / greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS prefill_tokens_per_s,
+    sum(m.preemptions) AS preemptions,
     sum(m.running) AS running,
-    sum(m.running) / sum(m.num_workers) AS batch,
+    sum(m.running) / sum(m.workers) AS batch,
     sum(m.waiting) AS waiting,
     sum(m.queued) AS queued,
     100 * sum(m.used_blocks) / greatest(sum(m.blocks), 1) AS kv_use_percent,
-    100 * sum(m.busy) / sum(m.num_workers) AS busy_percent,
+    100 * sum(m.busy) / sum(m.workers) AS busy_percent,
     if(sum(m.query_tokens) = 0, NULL, 100 * sum(m.hit_tokens) / sum(m.query_tokens)) AS prefix_hit_percent,
     sum(m.busy_cost) AS busy_cost,
     sum(m.idle_cost) AS idle_cost

@@ -1,40 +1,20 @@
-"""The operations page in Chromium, over rows of a real embedded store."""
+"""The operations page in Chromium: what it draws, in light and dark, on a phone, with nothing to
+show and with a great deal."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import os
-import re
-import shutil
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
-import uvicorn
-from playwright.async_api import Browser, Page, async_playwright, expect
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from playwright.async_api import Browser, async_playwright, expect
 
-from schemas.control import TelemetryQuery
-from schemas.records import RequestRecord, Status, WorkerSample
-from telemetry.answers import Answers
 from telemetry.store import Store
-from telemetry.tables import REQUESTS, WORKER_SAMPLES
-from tests.support.servers import free_port
-from tests.support.waiting import eventually
-from tests.telemetry.records import request_record, worker_sample
+from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
+from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 
-STATIC = Path(__file__).resolve().parents[2] / "gateway" / "static"
-POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
+_NUM_CHARTS = 14
+_MANY_ROWS = 200_000
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -42,55 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-
-
-class OpsServer:
-    """The page's folder under a strict policy, and answers from the store; ``away`` plays a
-    telemetry process that does not answer."""
-
-    def __init__(self, store: Store) -> None:
-        self.answers = Answers(store.reader)
-        self.away = False
-        self.num_asked = 0
-        self.pages: list[Page] = []
-        self.port = free_port()
-        app = Starlette(
-            routes=[
-                Route("/ops/api/{query}", self.api),
-                Mount("/ops", StaticFiles(directory=STATIC / "ops", html=True)),
-                Mount("/static", StaticFiles(directory=STATIC)),
-            ]
-        )
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                port=self.port,
-                log_level="error",
-                headers=[("content-security-policy", POLICY)],
-            )
-        )
-
-    async def api(self, request: Request) -> Response:
-        self.num_asked += 1
-        if self.away:
-            body = {"error": {"message": "The telemetry process does not answer."}}
-            return JSONResponse(body, status_code=503)
-        query = TelemetryQuery(name=request.path_params["query"], params=dict(request.query_params))
-        answer = await self.answers.answer(query)
-        assert answer.error == "", answer.error
-        return Response(answer.rows_json, media_type="application/json")
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def ops(store: Store) -> AsyncIterator[OpsServer]:
-    made = OpsServer(store)
-    task = asyncio.create_task(made.server.serve())
-    await eventually(lambda: made.server.started)
-    yield made
-    for page in made.pages:
-        await page.close()
-    made.server.should_exit = True
-    await task
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -101,94 +32,34 @@ async def browser() -> AsyncIterator[Browser]:
         await launched.close()
 
 
-async def open_page(
-    browser: Browser, ops: OpsServer, *, dark: bool = False, width: int = 1440, height: int = 1250
-) -> tuple[Page, list[str]]:
-    page = await browser.new_page(
-        viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
-    )
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on(
-        "console",
-        lambda message: complaints.append(message.text) if message.type == "error" else None,
-    )
-    ops.pages.append(page)
-    await page.goto(f"http://127.0.0.1:{ops.port}/ops/#15m")
-    return page, complaints
-
-
-async def shoot(page: Page, name: str, *, full: bool = False) -> None:
-    """Keep a picture for whoever wants to look at it."""
-    if SHOTS:
-        await page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=full)
-
-
-@functools.cache
-def traffic() -> tuple[list[RequestRecord], list[WorkerSample]]:
-    """A quarter of an hour of traffic that swells and ebbs, with some of everything."""
-    now_ns = time.time_ns()
-    records = []
-    for number in range(2_400):
-        # Denser towards two moments, like people coming back from a break.
-        age_s = (number * 0.37 + 60 * ((number * 7919) % 13)) % 890
-        record = request_record(number, done_ns=now_ns - int(age_s * 1e9))
-        if number % 61 == 0:
-            record = msgspec.structs.replace(
-                record, status=Status.FAILED, error_code="engine_error", finish_reason=""
-            )
-        elif number % 37 == 0:
-            record = msgspec.structs.replace(record, status=Status.CANCELLED, finish_reason="")
-        elif number % 83 == 0:
-            record = msgspec.structs.replace(
-                record,
-                status=Status.SHED,
-                error_code="queue_full",
-                finish_reason="",
-                started_ns=0,
-                first_token_ns=0,
-                completion_tokens=0,
-                worker_id="",
-            )
-        records.append(record)
-    samples = [
-        worker_sample(n, sampled_ns=now_ns - n * 10**9, worker=worker)
-        for n in range(900)
-        for worker in ("worker-1", "worker-2")
-    ]
-    return records, samples
-
-
-async def fill(store: Store) -> None:
-    records, samples = traffic()
-    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "page")
-    await store.insert(
-        WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(len(samples))), "page"
-    )
+@pytest_asyncio.fixture(loop_scope="module")
+async def ops(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
+    async with serving(store, browser) as made:
+        yield made
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_it_draws_what_the_store_holds(
-    store: Store, ops: OpsServer, browser: Browser, dark: bool
-) -> None:
+async def test_it_draws_what_the_store_holds(store: Store, ops: OpsPage, dark: bool) -> None:
     await fill(store)
-    page, complaints = await open_page(browser, ops, dark=dark)
+    page, complaints = await ops.open(dark=dark)
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
-    await expect(page.locator(".panel svg .marks > *")).not_to_have_count(0)
-    await expect(page.locator(".tile .value").first).to_have_text("2,400")
+    await expect(page.locator(".panel .plot svg .marks > *")).not_to_have_count(0)
+    await expect(page.locator(".tile .value").first).to_have_text(f"{NUM_REQUESTS + 1:,}")
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
+    await expect(page.locator("#workers tbody tr")).to_have_count(2)
+    await expect(page.locator("#unit-cost tbody tr").first).to_contain_text("$")
+    await expect(page.locator("#errors tbody")).to_contain_text("engine_error")
     await expect(page.locator(".nothing:visible")).to_have_count(0)
-    await shoot(page, f"ops-{'dark' if dark else 'light'}")
+    await shoot(page, f"ops-{'dark' if dark else 'light'}", full=True)
     assert complaints == []
 
 
-async def test_pointing_reads_out_every_chart_at_one_moment(
-    store: Store, ops: OpsServer, browser: Browser
-) -> None:
+async def test_pointing_reads_out_every_chart_at_one_moment(store: Store, ops: OpsPage) -> None:
     await fill(store)
-    page, complaints = await open_page(browser, ops)
+    page, complaints = await ops.open()
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
-    box = await page.locator(".plot").first.bounding_box()
+    plot = page.locator(".plot").first
+    box = await plot.bounding_box()
     assert box is not None
     await page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
     moments = await page.locator(".when:not([hidden])").all_text_contents()
@@ -198,72 +69,86 @@ async def test_pointing_reads_out_every_chart_at_one_moment(
     assert complaints == []
 
 
-async def test_an_empty_store_says_how_to_fill_it(ops: OpsServer, browser: Browser) -> None:
-    page, complaints = await open_page(browser, ops)
-    await expect(page.locator("#empty")).to_be_visible()
-    await expect(page.locator("#empty-curl")).to_contain_text("/v1/chat/completions")
-    await expect(page.locator(".nothing:visible")).to_have_count(7)
-    await shoot(page, "ops-empty")
+async def test_a_chart_is_read_with_the_keyboard(store: Store, ops: OpsPage) -> None:
+    await fill(store)
+    page, complaints = await ops.open()
+    await expect(page.locator("#recent tbody tr")).to_have_count(50)
+    await page.locator("#traffic .plot").first.focus()
+    said = page.locator("#traffic .spoken").first
+    await page.keyboard.press("Home")
+    await expect(said).to_contain_text("done")
+    first = await said.text_content()
+    await page.keyboard.press("ArrowRight")
+    await expect(said).not_to_have_text(first or "")
     assert complaints == []
 
 
-async def test_telemetry_away_is_said_and_it_recovers(
-    store: Store, ops: OpsServer, browser: Browser
-) -> None:
+async def test_an_empty_store_says_how_to_fill_it(ops: OpsPage) -> None:
+    page, complaints = await ops.open()
+    await expect(page.locator("#empty")).to_be_visible()
+    await expect(page.locator("#empty")).to_contain_text("within the last 15 minutes")
+    await expect(page.locator("#empty-curl")).to_contain_text("/v1/chat/completions")
+    await expect(page.locator(".nothing:visible")).to_have_count(_NUM_CHARTS)
+    await expect(page.locator("#workers tbody")).to_contain_text("No worker has reported")
+    await shoot(page, "ops-empty", full=True)
+    assert complaints == []
+
+
+async def test_telemetry_away_is_said_and_it_recovers(store: Store, ops: OpsPage) -> None:
     await fill(store)
-    page, _ = await open_page(browser, ops)
+    page, _ = await ops.open()
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
-    ops.away = True
+    await ops.leaves()
     await expect(page.locator("#away")).to_be_visible(timeout=10_000)
-    await expect(page.locator("#away")).to_contain_text("does not answer")
+    await expect(page.locator("#away")).to_contain_text("Telemetry is away.")
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await shoot(page, "ops-away")
-    ops.away = False
+    await ops.comes()
     await expect(page.locator("#away")).to_be_hidden(timeout=10_000)
 
 
-async def test_a_range_is_chosen_and_remembered_in_the_address(
-    store: Store, ops: OpsServer, browser: Browser
-) -> None:
+async def test_on_a_phone_nothing_overflows(store: Store, ops: OpsPage) -> None:
     await fill(store)
-    page, complaints = await open_page(browser, ops)
-    await page.get_by_role("radio", name="5 min", exact=True).click()
-    await expect(page.locator("[role=radio][aria-checked=true]")).to_have_text("5 min")
-    assert page.url.endswith("#5m")
-    await page.keyboard.press("ArrowRight")
-    assert page.url.endswith("#15m")
-    await page.get_by_role("radio", name="7 d").click()
-    await expect(page.locator("#state")).to_have_attribute("data-state", "live")
-    await expect(page.locator(".axes .x").first).to_contain_text(re.compile("[A-Z][a-z]{2} [0-9]+"))
-    await shoot(page, "ops-week")
-    assert complaints == []
-
-
-async def test_on_a_narrow_screen_nothing_overflows(
-    store: Store, ops: OpsServer, browser: Browser
-) -> None:
-    await fill(store)
-    page, complaints = await open_page(browser, ops, width=390, height=844)
+    page, complaints = await ops.open(width=390, height=844, touch=True)
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     overflow = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert overflow <= 0
-    await shoot(page, "ops-narrow", full=True)
+    await shoot(page, "ops-phone", full=True)
+    await page.locator("#recent tbody a").first.tap()
+    await expect(page.locator("#request .timeline li").first).to_be_visible()
+    overflow = await page.evaluate(
+        "(s => s.scrollWidth - s.clientWidth)(document.querySelector('#request'))"
+    )
+    assert overflow <= 0
+    await shoot(page, "ops-phone-request")
     assert complaints == []
 
 
-async def test_it_rests_while_nobody_looks(ops: OpsServer, browser: Browser) -> None:
-    page, _ = await open_page(browser, ops)
+async def test_it_rests_while_nobody_looks(ops: OpsPage) -> None:
+    page, _ = await ops.open()
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
     await page.evaluate(
         "() => { Object.defineProperty(document, 'hidden', {get: () => true, configurable: true});"
         "document.dispatchEvent(new Event('visibilitychange')); }"
     )
     await expect(page.locator("#state")).to_have_attribute("data-state", "paused")
-    asked = ops.num_asked
+    await page.wait_for_load_state("networkidle")
+    asked = len(ops.asked)
     await page.wait_for_timeout(3_000)
-    assert ops.num_asked == asked
+    assert len(ops.asked) == asked
     await page.evaluate(
         "() => { Object.defineProperty(document, 'hidden', {get: () => false});"
         "document.dispatchEvent(new Event('visibilitychange')); }"
     )
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
+
+
+async def test_a_month_of_many_requests(store: Store, ops: OpsPage) -> None:
+    await fill_month(store, _MANY_ROWS)
+    page, complaints = await ops.open("#range=30d")
+    await expect(page.locator("#recent tbody tr")).to_have_count(50, timeout=30_000)
+    await expect(page.locator(".tile .value").first).to_have_text(f"{_MANY_ROWS:,}")
+    await expect(page.locator("#tenant option")).to_have_count(51)
+    await expect(page.locator("#model option")).to_have_count(6)
+    await shoot(page, "ops-month", full=True)
+    assert complaints == []

@@ -36,9 +36,12 @@ export function ms(value) {
   return value >= 10_000 ? `${compact(value / 1000)} s` : `${compact(value)} ms`;
 }
 
-/** Money with as many digits as a small amount needs, or with exactly `digits` after the point. */
+/**
+ * Money with as many digits as a small amount needs, or with exactly `digits` after the point. The
+ * amount may be text, which is exact.
+ */
 export function money(value, currency, digits) {
-  if (value === null || value === undefined) return NONE;
+  if (value === null || value === undefined || Number.isNaN(Number(value))) return NONE;
   const size = Math.abs(value);
   const needed = size === 0 || size >= 100 ? 2 : Math.min(9, Math.max(2, 2 - Math.floor(Math.log10(size))));
   const fraction = digits === 1 ? 2 : (digits ?? needed);
@@ -50,7 +53,7 @@ export function money(value, currency, digits) {
       maximumFractionDigits: fraction,
     }).format(value);
   } catch {
-    return `${value.toFixed(fraction)} ${currency}`;
+    return `${Number(value).toFixed(fraction)} ${currency}`;
   }
 }
 
@@ -74,7 +77,35 @@ export function isMidnight(seconds) {
   return date.getHours() === 0 && date.getMinutes() === 0;
 }
 
-export function day(seconds) {
+const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+const DAY_S = 86_400;
+
+/** A day: its name within a range of about a week, its month in a longer one. */
+export function day(seconds, rangeSeconds = 0) {
   const date = new Date(seconds * 1000);
-  return `${DAYS[date.getDay()]} ${date.getDate()}`;
+  return rangeSeconds > 9 * DAY_S ? `${date.getDate()} ${MONTHS[date.getMonth()]}` : `${DAYS[date.getDay()]} ${date.getDate()}`;
+}
+
+/** A moment within a range of that length. */
+export function moment(seconds, rangeSeconds) {
+  const long = rangeSeconds > DAY_S;
+  return (long ? `${day(seconds, rangeSeconds)} ` : "") + clock(seconds, !long);
+}
+
+/** Date and time to the second, where the reader is. */
+export function dateTime(seconds) {
+  const date = new Date(seconds * 1000);
+  return `${date.getDate()} ${MONTHS[date.getMonth()]} ${date.getFullYear()}, ${clock(seconds)}`;
+}
+
+/** Bytes as GiB or MiB. */
+export function bytes(value) {
+  return value >= 2 ** 30 ? `${compact(value / 2 ** 30)} GiB` : `${compact(value / 2 ** 20)} MiB`;
+}
+
+/** Microseconds as what they are: µs, ms or s. */
+export function span(us) {
+  if (us === null || us === undefined || !Number.isFinite(us)) return NONE;
+  if (Math.abs(us) < 1_000) return `${Math.round(us)} µs`;
+  return ms(us / 1000);
 }

@@ -1,212 +1,177 @@
-// The operations page: asks the saved queries every two seconds and shows what they answer.
+// The operations page: asks the saved queries again and again and shows what they answer.
 
-import { Chart, Cursor } from "./chart.js";
-import { clock, compact, money, ms, percent, whole } from "./format.js";
-import { showRecent } from "./recent.js";
-import { askForKey, fetchWithKey } from "/static/key.js";
+import { ask, KeyNeededError, RefusedError, save } from "./ask.js";
+import { Board } from "./board.js";
+import { at } from "./dom.js";
+import { makeFilters, offer, showFilters } from "./filters.js";
+import { clock } from "./format.js";
+import { makeRecent, showRecent, showRecentFilters } from "./recent.js";
+import { makeRequest, showRequest } from "./request.js";
+import { makeTables, showErrors, showUnitCost, showWorkers } from "./tables.js";
+import { showTotals } from "./totals.js";
+import { CUSTOM, filtersOf, frameOf, hashOf, readView } from "./view.js";
+import { askForKey } from "/static/key.js";
 
-const REFRESH_MS = 2_000;
 const AWAY_REFRESH_MS = 4_000;
-const TIMEOUT_MS = 8_000;
-const RANGES = [
-  { id: "5m", label: "5 min", words: "the last 5 minutes", minutes: 5, step: 3, costStep: 15 },
-  { id: "15m", label: "15 min", words: "the last 15 minutes", minutes: 15, step: 10, costStep: 30 },
-  { id: "1h", label: "1 h", words: "the last hour", minutes: 60, step: 30, costStep: 120 },
-  { id: "6h", label: "6 h", words: "the last 6 hours", minutes: 360, step: 180, costStep: 720 },
-  { id: "24h", label: "24 h", words: "the last 24 hours", minutes: 1440, step: 720, costStep: 3600 },
-  { id: "7d", label: "7 d", words: "the last 7 days", minutes: 10080, step: 5040, costStep: 21600 },
-];
+const OFFER_MS = 30_000;
+const RECENT_ROWS = 50;
+const OF_WORKERS = new Set(["workers", "unit_cost"]);
 
-const at = (id) => document.getElementById(id);
-const cursor = new Cursor();
-let range = RANGES.find((one) => `#${one.id}` === location.hash) ?? RANGES[1];
+let view = readView(location.hash);
 let timer = 0;
 let round = 0;
-let currency = "USD";
+let offeredAt = 0;
 let lastSeen = null;
 
-const charts = {
-  traffic: new Chart({ title: "Requests", unit: "per second", kind: "stack", format: compact, cursor, series: [{ key: "done_per_s", label: "done" }, { key: "other_per_s", label: "not done" }] }),
-  tokens: new Chart({ title: "Tokens", unit: "per second", kind: "area", format: compact, cursor, series: [{ key: "decode_tokens_per_s", label: "output" }, { key: "prefill_tokens_per_s", label: "prefill" }] }),
-  ttft: new Chart({ title: "Time to first token", unit: "ms", format: compact, cursor, series: [{ key: "ttft_p50_ms", label: "p50" }, { key: "ttft_p95_ms", label: "p95" }] }),
-  tpot: new Chart({ title: "Time per output token", unit: "ms", format: compact, cursor, series: [{ key: "tpot_p50_ms", label: "p50" }, { key: "tpot_p95_ms", label: "p95" }] }),
-  queue: new Chart({ title: "Queue", unit: "requests", kind: "area", format: compact, cursor, series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }] }),
-  kv: new Chart({ title: "KV use", unit: "%", kind: "area", format: compact, cursor, most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "engine busy" }] }),
-  cost: new Chart({ title: "Cost by model", unit: "", kind: "bars", format: (value, digits) => money(value, currency, digits), cursor, series: [] }),
-};
-charts.cost.panel.classList.add("wide");
-at("charts").append(...Object.values(charts).map((chart) => chart.panel));
+const board = new Board(
+  (query, steps) => saveFile(query, { ...asked(query), ...steps }),
+  (from, to) => change({ range: CUSTOM, from, to }),
+);
 
-/** The gateway demands an administrator's key. */
-class KeyNeededError extends Error {}
-
-async function ask(name, params) {
-  const answer = await fetchWithKey(`api/${name}?${new URLSearchParams(params)}`, {
-    headers: { accept: "application/json" },
-    signal: AbortSignal.timeout(TIMEOUT_MS),
-  });
-  if (!answer.ok) {
-    const text = await answer.json().then((body) => body.error?.message, () => "");
-    if (answer.status === 401 || answer.status === 403) throw new KeyNeededError(text);
-    throw new Error(text || `the gateway answered ${answer.status}`);
-  }
-  return answer.json();
+/** The parameters of a query for the view: workers serve all tenants. */
+function asked(query) {
+  const { bounds } = frameOf(view);
+  if (query === "workers_now") return { model: view.model };
+  return OF_WORKERS.has(query) ? { ...bounds, model: view.model } : { ...bounds, ...filtersOf(view) };
 }
 
 async function refresh() {
   clearTimeout(timer);
   const mine = ++round;
-  const { minutes, step, costStep } = range;
-  let wait = REFRESH_MS;
+  const frame = frameOf(view);
+  let wait = frame.refresh;
   try {
-    const stepped = { minutes, step_s: step };
-    const [totals, traffic, latency, workers, cost, recent] = await Promise.all([
-      ask("totals", { minutes }),
-      ask("traffic", stepped),
-      ask("latency", stepped),
-      ask("workers", stepped),
-      ask("cost_by_model", { minutes, step_s: costStep }),
-      ask("recent_requests", { minutes, rows: 50 }),
-    ]);
+    const rows = await askAll(frame);
     if (mine !== round) return;
-    show({ totals: totals[0], traffic, latency, workers, cost, recent });
+    show(rows, frame);
     lastSeen = Date.now() / 1000;
-    say("live", "Live");
+    say(wait ? "live" : "still", wait ? "Live" : "A range that is over");
   } catch (error) {
     if (mine !== round) return;
-    if (error instanceof KeyNeededError) {
-      sayLocked(error);
-      return;
-    }
+    if (error instanceof KeyNeededError) return sayLocked(error);
+    if (error instanceof RefusedError) return sayRefused(error);
     sayAway(error);
     wait = AWAY_REFRESH_MS;
   }
-  if (!document.hidden) timer = setTimeout(refresh, wait);
+  if (wait && !document.hidden) timer = setTimeout(refresh, wait);
 }
 
-function show({ totals, traffic, latency, workers, cost, recent }) {
-  currency = totals.currency || currency;
-  // The store's clock sets the axis: the reader's own may be wrong.
-  const from = traffic.length ? traffic[0].t : Math.floor(Date.now() / 1000) - range.minutes * 60;
-  const to = traffic.length ? traffic[traffic.length - 1].t + range.step : from + range.minutes * 60;
-  const axis = { from, to, step: range.step };
-  const quiet = totals.requests === 0;
-  charts.traffic.update(quiet ? [] : traffic, axis);
-  charts.tokens.update(workers, axis);
-  charts.ttft.update(latency, axis);
-  charts.tpot.update(latency, axis);
-  charts.queue.update(workers, axis);
-  charts.kv.update(workers, axis);
-  showCost(cost, { from, to: Math.max(to, from + range.minutes * 60), step: range.costStep });
-  showTotals(totals);
-  showRecent(recent);
-  at("empty").hidden = !quiet;
-  at("empty-range").textContent = range.words;
+async function askAll({ bounds, step, barStep }) {
+  const all = { ...bounds, ...filtersOf(view) };
+  const fine = { ...all, step_s: step };
+  const coarse = { ...all, step_s: barStep };
+  const ofWorkers = { ...bounds, model: view.model };
+  const offerNow = Date.now() - offeredAt > OFFER_MS;
+  const questions = {
+    totals: ask("totals", all),
+    traffic: ask("traffic", fine),
+    tokens: ask("tokens", fine),
+    latency: ask("latency", fine),
+    workers: ask("workers", { ...ofWorkers, step_s: step }),
+    devices: ask("workers", { ...ofWorkers, step_s: barStep }),
+    cost: ask("cost_by_model", coarse),
+    interruptions: ask("interruptions", coarse),
+    unitCost: ask("unit_cost", ofWorkers),
+    errors: ask("error_codes", all),
+    workersNow: ask("workers_now", { model: view.model }),
+    recent: ask("recent_requests", { ...all, status: view.status, id: view.id, rows: RECENT_ROWS }),
+    offered: offerNow ? ask("tenants_models", bounds) : null,
+  };
+  const answers = await Promise.all(Object.values(questions));
+  return Object.fromEntries(Object.keys(questions).map((name, i) => [name, answers[i]]));
+}
+
+function show(rows, frame) {
+  const [totals] = rows.totals;
+  board.show(rows, frame, totals.currency || board.currency);
+  showTotals(totals, rows.devices, frame);
+  showWorkers(rows.workersNow);
+  showUnitCost(rows.unitCost);
+  showErrors(rows.errors, addressOf);
+  showRecent(rows.recent, frame, addressOf);
+  if (rows.offered) {
+    offer(rows.offered, view);
+    offeredAt = Date.now();
+  }
+  at("empty").hidden = totals.requests > 0;
+  at("empty-words").textContent = frame.words + (view.tenant || view.model ? " for this choice of tenant and model" : "");
   document.body.classList.remove("stale");
 }
 
-/** One colour for each model; of several currencies, the one of most requests is drawn. */
-function showCost(rows, axis) {
-  const mine = rows.filter((row) => row.currency === currency);
-  const sums = new Map();
-  for (const row of mine) sums.set(row.model, (sums.get(row.model) ?? 0) + row.cost);
-  const models = [...sums.keys()].sort();
-  const drawn = models.slice(0, 6);
-  const byTime = new Map();
-  for (const row of mine) {
-    const merged = byTime.get(row.t) ?? { t: row.t };
-    const key = drawn.includes(row.model) ? row.model : drawn[5];
-    merged[key] = (merged[key] ?? 0) + row.cost;
-    byTime.set(row.t, merged);
+const addressOf = (id) => hashOf({ ...view, request: id });
+
+/** Look at something else; it becomes a step of the browser's history. */
+function change(part) {
+  const next = hashOf({ ...view, ...part });
+  if (next === hashOf(view)) showFilters(view, frameOf(view));
+  else {
+    history.pushState(null, "", next);
+    follow();
   }
-  const label = (model, i) => (i === 5 && models.length > 6 ? "others" : model);
-  const series = drawn.map((model, i) => ({ key: model, label: `${label(model, i)}` }));
-  const others = new Set(rows.filter((row) => row.currency !== currency).map((row) => row.currency));
-  charts.cost.heading.lastElementChild.textContent = others.size ? `${currency}; also ${[...others].join(", ")}` : currency;
-  charts.cost.update([...byTime.values()].sort((a, b) => a.t - b.t), axis, series);
 }
 
-function showTotals(totals) {
-  const lost = totals.failed + totals.shed;
-  const share = totals.requests ? (100 * totals.cached_tokens) / Math.max(1, totals.prompt_tokens) : null;
-  const tiles = [
-    ["Requests", whole(totals.requests), `${compact(totals.requests / (range.minutes * 60))} per second, ${whole(totals.cancelled)} cancelled`],
-    ["Not answered", whole(lost), `${whole(totals.failed)} failed, ${whole(totals.shed)} shed`, lost > 0],
-    ["TTFT", ms(totals.ttft_p50_ms), `p95 ${ms(totals.ttft_p95_ms)}`],
-    ["TPOT", ms(totals.tpot_p50_ms), `p95 ${ms(totals.tpot_p95_ms)}`],
-    ["Output tokens", compact(totals.completion_tokens), `${compact(totals.prompt_tokens)} in, ${share === null ? "none" : percent(share)} cached`],
-    ["Cost", money(totals.cost, totals.currency), totals.completion_tokens ? `${money((1e6 * totals.cost) / totals.completion_tokens, totals.currency)} per 1M output` : "nothing yet"],
-  ];
-  at("totals").replaceChildren(
-    ...tiles.map(([name, value, detail, alarm]) => {
-      const tile = document.createElement("div");
-      tile.className = alarm ? "tile alarm" : "tile";
-      const term = document.createElement("dt");
-      const number = document.createElement("dd");
-      const small = document.createElement("dd");
-      term.textContent = name;
-      number.textContent = value;
-      number.className = "value";
-      small.textContent = detail;
-      small.className = "detail";
-      tile.append(term, number, small);
-      return tile;
-    }),
-  );
+/** Show what the address says. */
+function follow() {
+  const before = view;
+  view = readView(location.hash);
+  const { request: _, ...rest } = view;
+  const isSame = Object.keys(rest).every((name) => view[name] === before[name]);
+  void showRequest(view.request);
+  if (isSame) return;
+  if (view.range !== before.range || view.from !== before.from || view.to !== before.to) offeredAt = 0;
+  showFilters(view, frameOf(view));
+  showRecentFilters(view);
+  refresh();
+}
+
+async function saveFile(query, params) {
+  at("away").hidden = true;
+  at("saving").textContent = "Making the file…";
+  try {
+    await save(query, params);
+    at("saving").textContent = "Saved.";
+  } catch (error) {
+    at("saving").textContent = "";
+    if (error instanceof KeyNeededError) return sayLocked(error);
+    at("away").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
+    at("away").hidden = false;
+    at("away").scrollIntoView({ block: "nearest" });
+  }
 }
 
 function say(state, text) {
   at("state").dataset.state = state;
   if (at("state-text").textContent !== text) at("state-text").textContent = text;
-  at("away").hidden = true;
+  if (document.body.classList.contains("stale") || state === "paused") return;
+  if (at("away").dataset.kind) at("away").hidden = true;
+  delete at("away").dataset.kind;
+}
+
+function complain(kind, state, text) {
+  at("state").dataset.state = "away";
+  at("state-text").textContent = state;
+  at("away").dataset.kind = kind;
+  at("away").textContent = text;
+  at("away").hidden = false;
+  document.body.classList.add("stale");
 }
 
 function sayLocked({ message }) {
-  at("state").dataset.state = "away";
-  at("state-text").textContent = "Needs a key";
-  at("away").textContent = "The figures of all tenants are shown for the key of an administrator.";
-  at("away").hidden = false;
-  document.body.classList.add("stale");
-  askForKey(at("key"), message, refresh);
+  complain("locked", "Needs a key", "The figures of all tenants are shown for the key of an administrator.");
+  askForKey(at("key"), message, () => {
+    refresh();
+    void showRequest(view.request);
+  });
+}
+
+function sayRefused({ message }) {
+  complain("refused", "Not shown", message);
 }
 
 function sayAway(error) {
-  at("state").dataset.state = "away";
-  at("state-text").textContent = "Away";
   const reason = error.name === "TimeoutError" ? "It does not answer." : `${error.message.replace(/\.$/, "")}.`;
   const since = lastSeen === null ? "Nothing has been seen yet." : `What you see is from ${clock(lastSeen)}.`;
-  at("away").textContent = `Telemetry is away. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`;
-  at("away").hidden = false;
-  document.body.classList.add("stale");
-}
-
-function choose(one) {
-  range = one;
-  history.replaceState(null, "", `#${one.id}`);
-  for (const button of at("ranges").children) {
-    const mine = button.value === one.id;
-    button.setAttribute("aria-checked", String(mine));
-    button.tabIndex = mine ? 0 : -1;
-  }
-  refresh();
-}
-
-function makeRanges() {
-  for (const one of RANGES) {
-    const button = document.createElement("button");
-    Object.assign(button, { type: "button", value: one.id, textContent: one.label });
-    button.setAttribute("role", "radio");
-    button.addEventListener("click", () => choose(one));
-    at("ranges").append(button);
-  }
-  at("ranges").addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-    if (!move) return;
-    event.preventDefault();
-    const next = (RANGES.indexOf(range) + move + RANGES.length) % RANGES.length;
-    choose(RANGES[next]);
-    at("ranges").children[next].focus();
-  });
+  complain("away", "Away", `Telemetry is away. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`);
 }
 
 document.addEventListener("visibilitychange", () => {
@@ -215,9 +180,16 @@ document.addEventListener("visibilitychange", () => {
     say("paused", "Paused");
   } else refresh();
 });
+window.addEventListener("popstate", follow);
 
 at("empty-curl").textContent = `curl ${location.origin}/v1/chat/completions \\
   -H 'Content-Type: application/json' \\
   -d '{"model": "demo", "messages": [{"role": "user", "content": "What is TTFT?"}]}'`;
-makeRanges();
-choose(range);
+makeFilters(change);
+makeRecent(change, () => saveFile("requests", { ...asked("requests"), status: view.status, id: view.id }));
+makeTables((query) => saveFile(query, asked(query)));
+makeRequest({ onClose: () => change({ request: "" }), filter: change, onLocked: sayLocked });
+showFilters(view, frameOf(view));
+showRecentFilters(view);
+refresh();
+void showRequest(view.request);

@@ -17,11 +17,11 @@ export function decimals(value) {
   return (mantissa.split(".")[1] ?? "").length + Number(exponent ?? 0);
 }
 
-const STEPS_S = [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+const STEPS_S = [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 259200, 604800, 1209600, 2592000];
 
 /** Round times of day between two Unix times, at most `count`. */
 export function timeTicks(from, to, count) {
-  const step = STEPS_S.find((size) => (to - from) / size <= count) ?? 172800;
+  const step = STEPS_S.find((size) => (to - from) / size <= count) ?? Math.ceil((to - from) / count / 2592000) * 2592000;
   const offset = new Date(from * 1000).getTimezoneOffset() * 60;
   const ticks = [];
   for (let t = Math.ceil((from - offset) / step) * step + offset; t <= to; t += step) ticks.push(t);

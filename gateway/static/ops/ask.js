@@ -1,0 +1,52 @@
+// Questions to the gateway: rows of saved queries, and files of them.
+
+import { fetchWithKey } from "/static/key.js";
+
+const TIMEOUT_MS = 15_000;
+// Telemetry answers each question within its time, but not all of them at once.
+const MAX_AT_ONCE = 3;
+
+/** The gateway demands an administrator's key. */
+export class KeyNeededError extends Error {}
+
+/** The question itself is refused: asking again gives the same. */
+export class RefusedError extends Error {}
+
+let numAsked = 0;
+const waiting = [];
+
+/** Rows of a saved query; questions wait for one another. */
+export async function ask(name, params) {
+  if (numAsked >= MAX_AT_ONCE) await new Promise((resolve) => { waiting.push(resolve); });
+  else numAsked += 1;
+  try {
+    return await rowsOf(name, params);
+  } finally {
+    if (waiting.length) waiting.shift()();
+    else numAsked -= 1;
+  }
+}
+
+async function rowsOf(name, params) {
+  const answer = await send(name, params, "application/json", AbortSignal.timeout(TIMEOUT_MS));
+  return answer.json();
+}
+
+/** Save a saved query's rows as a file; `requests` is every request of a range. */
+export async function save(name, params) {
+  const answer = await send(`${name}.csv`, params, "text/csv");
+  const address = URL.createObjectURL(await answer.blob());
+  const link = document.createElement("a");
+  Object.assign(link, { href: address, download: `millrace-${name}.csv` });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+async function send(path, params, accept, signal) {
+  const answer = await fetchWithKey(`api/${path}?${new URLSearchParams(params)}`, { headers: { accept }, signal });
+  if (answer.ok) return answer;
+  const text = await answer.json().then((body) => body.error?.message, () => "");
+  if (answer.status === 401 || answer.status === 403) throw new KeyNeededError(text);
+  if (answer.status < 500 && answer.status !== 429) throw new RefusedError(text || `The gateway answered ${answer.status}.`);
+  throw new Error(text || `the gateway answered ${answer.status}`);
+}

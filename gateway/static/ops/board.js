@@ -1,0 +1,110 @@
+// The charts of the page: what each of them asks and shows.
+
+import { Chart, Cursor } from "./chart.js";
+import { at } from "./dom.js";
+import { compact, money } from "./format.js";
+
+const PERCENTILES = ["p50", "p95", "p99"];
+const MAX_MODELS = 6;
+const ALL_TENANTS = "Workers serve all tenants together: the filter by tenant does not apply here.";
+
+const INTERRUPTIONS = [
+  { key: "moves", label: "moved", hue: 0 },
+  { key: "preemptions", label: "preempted", hue: 2 },
+  { key: "shed", label: "shed", hue: 1 },
+  { key: "expired", label: "expired", hue: 5 },
+  { key: "failed", label: "failed", hue: 4 },
+];
+const RETURNS = [{ key: "resumes", label: "resumed" }, { key: "stalls", label: "stalled" }];
+
+const latency = (name) => PERCENTILES.map((label) => ({ key: `${name}_${label}_ms`, label }));
+
+/** All charts, in their sections; `save(query, params)` saves what one shows. */
+export class Board {
+  constructor(save, onZoom) {
+    this.cursor = new Cursor();
+    this.cursor.onZoom = onZoom;
+    this.currency = "USD";
+    const shown = (value, digits) => money(value, this.currency, digits);
+    const chart = (section, query, options) => {
+      const made = new Chart({ format: compact, cursor: this.cursor, onSave: () => save(query, { step_s: made.step }), ...options });
+      // Tables stand last in their section.
+      const table = [...at(section).children].find((panel) => panel.querySelector("table"));
+      at(section).insertBefore(made.panel, table ?? null);
+      return made;
+    };
+    const traffic = [
+      { key: "done_per_s", label: "done" },
+      { key: "cancelled_per_s", label: "cancelled", hue: 5 },
+      { key: "shed_per_s", label: "shed", hue: 1 },
+      { key: "failed_per_s", label: "failed", hue: 4 },
+    ];
+    const tokens = [
+      { key: "output_per_s", label: "output" },
+      { key: "prompt_per_s", label: "prompt" },
+      { key: "cached_per_s", label: "cached" },
+    ];
+    this.charts = {
+      traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Requests count where they ended." }),
+      tokens: chart("traffic", "tokens", { title: "Tokens", unit: "per second", kind: "area", series: tokens, note: "Tokens of requests that ended: output, prompt computed, prompt from the prefix cache." }),
+      queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", series: latency("queue"), note: "From receipt to the worker's start." }),
+      ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", series: latency("ttft"), note: "From receipt to the first token." }),
+      tpot: chart("latency", "latency", { title: "Time per output token", unit: "TPOT, ms", series: latency("tpot"), note: "A request's mean time per token after the first; each request counts once." }),
+      itl: chart("latency", "latency", { title: "Between tokens", unit: "ITL, ms", series: latency("itl"), note: "As TPOT, but each token counts once: long answers weigh more." }),
+      e2e: chart("latency", "latency", { title: "Whole answer", unit: "E2E, ms", series: latency("e2e"), note: "From receipt to the end, of requests that were answered." }),
+      queue: chart("capacity", "workers", { title: "Queue", unit: "requests", kind: "area", series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }], note: ALL_TENANTS }),
+      batch: chart("capacity", "workers", { title: "Batch", unit: "sequences a worker", kind: "area", series: [{ key: "batch", label: "running" }, { key: "workers", label: "workers" }], note: ALL_TENANTS }),
+      kv: chart("capacity", "workers", { title: "Utilisation", unit: "%", kind: "area", most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "device busy" }], note: ALL_TENANTS }),
+      cost: chart("cost", "cost_by_model", { title: "Tenants pay", unit: "", kind: "bars", format: shown, series: [] }),
+      devices: chart("cost", "workers", { title: "Devices cost", unit: "", kind: "bars", format: shown, series: [{ key: "busy_cost", label: "busy" }, { key: "idle_cost", label: "idle", hue: 5 }], note: ALL_TENANTS }),
+      runs: chart("reliability", "interruptions", { title: "Not as planned", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Runs that another worker went on with, preemptions for want of KV blocks, and requests that were shed, expired or failed." }),
+      delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Returns to a stream that was lost, and gaps of a second or more between tokens." }),
+    };
+  }
+
+  /** Draw rows of the queries over the frame's range; the store's clock sets the axis, as the
+   * reader's own may be wrong. */
+  show(rows, { step, barStep, seconds }, currency) {
+    this.currency = currency;
+    const first = rows.traffic[0]?.t ?? Math.floor(Date.now() / 1000) - seconds;
+    const from = first;
+    const to = rows.traffic.length ? rows.traffic[rows.traffic.length - 1].t + step : from + seconds;
+    const fine = { from, to, step };
+    const coarse = { from, to, step: barStep };
+    const quiet = rows.traffic.every((row) => row.done_per_s + row.cancelled_per_s + row.shed_per_s + row.failed_per_s === 0);
+    const { charts } = this;
+    charts.traffic.update(quiet ? [] : rows.traffic, fine);
+    charts.tokens.update(quiet ? [] : rows.tokens, fine);
+    for (const name of ["queue_wait", "ttft", "tpot", "itl", "e2e"]) charts[name].update(rows.latency, fine);
+    for (const name of ["queue", "batch", "kv"]) charts[name].update(rows.workers, fine);
+    charts.devices.update(rows.devices.filter((row) => row.busy_cost + row.idle_cost > 0), coarse);
+    charts.devices.unit.textContent = currency;
+    this.#showCost(rows.cost, coarse);
+    for (const name of ["runs", "delivery"]) {
+      const { series } = charts[name];
+      charts[name].update(rows.interruptions.filter((row) => series.some(({ key }) => row[key] > 0)), coarse);
+    }
+  }
+
+  /** One colour for each model; of several currencies, the one of most requests is drawn. */
+  #showCost(rows, axis) {
+    const mine = rows.filter((row) => row.currency === this.currency);
+    const sums = new Map();
+    for (const row of mine) sums.set(row.model, (sums.get(row.model) ?? 0) + Number(row.cost));
+    const models = [...sums.keys()].sort((a, b) => sums.get(b) - sums.get(a));
+    const drawn = models.slice(0, MAX_MODELS).sort();
+    const rest = models.length > MAX_MODELS ? models[MAX_MODELS - 1] : null;
+    const byTime = new Map();
+    for (const row of mine) {
+      const merged = byTime.get(row.t) ?? { t: row.t };
+      const key = drawn.includes(row.model) ? row.model : rest;
+      merged[key] = (merged[key] ?? 0) + Number(row.cost);
+      byTime.set(row.t, merged);
+    }
+    const series = drawn.map((model) => ({ key: model, label: model === rest ? "others" : model }));
+    const others = new Set(rows.filter((row) => row.currency !== this.currency).map((row) => row.currency));
+    const { cost } = this.charts;
+    cost.unit.textContent = others.size ? `${this.currency}; also ${[...others].join(", ")}` : this.currency;
+    cost.update([...byTime.values()].sort((a, b) => a.t - b.t), axis, series);
+  }
+}

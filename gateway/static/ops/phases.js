@@ -1,0 +1,27 @@
+// What a request spent its time in, from the events of its timeline.
+
+const WAITS = { received: "Queued", interrupted: "Waiting again", dispatched: "On its way to the worker" };
+
+/** Stretches `{kind, label, us}` from its first event to its end, in order. `kind` is "queued",
+ * "prefill", "decode" or "earlier": a run that another one went on from. */
+export function phasesOf(events) {
+  const own = events.filter(({ event }) => event !== "first_byte" && event !== "delivered");
+  const interrupted = new Set(own.filter(({ event }) => event === "interrupted").map(({ run }) => run));
+  const phases = [];
+  for (let i = 0; i + 1 < own.length; i += 1) {
+    const { event, run, place, at_us } = own[i];
+    const us = own[i + 1].at_us - at_us;
+    if (event === "ended") break;
+    if (us <= 0) continue;
+    if (event === "started" && interrupted.has(run)) phases.push({ kind: "earlier", label: `Run on ${place}`, us });
+    else if (event === "started") phases.push({ kind: "prefill", label: "Prefill", us });
+    else if (event === "first_token") phases.push({ kind: "decode", label: "Decode", us });
+    else phases.push({ kind: "queued", label: WAITS[event] ?? event, us });
+  }
+  return phases;
+}
+
+/** The time of all phases of a kind, in µs. */
+export function sumOf(phases, kind) {
+  return phases.reduce((sum, phase) => (phase.kind === kind ? sum + phase.us : sum), 0);
+}

@@ -1,0 +1,215 @@
+// One request: its life as events in time, what it took, what it cost, what its client saw.
+
+import { KeyNeededError, ask } from "./ask.js";
+import { at, make, statusMark } from "./dom.js";
+import { clock, compact, dateTime, money, ms, percent, span, whole } from "./format.js";
+import { phasesOf, sumOf } from "./phases.js";
+
+const dialog = at("request");
+const body = at("request-body");
+let open = "";
+
+let locked = () => {};
+
+/** Make the sheet: `onClose` is called when somebody closes it, `filter(part)` for a filter, and
+ * `onLocked(error)` when the gateway demands a key. */
+export function makeRequest({ onClose, filter, onLocked }) {
+  locked = onLocked;
+  dialog.addEventListener("close", () => {
+    if (open) onClose();
+  });
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog) dialog.close();
+    const link = event.target.closest("[data-filter]");
+    if (!link) return;
+    open = "";
+    dialog.close();
+    filter({ request: "", [link.dataset.filter]: link.dataset.value });
+  });
+  at("request-close").addEventListener("click", () => dialog.close());
+  at("request-copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText(location.href);
+    at("request-copy").textContent = "Copied";
+    setTimeout(() => { at("request-copy").textContent = "Copy link"; }, 2_000);
+  });
+}
+
+/** Show a request by its id, or none for "". */
+export async function showRequest(id) {
+  if (id === open && dialog.open === Boolean(id)) return;
+  open = id;
+  if (!id) {
+    dialog.close();
+    return;
+  }
+  at("request-id").textContent = id;
+  at("request-status").replaceChildren();
+  body.replaceChildren(make("p", "quiet-note", "Looking it up…"));
+  if (!dialog.open) dialog.showModal();
+  try {
+    const [details, events] = await Promise.all([ask("request_details", { id }), ask("request_timeline", { id })]);
+    if (open !== id) return;
+    if (details.length) draw(details[0], events);
+    else body.replaceChildren(missing());
+  } catch (error) {
+    if (open !== id) return;
+    body.replaceChildren(make("p", "notice", `It cannot be shown. ${error.message}`));
+    if (error instanceof KeyNeededError) {
+      open = "";
+      dialog.close();
+      locked(error);
+    }
+  }
+}
+
+function missing() {
+  return make(
+    "div",
+    "missing",
+    make("p", "", "No request of this id has ended."),
+    make("p", "quiet-note", "It may still run: it is here a second after it ends. Records are kept for 400 days."),
+  );
+}
+
+function draw(request, events) {
+  const begun = events[0]?.at_us ?? 0;
+  const phases = phasesOf(events);
+  at("request-status").replaceChildren(statusMark("span", request.error_code || request.status, request.status));
+  body.replaceChildren(
+    make("p", "facts", ...facts(request)),
+    bar(phases),
+    sums(phases),
+    timeline(events, begun),
+    make("div", "groups", ...groups(request)),
+  );
+}
+
+function facts(request) {
+  const model = request.model_served || request.model_requested;
+  const filterBy = (name, value) => {
+    const button = make("button", "fact link", value);
+    Object.assign(button, { type: "button", title: `Show all requests of ${name} ${value}` });
+    Object.assign(button.dataset, { filter: name, value });
+    return button;
+  };
+  return [
+    filterBy("tenant", request.tenant),
+    filterBy("model", model),
+    make("span", "fact", `${request.tier} tier`),
+    make("span", "fact", `by ${request.source}`),
+    make("span", "fact", dateTime(request.done_ms / 1000)),
+  ];
+}
+
+/** Its phases to scale, the shortest still to be seen; the list below says the same in words. */
+function bar(phases) {
+  const all = make("div", "phases");
+  all.setAttribute("aria-hidden", "true");
+  for (const { kind, label, us } of phases) {
+    const part = make("span", `phase ${kind}`);
+    part.style.flexGrow = Math.max(us, 1);
+    part.title = `${label}: ${span(us)}`;
+    all.append(part);
+  }
+  return all;
+}
+
+function sums(phases) {
+  const kinds = [["queued", "waiting"], ["prefill", "prefill"], ["decode", "decode"], ["earlier", "earlier runs"]];
+  const list = make("dl", "sums");
+  for (const [kind, label] of kinds) {
+    const us = sumOf(phases, kind);
+    if (us > 0) list.append(make("div", "key", make("dt", "", make("span", `swatch ${kind}`), label), make("dd", "", span(us))));
+  }
+  return list;
+}
+
+function timeline(events, begun) {
+  const list = make("ol", "timeline");
+  list.setAttribute("aria-label", "Timeline");
+  const isMoved = events.some(({ event }) => event === "interrupted");
+  for (const event of events) {
+    const offset = make("span", "offset", event.at_us === begun ? clock(begun / 1e6) : `+${span(event.at_us - begun)}`);
+    offset.title = `${dateTime(event.at_us / 1e6)}, UTC ${new Date(event.at_us / 1000).toISOString().slice(11, 23)}`;
+    const { title, detail } = wordsOf(event, isMoved);
+    const item = make("li", `event ${event.event}`, offset, make("span", "what", title), detail ? make("span", "where", detail) : null);
+    list.append(item);
+  }
+  return list;
+}
+
+function wordsOf({ event, run, place, detail, device_us }, isMoved) {
+  const where = place ? `on ${place}` : "";
+  switch (event) {
+    case "received": return { title: "Received, queued", detail: `by ${detail}` };
+    case "dispatched": return { title: "Dispatched", detail: place ? `to ${place}, epoch ${run}` : "" };
+    case "started": return { title: "Prefill", detail: where };
+    case "interrupted": return { title: "Interrupted", detail: `${where}, epoch ${run}; ${device_us ? `${span(device_us)} of the device` : "its device time is lost"}` };
+    case "first_token": return { title: isMoved ? "First token of this run" : "First token", detail: "decode begins" };
+    case "ended": return { title: detail === "done" ? "Done" : `Ended: ${detail}`, detail: where };
+    case "first_byte": return { title: "First byte to the client", detail: `by ${place}` };
+    case "delivered": return { title: "Delivery over", detail: detail ? `${detail}, by ${place}` : `by ${place}` };
+    default: return { title: event, detail: place };
+  }
+}
+
+function groups(request) {
+  const { currency } = request;
+  const margin = Number(request.cost) - Number(request.device_cost);
+  const made = [
+    group("Tokens", [
+      ["Prompt", whole(request.prompt_tokens)],
+      ["of them cached", request.prompt_tokens ? `${whole(request.cached_tokens)} (${percent((100 * request.cached_tokens) / request.prompt_tokens)})` : "0"],
+      ["Output", whole(request.completion_tokens)],
+      ["Finish reason", request.finish_reason || "–"],
+    ]),
+    group("Latency", [
+      ["Queue", ms(request.queue_ms)],
+      ["TTFT", ms(request.ttft_ms)],
+      ["TPOT", ms(request.tpot_ms)],
+      ["Whole answer", ms(request.total_ms)],
+    ]),
+    group("Cost", [
+      ["Tenant pays", exact(request.cost, currency)],
+      ["Device cost", exact(request.device_cost, currency)],
+      ["Device time", span(request.device_us)],
+      ["Left over", money(margin, currency)],
+      ["Prices", request.price_version || "–"],
+    ]),
+  ];
+  if (request.is_delivered) {
+    made.push(group("Delivery", [
+      ["First byte", ms(request.first_byte_ms)],
+      ["Tokens", whole(request.tokens_delivered)],
+      ["Longest gap", ms(request.longest_gap_ms)],
+      ["Stalls", request.num_stalls ? `${whole(request.num_stalls)}, ${ms(request.stalled_ms)}` : "none"],
+      ["Resumes", whole(request.num_resumes)],
+      ["Replays", whole(request.num_replays)],
+    ]));
+  }
+  made.push(group("About", [
+    ["Worker", request.worker || "–"],
+    ["Adapter", request.adapter],
+    ["Asked for", request.model_requested === request.model_served ? "" : request.model_requested],
+    ["Chosen because", request.route_reason],
+    ["Runs", request.num_lives ? compact(request.num_lives + 1) : ""],
+    ["Preemptions", request.num_preemptions ? whole(request.num_preemptions) : ""],
+    ["User", request.user],
+    ["Session", request.session],
+    ["Trace", request.trace_id],
+  ]));
+  return made;
+}
+
+/** A list of names and values; those without a value are left out. */
+function group(title, rows) {
+  const list = make("dl", "");
+  for (const [name, value] of rows) if (value) list.append(make("dt", "", name), make("dd", "", value));
+  return make("section", "group", make("h3", "", title), list);
+}
+
+function exact(amount, currency) {
+  const element = make("span", "", money(amount, currency));
+  element.title = `Exactly ${amount} ${currency}`;
+  return element;
+}

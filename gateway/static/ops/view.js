@@ -1,0 +1,72 @@
+// What is looked at: the range, the filters and the request that is open, all of it in the address
+// behind the "#", where it can be shared and reaches no server's log.
+
+export const RANGES = [
+  { id: "15m", label: "15 min", words: "the last 15 minutes", seconds: 900, refresh: 2_000 },
+  { id: "1h", label: "1 h", words: "the last hour", seconds: 3_600, refresh: 4_000 },
+  { id: "6h", label: "6 h", words: "the last 6 hours", seconds: 21_600, refresh: 10_000 },
+  { id: "24h", label: "24 h", words: "the last 24 hours", seconds: 86_400, refresh: 20_000 },
+  { id: "7d", label: "7 d", words: "the last 7 days", seconds: 604_800, refresh: 60_000 },
+  { id: "30d", label: "30 d", words: "the last 30 days", seconds: 2_592_000, refresh: 60_000 },
+];
+export const CUSTOM = "custom";
+export const STATUSES = ["done", "cancelled", "expired", "shed", "failed"];
+
+const DEFAULT = RANGES[0];
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 720, 900, 1800, 3600, 5400, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800];
+const MAX_POINTS = 120;
+const MAX_BARS = 30;
+const TEXTS = ["tenant", "model", "status", "id", "request"];
+
+/** The view that an address asks for; what is no range is the last 15 minutes. */
+export function readView(hash) {
+  const asked = new URLSearchParams(hash.replace(/^#/, ""));
+  const view = { range: DEFAULT.id, from: 0, to: 0 };
+  for (const name of TEXTS) view[name] = asked.get(name) ?? "";
+  if (!STATUSES.includes(view.status)) view.status = "";
+  const from = Date.parse(asked.get("from") ?? "") / 1000;
+  const to = Date.parse(asked.get("to") ?? "") / 1000;
+  if (from > 0 && to > from) Object.assign(view, { range: CUSTOM, from: Math.floor(from), to: Math.ceil(to) });
+  else if (RANGES.some((one) => one.id === asked.get("range"))) view.range = asked.get("range");
+  return view;
+}
+
+/** The address of a view, from its "#" on. */
+export function hashOf(view) {
+  const parts = new URLSearchParams();
+  if (view.range === CUSTOM) {
+    parts.set("from", iso(view.from));
+    parts.set("to", iso(view.to));
+  } else parts.set("range", view.range);
+  for (const name of TEXTS) if (view[name]) parts.set(name, view[name]);
+  return `#${parts.toString().replaceAll("%3A", ":")}`;
+}
+
+/** UTC, to the second, or to the minute if that says it all. */
+function iso(seconds) {
+  return new Date(seconds * 1000).toISOString().replace(/(:00)?\.\d+Z$/, "Z");
+}
+
+/**
+ * What to ask for a view, and how often: `bounds` are parameters of every saved query, `step` is of
+ * lines, `barStep` of bars, in seconds; `refresh` in ms, 0 for a range that is over.
+ */
+export function frameOf(view, now = Date.now() / 1000) {
+  const known = RANGES.find((one) => one.id === view.range);
+  if (known) {
+    return { ...steps(known.seconds), bounds: { from_s: -known.seconds, to_s: 0 }, seconds: known.seconds, refresh: known.refresh, words: `within ${known.words}` };
+  }
+  const seconds = view.to - view.from;
+  const refresh = view.to <= now ? 0 : Math.min(60_000, Math.max(2_000, Math.round(seconds / 4)));
+  return { ...steps(seconds), bounds: { from_s: view.from, to_s: view.to }, seconds, refresh, words: "in this range" };
+}
+
+function steps(seconds) {
+  const fitting = (most) => STEPS_S.find((step) => seconds / step <= most) ?? STEPS_S[STEPS_S.length - 1] * Math.ceil(seconds / most / STEPS_S[STEPS_S.length - 1]);
+  return { step: fitting(MAX_POINTS), barStep: fitting(MAX_BARS) };
+}
+
+/** The filters of a view that a query of all requests takes. */
+export function filtersOf({ tenant, model }) {
+  return { tenant, model };
+}

@@ -1,0 +1,57 @@
+-- What went wrong in each step: runs moved or preempted, requests shed, expired or failed, and what
+-- clients saw of it: returns to a stream, stalls. Steps in which all was well are not there.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
+-- param step_s: the length of a step (default 60)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    toInt64({step_s:UInt32}) AS step_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    t,
+    sum(e.moves) AS moves,
+    sum(e.preemptions) AS preemptions,
+    sum(e.shed) AS shed,
+    sum(e.expired) AS expired,
+    sum(e.failed) AS failed,
+    sum(e.resumes) AS resumes,
+    sum(e.stalls) AS stalls,
+    sum(e.stalled_ms) AS stalled_ms
+FROM
+(
+    SELECT
+        intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+        sum(length(lives)) AS moves,
+        sum(num_preemptions) AS preemptions,
+        countIf(status = 'shed') AS shed,
+        countIf(status = 'expired') AS expired,
+        countIf(status = 'failed') AS failed,
+        toUInt64(0) AS resumes,
+        toUInt64(0) AS stalls,
+        toFloat64(0) AS stalled_ms
+    FROM requests FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    GROUP BY t
+    UNION ALL
+    SELECT
+        intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+        0, 0, 0, 0, 0,
+        sum(num_resumes),
+        sum(num_stalls),
+        sum(deliveries.stalled_ms)
+    FROM deliveries FINAL
+    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
+      AND done_at < toDateTime64(end_s, 6, 'UTC')
+      AND ({tenant:String} = '' OR tenant = {tenant:String})
+      AND ({model:String} = '' OR model = {model:String})
+    GROUP BY t
+) AS e
+GROUP BY t
+HAVING moves + preemptions + shed + expired + failed + resumes + stalls > 0
+ORDER BY t

@@ -1,0 +1,93 @@
+"""The operations page as a gateway serves it, in Chromium, over a real store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from playwright.async_api import Browser, Page
+
+from bus.api import Subscription
+from schemas.control import TelemetryAnswer, TelemetryQuery
+from telemetry.answers import Answers
+from telemetry.store import Store
+from tests.support.running_gateway import RunningGateway, running_gateway
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
+
+
+class OpsPage:
+    """A gateway whose bus has a telemetry process on the store, until it ``leaves``. ``asked`` are
+    the questions that came."""
+
+    def __init__(self, front: RunningGateway, store: Store, browser: Browser) -> None:
+        self.front = front
+        self.asked: list[TelemetryQuery] = []
+        self._answers = Answers(store.reader)
+        self._browser = browser
+        self._pages: list[Page] = []
+        self._subscription: Subscription | None = None
+
+    async def comes(self) -> None:
+        self._subscription = await self.front.worker.bus.control.serve_telemetry(self.answer)
+
+    async def leaves(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    async def answer(self, query: TelemetryQuery) -> TelemetryAnswer:
+        self.asked.append(query)
+        return await self._answers.answer(query)
+
+    async def open(
+        self,
+        hash_: str = "#range=15m",
+        *,
+        dark: bool = False,
+        width: int = 1440,
+        height: int = 1250,
+        touch: bool = False,
+    ) -> tuple[Page, list[str]]:
+        """The page, and what its console complained of."""
+        context = await self._browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            has_touch=touch,
+            is_mobile=touch,
+        )
+        page = await context.new_page()
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if message.type == "error" else None,
+        )
+        self._pages.append(page)
+        await page.goto(f"{self.front.url}/ops/{hash_}")
+        return page, complaints
+
+    async def close(self) -> None:
+        for page in self._pages:
+            await page.context.close()
+
+
+@asynccontextmanager
+async def serving(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
+    async with running_gateway() as front:
+        made = OpsPage(front, store, browser)
+        await made.comes()
+        try:
+            yield made
+        finally:
+            await made.close()
+            await made.leaves()
+
+
+async def shoot(page: Page, name: str, *, full: bool = False) -> None:
+    """Keep a picture for whoever wants to look at it."""
+    if SHOTS:
+        await page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=full)
