@@ -106,13 +106,17 @@ def render(timings: list[Timing]) -> str:
     return "\n".join(lines)
 
 
-async def run(path: Path, num_rows: int, runs: int, only: list[str], *, is_made: bool) -> None:
+async def run(
+    path: Path, num_rows: int, runs: int, only: list[str], *, is_made: bool, is_smoke: bool
+) -> None:
     """Make the store unless it is there, and print what its queries take."""
     store = await Store.open(ClickHouseConfig(path=str(path)))
     try:
         if is_made:
             await migrate(store)
             await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
+        elif is_smoke:
+            await fill(store, 5_000, days=1.0, sample_s=60)
         else:
             await fill(store, num_rows)
         ((count,),) = await store.rows("SELECT count() FROM requests FINAL")
@@ -130,10 +134,19 @@ def main() -> None:
     parser.add_argument("--path", type=Path, help="a store that is filled already")
     parser.add_argument("--smoke", action="store_true", help="few rows, one run")
     asked = parser.parse_args()
-    num_rows, runs = (5_000, 1) if asked.smoke else (asked.rows, asked.runs)
+    runs = 1 if asked.smoke else asked.runs
     with tempfile.TemporaryDirectory() as folder:
         path = asked.path or Path(folder)
-        asyncio.run(run(path, num_rows, runs, asked.queries, is_made=asked.path is not None))
+        asyncio.run(
+            run(
+                path,
+                asked.rows,
+                runs,
+                asked.queries,
+                is_made=asked.path is not None,
+                is_smoke=asked.smoke,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Each has three. ``compute`` counts the rows of ``minutes`` (Unix times, between ``begin_us``
 and ``end_us``) as they are now; the groups that are there already come along with nothing in them,
 so that one whose last row has moved to another minute, by a later record, is marked as deleted.
-``differing`` are the minutes of a range that do not count the rows which are there. ``days`` are
-those that have rows or minutes, since the epoch, the latest first.
+``differing`` are the minutes of a range that do not count the rows which are there, and how many
+rows those are. ``days`` are those that have rows or minutes, since the epoch, the latest first.
 """
 
 from __future__ import annotations
@@ -93,19 +93,20 @@ FROM
 GROUP BY minute, tenant, user, model, adapter, source, tier, currency, price_version
 """,
     differing="""
-SELECT toUnixTimestamp(minute)
+SELECT toUnixTimestamp(minute), sum(num_rows)
 FROM
 (
     SELECT
         toStartOfMinute(done_at) AS minute,
         groupBitXor(cityHash64(request_id, outbox_sequence)) AS found,
-        0 AS counted
+        0 AS counted,
+        count() AS num_rows
     FROM requests FINAL
     WHERE done_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
       AND done_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
     GROUP BY minute
     UNION ALL
-    SELECT minute, 0, groupBitXor(fingerprint)
+    SELECT minute, 0, groupBitXor(fingerprint), 0
     FROM usage_by_minute FINAL
     WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
       AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
@@ -190,19 +191,20 @@ FROM
 GROUP BY minute, model, worker, currency, device_per_hour
 """,
     differing="""
-SELECT toUnixTimestamp(minute)
+SELECT toUnixTimestamp(minute), sum(num_rows)
 FROM
 (
     SELECT
         toStartOfMinute(sampled_at) AS minute,
         groupBitXor(cityHash64(worker, sampled_at, outbox_sequence)) AS found,
-        0 AS counted
+        0 AS counted,
+        count() AS num_rows
     FROM worker_samples FINAL
     WHERE sampled_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
       AND sampled_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
     GROUP BY minute
     UNION ALL
-    SELECT minute, 0, groupBitXor(fingerprint)
+    SELECT minute, 0, groupBitXor(fingerprint), 0
     FROM workers_by_minute FINAL
     WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
       AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')

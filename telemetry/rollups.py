@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_MINUTE = 60 * 1_000_000_000
 _MINUTES_PER_DAY = 24 * 60
 _MINUTES_PER_HOUR = 60
-_MOST_AT_ONCE = 500
+_MOST_ROWS = 100_000
 # What came late, after an outage, or was replaced by a record of another minute, is found so.
 _RECONCILE_INTERVAL_S = 600.0
 _RECONCILE_DAYS = 3
@@ -78,9 +78,9 @@ class Rollups:
         samples are not those that were counted. Raises StoreUnavailableError."""
         minutes, self._dirty = self._dirty, set()
         try:
-            for some in _chunks(sorted(minutes)):
-                await self._compute(USAGE, some)
-                minutes.difference_update(some)
+            for begin, end in _spans(sorted(minutes)):
+                await self._correct(USAGE, begin, end)
+                minutes.difference_update(range(begin, end))
         finally:
             self._dirty |= minutes
         now = self._clock.now_ns() // _NS_PER_MINUTE
@@ -107,11 +107,11 @@ class Rollups:
         return num_differing
 
     async def _correct(self, rollup: Rollup, begin: int, end: int) -> int:
+        """Compute what differs from the minute ``begin`` up to ``end``; how many minutes."""
         rows = await self._store.rows(rollup.differing, _range(begin, end))
-        differing = [int(seconds) // 60 for (seconds,) in rows]
-        for some in _chunks(differing):
-            await self._compute(rollup, some)
-        return len(differing)
+        for minutes in _batches([(int(s) // 60, int(count)) for s, count in rows]):
+            await self._compute(rollup, minutes)
+        return len(rows)
 
     async def _compute(self, rollup: Rollup, minutes: list[int]) -> None:
         seconds = ",".join(str(minute * 60) for minute in minutes)
@@ -134,15 +134,30 @@ class Rollups:
             stopping.cancel()
 
 
-def _chunks(minutes: list[int]) -> Iterator[list[int]]:
-    """In order, each with so many minutes and over such a time that one statement takes it well."""
+def _spans(minutes: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of at most a day, which hold these minutes and few others."""
     first = 0
     for i, minute in enumerate(minutes):
-        if minute - minutes[first] >= _MINUTES_PER_DAY or i - first >= _MOST_AT_ONCE:
-            yield minutes[first:i]
+        is_far = i > 0 and minute - minutes[i - 1] > _MINUTES_PER_HOUR
+        if is_far or minute - minutes[first] >= _MINUTES_PER_DAY:
+            yield minutes[first], minutes[i - 1] + 1
             first = i
     if minutes:
-        yield minutes[first:]
+        yield minutes[first], minutes[-1] + 1
+
+
+def _batches(minutes: list[tuple[int, int]]) -> Iterator[list[int]]:
+    """Minutes, given with their numbers of rows, as many together as memory takes well."""
+    batch: list[int] = []
+    num_rows = 0
+    for minute, count in minutes:
+        if batch and num_rows + count > _MOST_ROWS:
+            yield batch
+            batch, num_rows = [], 0
+        batch.append(minute)
+        num_rows += count
+    if batch:
+        yield batch
 
 
 def _range(begin: int, end: int) -> dict[str, str | int | float]:
