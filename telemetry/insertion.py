@@ -30,16 +30,14 @@ class Inserts:
 class Insertion:
     """Writes to a store for as long as it takes; ``stop`` ends the waiting.
 
-    ``num_inserts`` and ``insert_s`` (the time they took together) are of inserts that landed,
-    ``tables`` has them by table. ``num_failures`` counts writes that were tried again.
+    ``tables`` tells of the inserts that landed, by table; ``num_failures`` counts writes that were
+    tried again.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._stopping = asyncio.Event()
-        self.num_inserts = 0
-        self.insert_s = 0.0
         self.num_failures = 0
         self.tables: dict[str, Inserts] = {}
 
@@ -89,11 +87,8 @@ class Insertion:
         async def write() -> None:
             started_s = self._clock.monotonic()
             await self._store.insert(table, columns, token)
-            took_s = self._clock.monotonic() - started_s
-            self.insert_s += took_s
-            self.num_inserts += 1
             inserts = self.tables.setdefault(table.name, Inserts())
-            inserts.took_s.add(took_s)
+            inserts.took_s.add(self._clock.monotonic() - started_s)
             inserts.rows.add(len(rows))
 
         await self.until_stored(write)

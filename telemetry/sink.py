@@ -83,15 +83,6 @@ class Sink:
         """How many messages before these offsets the group has still to store."""
         return self._progress.num_behind(ends)
 
-    @property
-    def num_inserts(self) -> int:
-        """Inserts that landed; ``insert_s`` is the time that they took together."""
-        return self.insertion.num_inserts
-
-    @property
-    def insert_s(self) -> float:
-        return self.insertion.insert_s
-
     def begin_again(self) -> None:
         """Forget the positions and join the group anew: Kafka is another one than before."""
         self._restart.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from bus.clock import Clock
@@ -14,6 +15,8 @@ from telemetry.batches import Row
 _MAX_SPANS = 512
 _MAX_LINKS = 128
 _NS_PER_MS = 1_000_000
+# Anybody may have written a record: one with another id is stored, and told of in no trace.
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class StoredTraces:
@@ -28,7 +31,7 @@ class StoredTraces:
         traced = [
             (row, row.record)
             for row in rows
-            if isinstance(row.record, RequestRecord) and row.record.trace_id
+            if isinstance(row.record, RequestRecord) and _TRACE_ID.fullmatch(row.record.trace_id)
         ]
         if not traced:
             return

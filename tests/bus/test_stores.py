@@ -79,8 +79,10 @@ class TestOutbox:
         for record in (*records, records[0], records[1], records[2]):
             await bus.outbox.publish(record)
         assert await bus.outbox.last_sequence() == 5
+        assert await bus.outbox.num_waiting() == 5
         bridge = await broker.connect("bridge")
         first = await bridge.outbox.pull(3, 1.0)
+        assert await bus.outbox.num_waiting() == 5, "held is not taken yet"
         second = await bridge.outbox.pull(9, 1.0)
         messages = [*first, *second]
         assert [codec.RECORD.decode(message.payload) for message in messages] == records
@@ -94,6 +96,7 @@ class TestOutbox:
         ]
         await bridge.outbox.ack(messages)
         assert await bridge.outbox.pull(9, 0.05) == []
+        assert await bus.outbox.num_waiting() == 0
 
     async def test_a_waiting_pull_ends_with_the_first_record(self, bus: Bus) -> None:
         waiting = asyncio.ensure_future(bus.outbox.pull(100, 10.0))
