@@ -348,7 +348,11 @@ OPERATIONS = (
         name="runQuery",
         tag="operations",
         summary="Rows of a saved query over the records of all requests, for administrators",
-        description="The query's parameters are the fields of the query string.",
+        description=(
+            "The query's parameters are the fields of the query string. With .csv after its name, "
+            "or for an Accept header of text/csv, the rows come as CSV (RFC 4180). requests.csv is "
+            "every request of a range, row by row, up to 100,000 of them."
+        ),
         answer={"type": "array", "items": _OBJECT},
         errors=(400, 404),
     ),

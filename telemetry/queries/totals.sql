@@ -25,7 +25,7 @@ SELECT
     toString(argMax(c.cost, n)) AS cost,
     toString(argMax(c.device_cost, n)) AS device_cost,
     argMax(c.currency, n) AS currency,
-    groupArray(c.currency) AS currencies,
+    arraySort(groupArray(c.currency)) AS currencies,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[1] AS ttft_p50_ms,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[2] AS ttft_p95_ms,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[3] AS ttft_p99_ms,

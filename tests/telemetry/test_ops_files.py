@@ -1,0 +1,192 @@
+"""``/ops/api`` over a gateway and a real store: JSON, CSV, and exports of many requests."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import httpx
+import msgspec
+import pytest
+
+from gateway import ops_api
+from schemas.control import TelemetryAnswer, TelemetryQuery
+from telemetry.answers import Answers
+from telemetry.store import Store
+from telemetry.tables import REQUESTS
+from tests.support.running_gateway import running_gateway
+from tests.telemetry.records import request_record
+from tests.telemetry.traffic import fill_month
+
+_ROWS = 5_000
+
+
+@dataclass
+class Door:
+    """A client of a gateway whose telemetry answers ``num_answers`` questions, if that is set."""
+
+    http: httpx.AsyncClient
+    answers: Answers
+    num_answers: int | None = None
+    asked: list[TelemetryQuery] = field(default_factory=list)
+
+    async def answer(self, query: TelemetryQuery) -> TelemetryAnswer:
+        self.asked.append(query)
+        if self.num_answers is not None and len(self.asked) > self.num_answers:
+            return TelemetryAnswer(error="busy", code="telemetry_unavailable")
+        return await self.answers.answer(query)
+
+    async def rows(self, path: str, **params: str | int) -> list[dict[str, str]]:
+        answer = await self.http.get(path, params=params)
+        assert answer.status_code == 200, answer.text
+        return list(csv.DictReader(io.StringIO(answer.text, newline="")))
+
+
+@pytest.fixture
+async def door(store: Store) -> AsyncIterator[Door]:
+    async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
+        made = Door(http, Answers(store.reader))
+        subscription = await front.worker.bus.control.serve_telemetry(made.answer)
+        yield made
+        await subscription.close()
+
+
+async def test_csv_says_what_json_says(store: Store, door: Door) -> None:
+    await fill_month(store, 500)
+    params = {"from_s": -2_592_000, "step_s": 21_600}
+    asked = await door.http.get("/ops/api/cost_by_model", params=params)
+    rows = await door.rows("/ops/api/cost_by_model.csv", **params)
+    assert rows == [{name: str(value) for name, value in row.items()} for row in asked.json()]
+    accepted = await door.http.get(
+        "/ops/api/cost_by_model", params=params, headers={"accept": "text/csv"}
+    )
+    assert accepted.headers["content-type"] == "text/csv; charset=utf-8"
+    assert accepted.text.startswith("t,model,currency,cost,")
+    assert accepted.headers["content-disposition"] == (
+        'attachment; filename="millrace-cost_by_model.csv"'
+    )
+
+
+async def test_an_empty_file_names_its_columns(door: Door) -> None:
+    answer = await door.http.get("/ops/api/recent_requests.csv")
+    assert answer.text.startswith("request_id,done_ms,tenant,")
+    assert answer.text.count("\r\n") == 1
+    export = await door.http.get("/ops/api/requests.csv")
+    assert export.text.startswith("request_id,tenant,user,")
+    assert export.text.count("\r\n") == 1
+
+
+async def test_what_people_write_stays_in_its_cell(store: Store, door: Door) -> None:
+    names = ['=HYPERLINK("http://evil")', 'a,"b"\r\nc', "@SUM(1)", "-1", "é\n", "plain"]
+    base = request_record(1)
+    records = [
+        msgspec.structs.replace(
+            base, request_id=f"r-{n}", user=name, done_ns=base.done_ns - (n + 2) * 10**9
+        )
+        for n, name in enumerate(names)
+    ]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "names")
+    for path in ("/ops/api/recent_requests.csv", "/ops/api/requests.csv"):
+        rows = {row["request_id"]: row for row in await door.rows(path, from_s=-86_400)}
+        users = [rows[f"r-{n}"]["user"] for n in range(len(names))]
+        assert users == ['\'=HYPERLINK("http://evil")', names[1], "'@SUM(1)", "-1", "é\n", "plain"]
+        assert Decimal(rows["r-0"]["cost"]) == base.cost
+
+
+async def test_an_export_has_each_request_once(store: Store, door: Door) -> None:
+    await fill_month(store, _ROWS)
+    params = {"from_s": -2_592_000, "tenant": "tenant-7"}
+    rows = await door.rows("/ops/api/requests.csv", **params)
+    counted = await door.http.get("/ops/api/requests_count", params=params)
+    assert len(rows) == counted.json()[0]["requests"] > 50
+    door.asked.clear()
+    rows = await door.rows("/ops/api/requests.csv", from_s=-2_592_000)
+    assert len({row["request_id"] for row in rows}) == len(rows) == _ROWS
+    assert [row["done_at"] for row in rows] == sorted(row["done_at"] for row in rows)
+    pages = [query for query in door.asked if query.name == "requests_page"]
+    assert len(pages) == 4
+    assert len({(query.params["from_s"], query.params["to_s"]) for query in pages}) == 1
+
+
+async def test_an_export_of_too_many_is_refused(
+    store: Store, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill_month(store, 1_000)
+    monkeypatch.setattr(ops_api, "MAX_EXPORT_ROWS", 900)
+    refused = await door.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["code"] == "answer_too_large"
+    assert "1000 requests, and a file takes 900" in error["message"]
+
+
+async def test_an_export_that_ends_in_the_middle_does_not_look_whole(
+    store: Store, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops_api, "_PAUSE_S", 0.01)
+    await fill_month(store, _ROWS)
+    door.num_answers = 3
+    with pytest.raises(httpx.RemoteProtocolError):
+        await door.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
+
+
+@pytest.mark.parametrize(
+    ("query", "params", "param", "message"),
+    [
+        ("totals", {"minutes": "15"}, "minutes", "totals has no parameter 'minutes'"),
+        ("totals", {"from_s": "yesterday"}, "from_s", "whole number, got 'yesterday'"),
+        ("totals", {"from_s": "1e3"}, "from_s", "whole number"),
+        ("totals", {"from_s": "-60", "to_s": "-120"}, "from_s", "before to_s"),
+        ("totals", {"from_s": str(1 << 70)}, "from_s", "from -9223372036854775808"),
+        ("totals", {"to_s": str(1 << 50)}, "to_s", "Unix time in seconds"),
+        ("traffic", {"step_s": "0"}, "step_s", "at least 1"),
+        ("traffic", {"from_s": "-2592000", "step_s": "10"}, "step_s", "at least 1297"),
+        ("recent_requests", {"rows": "501"}, "rows", "from 0 to 500"),
+        ("recent_requests", {"status": "lost"}, "status", "one of done, cancelled"),
+        ("request_details", {}, "id", "needs the parameter 'id'"),
+        ("totals", {"tenant": "a\0b"}, "tenant", "NUL"),
+        ("requests.csv", {"after_us": "1"}, "after_us", "no parameter 'after_us'"),
+        ("requests.csv", {"from_s": "x"}, "from_s", "whole number"),
+    ],
+)
+async def test_a_bad_parameter_is_named(
+    door: Door, query: str, params: dict[str, str], param: str, message: str
+) -> None:
+    refused = await door.http.get(f"/ops/api/{query}", params=params)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", param)
+    assert message in error["message"]
+
+
+async def test_what_is_not_there(door: Door) -> None:
+    for path in ("/ops/api/nothing", "/ops/api/nothing.csv", "/ops/api/requests"):
+        refused = await door.http.get(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+    twice = await door.http.get("/ops/api/totals?from_s=-60&from_s=-90")
+    assert twice.json()["error"]["param"] == "from_s"
+
+
+async def test_an_answer_that_fits_no_message_is_refused(store: Store, door: Door) -> None:
+    await fill_month(store, _ROWS)
+    params = {"from_s": -2_592_000, "rows": 5_000}
+    refused = await door.http.get("/ops/api/requests_page", params=params)
+    assert refused.json()["error"]["code"] == "answer_too_large"
+
+
+async def test_a_name_that_looks_like_a_number_is_a_name(store: Store, door: Door) -> None:
+    base = request_record(1)
+    records = [
+        msgspec.structs.replace(base, request_id=name, tenant=name, done_ns=base.done_ns - 10**9)
+        for name in ("007", "7", "1e5", "nan")
+    ]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(4)), "numbers")
+    for name in ("007", "7", "1e5", "nan"):
+        answer = await door.http.get(
+            "/ops/api/recent_requests", params={"tenant": name, "from_s": -86_400}
+        )
+        assert [row["request_id"] for row in json.loads(answer.text)] == [name]
