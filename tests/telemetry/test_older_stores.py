@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ from bus.clock import SystemClock
 from schemas.config import ClickHouseConfig
 from telemetry.migrate import APPLIED, load_migrations, migrate
 from telemetry.rollups import Rollups
-from telemetry.store import Store
+from telemetry.store import Store, StoreUnavailableError
 
 OLD = 6
 REQUEST = """
@@ -65,19 +66,76 @@ async def test_rows_outlive_the_migrations(old_store: Store) -> None:
     assert await old_store.rows("SELECT sum(requests) FROM usage_by_minute_once") == [(1000,)]
 
 
-@pytest.mark.parametrize("num_done", [2, 4, 5, 6])
-async def test_a_rebuild_that_was_cut_short_begins_again(old_store: Store, num_done: int) -> None:
-    await old_store.command(REQUEST)
-    for migration in load_migrations()[OLD:8]:
-        for statement in migration.statements:
-            await old_store.command(statement)
-    rebuild = load_migrations()[8]
+KEYS = """
+SELECT name, sorting_key FROM system.tables
+WHERE database = 'older' AND name IN ('requests', 'worker_samples') ORDER BY name
+"""
+REBUILT = [
+    ("requests", "toStartOfMinute(received_at), request_id"),
+    ("worker_samples", "sampled_at, worker"),
+]
+LATE_REQUEST = """
+INSERT INTO requests (request_id, tenant, status, received_at, done_at, outbox_sequence)
+SELECT 'late-' || toString({number:UInt32}), 'acme', 'done', now64(6), now64(6), 5000
+"""
+LATE_SAMPLE = """
+INSERT INTO worker_samples (worker, sampled_at, period_ms, outbox_sequence)
+SELECT 'late-' || toString({number:UInt32}), now64(6), 1000, 5000
+"""
+
+
+async def _before_rebuild(store: Store) -> tuple[str, ...]:
+    """Rows in an old store with all migrations up to the one whose statements these are."""
+    await store.command(REQUEST)
+    await store.command(SAMPLE)
+    *_, rebuild = earlier = load_migrations()[OLD:9]
     assert rebuild.name == "0009_by_time.sql"
-    for statement in rebuild.statements[:num_done]:
-        await old_store.command(statement)
+    for migration in earlier[:-1]:
+        for statement in migration.statements:
+            await store.command(statement)
+    return rebuild.statements
+
+
+async def _numbers(store: Store) -> tuple[int, int]:
+    (requests,), (samples,) = [
+        *await store.rows("SELECT count() FROM requests FINAL"),
+        *await store.rows("SELECT count() FROM worker_samples FINAL"),
+    ]
+    return int(requests), int(samples)
+
+
+async def test_a_rebuild_that_is_cut_short_loses_nothing(old_store: Store) -> None:
+    """Another process goes on storing rows meanwhile."""
+    statements = await _before_rebuild(old_store)
+    num_late = 0
+    for num_done, last in enumerate(statements, start=1):
+        if not last.startswith(("INSERT", "EXCHANGE")):
+            continue
+        for statement in statements[:num_done]:
+            await old_store.command(statement)
+            num_late += 1
+            await old_store.command(LATE_REQUEST, {"number": num_late})
+            await old_store.command(LATE_SAMPLE, {"number": num_late})
     await migrate(old_store)
-    assert await old_store.rows("SELECT count() FROM requests FINAL") == [(1000,)]
-    ((key,),) = await old_store.rows(
-        "SELECT sorting_key FROM system.tables WHERE database = 'older' AND name = 'requests'"
-    )
-    assert key == "toStartOfMinute(received_at), request_id"
+    assert await _numbers(old_store) == (1000 + num_late, 300 + num_late)
+    assert await old_store.rows(KEYS) == REBUILT
+
+
+async def test_two_that_rebuild_at_once_lose_nothing(old_store: Store) -> None:
+    """Wherever the second one begins; one that fails is started again."""
+    statements = await _before_rebuild(old_store)
+    num_of_requests = next(n for n, each in enumerate(statements) if "worker_samples" in each)
+    for num_done in range(3, num_of_requests):
+        for num_together in (5, 9):
+            for some in (
+                statements[:num_done],
+                statements[:num_together],
+                statements[num_done:num_of_requests],
+                statements[num_together:num_of_requests],
+            ):
+                with contextlib.suppress(StoreUnavailableError):
+                    for statement in some:
+                        await old_store.command(statement)
+            assert await _numbers(old_store) == (1000, 300), (num_done, num_together)
+    await migrate(old_store)
+    assert await old_store.rows(KEYS) == REBUILT
