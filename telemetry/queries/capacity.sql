@@ -1,6 +1,7 @@
--- How full the workers were, by model, in steps of whole minutes: queue, sequences, KV blocks, batch
--- size, busy time, step time and tokens per second. What is a level is the mean over time; the queue
--- belongs to a model, and each of its workers sees all of it. A step without samples is not there.
+-- How full the workers were, by model, in steps of whole minutes.
+-- Queue, sequences, KV blocks, batch size, busy time, step time and tokens per second. What is a level
+-- is the mean over time; the queue belongs to a model, and each of its workers sees all of it. A step
+-- without samples is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')

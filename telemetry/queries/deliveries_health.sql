@@ -1,5 +1,6 @@
--- What clients really saw, by model and how they came: time to the first byte, tokens delivered,
--- resumes, replays and stalls (gaps of a second or more between two deliveries of tokens).
+-- What clients really saw, by model and how they came.
+-- Time to the first byte, tokens delivered, resumes, replays and stalls (gaps of a second or more
+-- between two deliveries of tokens).
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')

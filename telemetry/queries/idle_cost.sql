@@ -1,7 +1,7 @@
--- What each worker's device cost while it was busy and while it idled, and how much of the busy time
--- no request was charged for.
--- Money is exact, as text, cut after 12 digits. Counted are the minutes that begin in the
--- range; a sample's period counts in the minute in which it ended.
+-- What each worker's device cost while it was busy and while it idled.
+-- And how much of the busy time no request was charged for. Money is exact, as text, cut after 12
+-- digits. Counted are the minutes that begin in the range; a sample's period counts in the minute in
+-- which it ended.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')

@@ -1,6 +1,7 @@
--- Latencies by model, in ms: time in the queue, to the first token (TTFT), for each further token of a
--- request (TPOT) and of all tokens alike (ITL), and to the end of those that were answered (E2E).
--- NULL: no request got so far. Percentiles are estimates by t-digest.
+-- Latencies by model, in ms: queue, TTFT, TPOT, ITL and E2E.
+-- The time in the queue, to the first token (TTFT), for each further token of a request (TPOT) and of
+-- all tokens alike (ITL), and to the end of those that were answered (E2E). NULL: no request got so
+-- far. Percentiles are estimates by t-digest.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')

@@ -1,7 +1,7 @@
--- What went wrong and what was made good, by model, in steps of whole minutes: requests that were shed,
--- failed, expired or cancelled, runs that another worker went on from (moves), sequences that gave
--- their blocks back (preemptions), and what clients saw of it: resumes, replays and stalls.
--- A step without requests is not there.
+-- What went wrong and what was made good, by model, in steps of whole minutes.
+-- Requests that were shed, failed, expired or cancelled, runs that another worker went on from (moves),
+-- sequences that gave their blocks back (preemptions), and what clients saw of it: resumes, replays and
+-- stalls. A step without requests is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')

@@ -1,6 +1,7 @@
--- How many requests were served as was promised, by model, in steps: answered, the first token within
--- ttft_ms, the others every tpot_ms on average. Those that clients cancelled do not count; those that
--- were shed, expired or failed count as not served so. A step without requests is not there.
+-- How many requests were served as was promised, by model, in steps.
+-- That is: answered, the first token within ttft_ms, the others every tpot_ms on average. Those that
+-- clients cancelled do not count; those that were shed, expired or failed count as not served so. A
+-- step without requests is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')

@@ -1,11 +1,10 @@
--- What a million computed tokens cost, four ways, by model: what tenants paid, the device while it
--- was busy, the device while it was there (idle time included), and the best there could be.
--- Computed tokens are prompt tokens that were not in the cache, and completion tokens, of requests that
--- a worker had. The best is the device's price by the most tokens per busy second of any minute of a
--- worker in which it was busy for a second or more: what full use at that rate would cost. NULL: there
--- is nothing to tell by.
--- Money is exact, as text, cut after 12 digits. Counted are the minutes that begin in the
--- range.
+-- What a million computed tokens cost, four ways, by model.
+-- What tenants paid, the device while it was busy, the device while it was there (idle time included),
+-- and the best there could be. Computed tokens are prompt tokens that were not in the cache, and
+-- completion tokens, of requests that a worker had. The best is the device's price by the most tokens
+-- per busy second of any minute of a worker in which it was busy for a second or more: what full use at
+-- that rate would cost. NULL: there is nothing to tell by. Money is exact, as text, cut after 12
+-- digits. Counted are the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')

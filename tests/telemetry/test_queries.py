@@ -8,18 +8,23 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from schemas.control import TelemetryQuery
+from schemas.records import Status
 from telemetry.answers import Answers, load_queries
+from telemetry.rollups import Rollups
 from telemetry.store import Store
-from telemetry.tables import REQUESTS, WORKER_SAMPLES
-from tests.telemetry.records import request_record, worker_sample
+from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.records import delivery_record, request_record, worker_sample
 
 
 async def fill(store: Store) -> None:
-    """A minute of traffic that ended a moment ago, each row twice."""
+    """A minute of traffic that ended a moment ago, each row twice, and its minutes."""
     now_ns = time.time_ns()
     records = [request_record(n, done_ns=now_ns - n * 10**9) for n in range(1, 61)]
+    deliveries = [delivery_record(n, done_ns=now_ns - n * 10**9) for n in range(1, 61)]
     samples = [
         worker_sample(n, sampled_ns=now_ns - n * 10**9, worker=worker)
         for n in range(60)
@@ -27,7 +32,9 @@ async def fill(store: Store) -> None:
     ]
     for token in ("once", "twice"):
         await store.insert(REQUESTS, REQUESTS.to_columns(records, range(60)), token)
+        await store.insert(DELIVERIES, DELIVERIES.to_columns(deliveries, range(60)), token)
         await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(120)), token)
+    await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
 
 
 async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
@@ -44,6 +51,8 @@ async def test_each_query_runs_empty_and_filled(store: Store, name: str) -> None
     params = {p.name: known[p.name] for p in needed if p.default is None}
     await ask(store, name, **params)
     await fill(store)
+    failed = replace(request_record(0, done_ns=time.time_ns() - 10**9), status=Status.FAILED)
+    await store.insert(REQUESTS, REQUESTS.to_columns([failed], [60]), "failed")
     assert await ask(store, name, **params)
 
 

@@ -1,0 +1,26 @@
+"""The benchmark of the saved queries runs from end to end; what it measures then says nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_a_smoke_run_times_every_query() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.analytics", "--smoke"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180.0,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "5,000 requests" in done.stdout
+    for file in (_ROOT / "telemetry" / "queries").glob("*.sql"):
+        assert f"\n{file.stem} " in done.stdout
