@@ -63,7 +63,8 @@ class AwayStore(Store):
 
 
 class Outage:
-    """One outage, from before it to the counting. ``most_behind`` is the longest queue."""
+    """One outage, from before it to the counting. ``most_behind`` is the longest queue,
+    ``cpu_s_per_record`` what bridge, sink and engine took together while they caught up."""
 
     def __init__(self, plan: Plan, bus: Bus, store: AwayStore, service: TelemetryService) -> None:
         self._plan = plan
@@ -71,6 +72,7 @@ class Outage:
         self._store = store
         self._service = service
         self.most_behind = 0
+        self.cpu_s_per_record = 0.0
 
     async def run(self) -> float:
         """Seconds from the store's return until the pipeline has caught up. Raises
@@ -82,10 +84,14 @@ class Outage:
         away_until_s = time.monotonic() + self._plan.outage_s
         await self._until(lambda _: time.monotonic() > away_until_s, 2 * self._plan.outage_s + 60)
         self._store.away = False
-        returned_s = time.monotonic()
+        returned_s, cpu_s = time.monotonic(), time.process_time()
+        num_stored = self._service.sink.num_stored
         print(f"ClickHouse is back; {self.most_behind:,} records behind", flush=True)
         await self._until(self._is_level, self._plan.limit_s)
-        return time.monotonic() - returned_s
+        took_s = time.monotonic() - returned_s
+        num_stored = self._service.sink.num_stored - num_stored
+        self.cpu_s_per_record = (time.process_time() - cpu_s) / num_stored
+        return took_s
 
     async def behind(self) -> int:
         """Records that are published and not in ClickHouse."""
@@ -130,14 +136,14 @@ async def measure(name: str, plan: Plan, directory: Path) -> bool:
     try:
         await migrate(store)
         with running_kafka(name, directory) as kafka:
-            took_s, most_behind, counts = await _one(plan, server.url, kafka.config, store)
+            outage, took_s, counts = await _one(plan, server.url, kafka.config, store)
     finally:
         await store.close()
         server.stop()
     print(
-        f"{name}: {plan.outage_s:g} s away at {plan.rate:g} records/s, {most_behind:,} behind at "
-        f"most; caught up in {took_s:.1f} s (goal {GOAL_S:g} s), "
-        f"{most_behind / took_s + plan.rate:,.0f} records/s; {counts}",
+        f"{name}: {plan.outage_s:g} s away at {plan.rate:g} records/s, {outage.most_behind:,} "
+        f"behind at most; caught up in {took_s:.1f} s (goal {GOAL_S:g} s), a record took "
+        f"{outage.cpu_s_per_record * 1e6:.0f} us of processor time from outbox to table; {counts}",
         flush=True,
     )
     return took_s <= GOAL_S and counts == "0 missing, 0 double"
@@ -145,7 +151,7 @@ async def measure(name: str, plan: Plan, directory: Path) -> bool:
 
 async def _one(
     plan: Plan, nats_url: str, kafka: KafkaConfig, store: Store
-) -> tuple[float, int, str]:
+) -> tuple[Outage, float, str]:
     away = AwayStore.over(store)
     bus = await nats.connect(NatsConfig(url=nats_url), "outage")
     config = Config(kafka=kafka, clickhouse=ClickHouseConfig(url="http://unused:1"))
@@ -166,7 +172,7 @@ async def _one(
     )
     missing = published.requests - distinct + max(0, published.deliveries - deliveries)
     double = requests - distinct + max(0, deliveries - published.deliveries)
-    return took_s, outage.most_behind, f"{missing} missing, {double} double"
+    return outage, took_s, f"{missing} missing, {double} double"
 
 
 def main() -> int:
