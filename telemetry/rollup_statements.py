@@ -142,7 +142,7 @@ SELECT
     sum(s.period_ms),
     sum(s.busy_us),
     sum(s.charged_us),
-    sum(s.idle_us),
+    toUInt64(greatest(sum(s.period_ms) * 1000 - sum(s.busy_us), 0)),
     sum(s.num_steps),
     sum(s.step_ms_mean * s.num_steps),
     sum(s.prefill_tokens),
@@ -169,7 +169,6 @@ FROM
         model, worker, currency, device_per_hour, name, device_name,
         1 AS counted,
         period_ms, busy_us, charged_us,
-        toUInt64(greatest(period_ms * 1000 - busy_us, 0)) AS idle_us,
         num_steps, step_ms_mean, prefill_tokens, decode_tokens, num_preemptions,
         prefix_query_tokens, prefix_hit_tokens, num_running, num_waiting, queue_depth, num_blocks,
         greatest(num_blocks, num_free_blocks) - num_free_blocks AS used_blocks,
@@ -182,7 +181,7 @@ FROM
     UNION ALL
     SELECT
         minute, model, worker, currency, device_per_hour, '', '',
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
     FROM workers_by_minute FINAL
     WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
       AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')

@@ -159,6 +159,26 @@ async def test_workers_minutes_follow_the_samples(store: Store) -> None:
     assert await rollups(store).reconcile() == 0
 
 
+async def test_a_step_that_is_longer_than_a_period_makes_no_idle_time(store: Store) -> None:
+    """It is told of when it is over: the period before it looks idle, and it seems longer than its
+    own."""
+    busy_us = (600_000, 1_400_000, 0, 1_900_000)
+    samples = [
+        msgspec.structs.replace(
+            SAMPLE_ROWS[0],
+            sampled_ns=(FIRST_S + number) * 10**9,
+            period_ms=1_000.0,
+            busy_us=busy,
+            charged_us=busy,
+        )
+        for number, busy in enumerate(busy_us)
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(1, 5)), "steps")
+    await rollups(store).reconcile()
+    totals = "SELECT sum(period_ms), sum(busy_us), sum(idle_us) FROM workers_by_minute FINAL"
+    assert await store.rows(totals) == [(4_000.0, 3_900_000, 100_000)]
+
+
 async def test_samples_of_this_hour_are_counted_without_being_told(store: Store) -> None:
     clock = SystemClock()
     now = msgspec.structs.replace(SAMPLE_ROWS[0], sampled_ns=clock.now_ns())
