@@ -2,8 +2,9 @@
 
 nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
 embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
-published all the time, at ``--rate`` a second. Behind is what waits in the outbox and in Kafka;
-caught up, no more than is published in ``_ALLOWANCE_S``, which a batch and a look at the lag take.
+published all the time, at ``--rate`` a second. Behind is what waits in the outbox and in Kafka.
+The pipeline has caught up when as many rows have landed as waited at the end of the outage, and no
+more wait than are published in ``_ALLOWANCE_S``, which a batch and a look at the lag take.
 In the end every record has to be there once.
 """
 
@@ -86,8 +87,14 @@ class Outage:
         self._store.away = False
         returned_s, cpu_s = time.monotonic(), time.process_time()
         num_stored = self._service.sink.num_stored
-        print(f"ClickHouse is back; {self.most_behind:,} records behind", flush=True)
-        await self._until(self._is_level, self._plan.limit_s)
+        backlog = await self.behind()
+        print(f"ClickHouse is back; {backlog:,} records behind", flush=True)
+
+        def has_caught_up(behind: int) -> bool:
+            landed = self._service.sink.num_stored - num_stored >= backlog
+            return landed and self._is_level(behind)
+
+        await self._until(has_caught_up, self._plan.limit_s)
         took_s = time.monotonic() - returned_s
         num_stored = self._service.sink.num_stored - num_stored
         self.cpu_s_per_record = (time.process_time() - cpu_s) / num_stored
