@@ -21,7 +21,7 @@ from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.simulated_batch import SimulatedBatch, SimulatedSequence, StepOutputs
 from schemas.simulated_tokens import SimulatedTokens
 from workers.engine.admission import check_config, finished_before, longest_total_tokens
-from workers.engine.device_work import FLOP_PER_BYTE, DeviceWork
+from workers.engine.device_work import FLOP_PER_BYTE, Chunk, DeviceWork
 from workers.engine.outputs import finished_output, refusal
 from workers.engine.types import (
     DeviceTime,
@@ -196,14 +196,14 @@ class SimulatedEngine:
 
     def _charge(self, step_s: float) -> None:
         """Share the time of the step that begins."""
-        planned, chunk = self._batch.planned, self._work_of.chunk
-        weights = [
-            chunk(
-                num_tokens, one.num_computed_tokens, one.num_computed_tokens + num_tokens == known
-            )
-            for one, num_tokens in planned
-            for known in (len(one.token_ids),)
-        ]
+        planned = self._batch.planned
+        weights = self._work_of.of_chunks(
+            [
+                Chunk(num_tokens, known, int(known + num_tokens == len(sequence.token_ids)))
+                for sequence, num_tokens in planned
+                for known in (sequence.num_computed_tokens,)
+            ]
+        )
         each_s = step_s / sum(weights)
         for (sequence, _), weight in zip(planned, weights, strict=True):
             sequence.device_s += each_s * weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from registry.checkpoint import ModelConfig
 from workers.engine.sequence import Sequence
@@ -12,6 +13,17 @@ from workers.engine.sequence import Sequence
 # NVIDIA states of an H200 is 989 TFLOP/s in bfloat16 and 4.8 TB/s; the CPU's figure is what a core
 # measured in float32, 0.32 TFLOP/s and 31 GB/s.
 FLOP_PER_BYTE = {"cuda": 206.0, "cpu": 10.0}
+# As checkpoints have them.
+_WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Chunk(NamedTuple):
+    """What a step computes of one sequence: tokens behind those in the cache, and the logits of so
+    many of them."""
+
+    num_tokens: int
+    num_context_tokens: int
+    num_rows: int
 
 
 class DeviceWork:
@@ -19,18 +31,20 @@ class DeviceWork:
     operations that the device could have done meanwhile.
 
     For a sequence that computes ``n`` tokens behind ``c`` in the cache, of which ``r`` have their
-    logits computed::
+    logits computed, in a step of N tokens and R rows of logits::
 
-        2 P n  +  2 V r  +  4 L H D pairs  +  B F read
+        max(2 P, b P F / N) n  +  max(2 V, b V F / R) r  +  4 L H D pairs  +  B F read
 
     P are the parameters that a token goes through, without the vocabulary, and in a mixture only
-    the experts that are chosen for it; V are the head's, 2 FLOP a parameter and token. In each of L
-    layers, with H heads of D numbers, a token takes 4 H D FLOP for each of the tokens that it
-    attends to, itself included: QK^T and AV, 2 each; ``pairs`` are all of these, in a layer without
-    a window n c + n (n + 1) / 2. ``read`` are the tokens whose keys and values are read, c + n,
-    once for all of the n; each has B bytes, and the device does F FLOP while it reads one.
-    Reading the weights, which is most of a small step, is done once for all tokens of the step, so
-    it falls to each in proportion to what it computes with them.
+    the experts that are chosen for it; V are the head's. Each is 2 FLOP a token, and b bytes to
+    read, once for all tokens of the step (of a mixture, as many experts as these can choose); F is
+    the FLOP that the device does while it reads one byte. So a small step, which takes as long as
+    its reading, is shared by tokens, and a large one by what there is to compute.
+
+    In each of L layers, with H heads of D numbers, a token takes 4 H D FLOP for each of the tokens
+    that it attends to, itself included: QK^T and AV, 2 each; ``pairs`` are all of these, in a layer
+    without a window n c + n (n + 1) / 2. ``read`` are the tokens whose keys and values are read,
+    c + n, once for all of the n; each has B bytes.
 
     Sources: the counts are those of Kaplan et al., "Scaling Laws for Neural Language Models"
     (2020), section 2.1; the roofline is that of Williams et al. (2009).
@@ -38,41 +52,66 @@ class DeviceWork:
 
     def __init__(self, config: ModelConfig, *, kv_token_bytes: float, flop_per_byte: float) -> None:
         """``kv_token_bytes``: of keys and values of one token in one layer."""
-        hidden = config.hidden_size
-        self._token_flop = 2.0 * num_token_parameters(config)
-        self._row_flop = 2.0 * config.vocab_size * hidden if config.has_head else 0.0
+        self._experts = config.experts
+        self._token_parameters = num_token_parameters(config)
+        self._head_parameters = config.vocab_size * config.hidden_size if config.has_head else 0
+        self._read_parameter_flop = _WEIGHT_BYTES.get(config.dtype, 2) * flop_per_byte
+        self._hidden_size = config.hidden_size
         self._pair_flop = 4.0 * config.num_attention_heads * config.head_dim
         self._read_flop = kv_token_bytes * flop_per_byte
         self._layers = tuple(Counter(config.windows).items())
         self._is_plain = set(config.windows) == {None}
-        per_token = self._pair_flop + self._read_flop
-        self._context_flop = config.num_hidden_layers * per_token
-        self._decode_flop = self._token_flop + self._row_flop + self._context_flop
+        self._context_flop = config.num_hidden_layers * (self._pair_flop + self._read_flop)
 
-    def chunk(self, num_tokens: int, num_context_tokens: int, num_rows: int) -> float:
-        """Computing tokens behind those in the cache, with the logits of so many of them."""
-        work = num_tokens * self._token_flop + num_rows * self._row_flop
+    def of_chunks(self, chunks: list[Chunk]) -> list[float]:
+        """The work of each of the chunks of a step."""
+        num_rows = sum([chunk.num_rows for chunk in chunks])
+        token_flop, row_flop = self._rates(sum([chunk.num_tokens for chunk in chunks]), num_rows)
+        return [
+            chunk.num_tokens * token_flop + chunk.num_rows * row_flop + self._attention(chunk)
+            for chunk in chunks
+        ]
+
+    def of_decodes(self, sequences: list[Sequence]) -> list[float]:
+        """That of sequences that compute one token each, and its logits, in a step of their own."""
+        if not self._is_plain:
+            return self.of_chunks([Chunk(1, one.num_computed_tokens, 1) for one in sequences])
+        first = sum(self._rates(len(sequences), len(sequences))) + self._context_flop
+        rise = self._context_flop
+        return [first + rise * sequence.num_computed_tokens for sequence in sequences]
+
+    def of(self, plan: Iterable[tuple[Sequence, int]]) -> list[float]:
+        """That of the items of a plan that has not been computed yet."""
+        return self.of_chunks(
+            [
+                Chunk(num_tokens, sequence.num_computed_tokens, _num_rows(sequence, num_tokens))
+                for sequence, num_tokens in plan
+            ]
+        )
+
+    def _rates(self, num_tokens: int, num_rows: int) -> tuple[float, float]:
+        """What each token of a step, and each row of logits, costs in products with weights."""
+        num_read = self._token_parameters
+        if self._experts is not None:
+            experts = self._experts
+            num_more = min(experts.num_experts, num_tokens * experts.num_chosen)
+            num_more -= experts.num_chosen
+            each = 3 * self._hidden_size * experts.intermediate_size
+            num_read += len(experts.layers) * num_more * each
+        reading = self._read_parameter_flop
+        token_flop = max(2.0 * self._token_parameters, num_read * reading / max(num_tokens, 1))
+        return token_flop, self._head_parameters * max(2.0, reading / max(num_rows, 1))
+
+    def _attention(self, chunk: Chunk) -> float:
+        num_tokens, context, _ = chunk
+        work = 0.0
         for window, num_layers in self._layers:
-            pairs = _pairs(num_tokens, num_context_tokens, window)
-            read = num_context_tokens + num_tokens
+            pairs = _pairs(num_tokens, context, window)
+            read = context + num_tokens
             if window is not None:
                 read = min(read, window + num_tokens - 1)
             work += num_layers * (pairs * self._pair_flop + read * self._read_flop)
         return work
-
-    def of_decodes(self, sequences: Iterable[Sequence]) -> list[float]:
-        """Sequences that compute one token each, and its logits."""
-        if not self._is_plain:
-            return [self.chunk(1, sequence.num_computed_tokens, 1) for sequence in sequences]
-        first, rise = self._decode_flop, self._context_flop
-        return [first + rise * sequence.num_computed_tokens for sequence in sequences]
-
-    def of(self, plan: Iterable[tuple[Sequence, int]]) -> list[float]:
-        """The items of a plan that has not been computed yet."""
-        return [
-            self.chunk(num_tokens, sequence.num_computed_tokens, _num_rows(sequence, num_tokens))
-            for sequence, num_tokens in plan
-        ]
 
 
 def num_token_parameters(config: ModelConfig) -> int:

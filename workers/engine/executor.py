@@ -142,7 +142,7 @@ class Executor:
         if work.prefill_tokens:
             weights = self._device_work.of(plan)
         else:
-            weights = self._device_work.of_decodes(map(_sequence, plan))
+            weights = self._device_work.of_decodes(list(map(_sequence, plan)))
         try:
             self._grammars.begin_masks(plan)
             step = self._runner.launch(plan)

@@ -16,7 +16,7 @@ from schemas.config import EngineConfig
 from schemas.pooling import Pooling
 from tests.workers.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
 from tests.workers.engine.support import SteppingClock, last_by_request, prompt, request
-from workers.engine.device_work import DeviceWork, num_token_parameters
+from workers.engine.device_work import FLOP_PER_BYTE, Chunk, DeviceWork, num_token_parameters
 from workers.engine.engine import Engine
 from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineOutput, EngineRequest
@@ -206,24 +206,41 @@ def _work(**changes: Any) -> DeviceWork:
     return DeviceWork(config, kv_token_bytes=_KV_BYTES, flop_per_byte=10.0)
 
 
-def test_the_work_of_a_chunk_by_hand() -> None:
-    token_flop = 2 * 2 * _LAYER_PARAMETERS
-    pairs = 3 * 10 + 1 + 2 + 3
-    expected = 3 * token_flop + 2 * 100 * 64 + 2 * (pairs * 4 * 4 * 16 + 13 * _KV_BYTES * 10)
-    assert _work().chunk(3, 10, 1) == expected
-    assert _work(has_head=False).chunk(3, 10, 1) == expected - 2 * 100 * 64
+def test_the_work_of_a_step_by_hand() -> None:
+    """A chunk of 197 tokens and three decodes: computing takes longer than reading the weights."""
+    chunks = [Chunk(197, 10, 1), *[Chunk(1, 50, 1)] * 3]
+    attention = [
+        2 * ((197 * 10 + 197 * 198 // 2) * 4 * 4 * 16 + 207 * _KV_BYTES * 10),
+        *[2 * 51 * (4 * 4 * 16 + _KV_BYTES * 10)] * 3,
+    ]
+    token, row = 2 * 2 * _LAYER_PARAMETERS, 100 * 64 * 4 * 10 / 4
+    products = [197 * token + row, *[token + row] * 3]
+    expected = [a + b for a, b in zip(attention, products, strict=True)]
+    assert _work().of_chunks(chunks) == expected
+    headless = [total - row for total in expected]
+    assert _work(has_head=False).of_chunks(chunks) == headless
+
+
+def test_a_small_step_is_shared_by_tokens() -> None:
+    """Two decodes: what takes the time is that the weights are read, for both of them."""
+    reading = (2 * _LAYER_PARAMETERS + 100 * 64) * 4 * 10 / 2
+    near, far = _work().of_chunks([Chunk(1, 0, 1), Chunk(1, 99, 1)])
+    per_token = 2 * (4 * 4 * 16 + _KV_BYTES * 10)
+    assert (near, far) == (reading + per_token, reading + 100 * per_token)
 
 
 def test_a_decode_is_a_chunk_of_one_token(llama: tuple[Path, Any]) -> None:
     engine = _engine(llama, overlap=False)
     engine.add(request("r", prompt(1, 40), max_tokens=9))
+    engine.add(request("s", prompt(2, 20), max_tokens=9))
     for _ in range(3):
         engine.step()
     sequences = engine._planner.running
+    assert len(sequences) == 2
     for work in (_work(), _work(sliding_window=20, sliding_layers=(1,))):
-        expected = work.chunk(1, sequences[0].num_computed_tokens, 1)
-        assert work.of_decodes(sequences) == [pytest.approx(expected)]
-        assert work.of([(sequences[0], 1)]) == [expected]
+        expected = work.of_chunks([Chunk(1, one.num_computed_tokens, 1) for one in sequences])
+        assert work.of_decodes(sequences) == pytest.approx(expected)
+        assert work.of([(one, 1) for one in sequences]) == expected
 
 
 @pytest.mark.parametrize("window", [1, 4, 16, 100])
@@ -234,8 +251,10 @@ def test_a_window_bounds_what_is_attended_to_and_read(window: int) -> None:
     all_of_it = [context + i for i in range(1, num_tokens + 1)]
     less_pairs = (sum(all_of_it) - sum(seen)) * 4 * 4 * 16
     less_read = max(0, context - window + 1) * _KV_BYTES * 10
-    difference = _work().chunk(num_tokens, context, 1) - sliding.chunk(num_tokens, context, 1)
-    assert difference == less_pairs + less_read
+    (whole,), (bounded,) = (
+        one.of_chunks([Chunk(num_tokens, context, 1)]) for one in (_work(), sliding)
+    )
+    assert whole - bounded == less_pairs + less_read
 
 
 def test_a_mixture_counts_the_experts_that_compute_a_token() -> None:
@@ -247,3 +266,31 @@ def test_a_mixture_counts_the_experts_that_compute_a_token() -> None:
     assert num_token_parameters(dense) == 2 * _LAYER_PARAMETERS
     mlp, mixture = 3 * 64 * 128, 2 * 3 * 64 * 32 + 64 * 8
     assert num_token_parameters(mixed) == 2 * _LAYER_PARAMETERS - mlp + mixture
+    reads = [DeviceWork(m, kv_token_bytes=0, flop_per_byte=1e9) for m in (dense, mixed)]
+    few, many = ([one.of_chunks([Chunk(n, 0, 0)])[0] for n in (1, 4)] for one in reads)
+    assert few[0] == pytest.approx(few[1], rel=1e-6), "all weights are read once"
+    assert many[1] - many[0] == pytest.approx(6 * 3 * 64 * 32 * 4 * 1e9, rel=1e-3), "6 more experts"
+
+
+def test_the_example_of_the_cost_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cost.md").read_text()
+    llama = ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=4_096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=14_336,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        dtype="bfloat16",
+    )
+    kv_token_bytes = 2 * 8 * 128 * 2
+    work = DeviceWork(llama, kv_token_bytes=kv_token_bytes, flop_per_byte=FLOP_PER_BYTE["cuda"])
+    decodes = [Chunk(1, 499, 1), Chunk(1, 7_999, 1)]
+    mixed, alone = work.of_chunks([*decodes, Chunk(512, 0, 1)]), work.of_chunks(decodes)
+    for weight in mixed:
+        assert f"| {weight / 1e9:,.1f} | {12_000 * weight / sum(mixed):,.0f} µs |" in page
+    first, second = (4_000 * weight / sum(alone) for weight in alone)
+    assert f"charged {first:,.0f} and {second:,.0f} µs" in page
