@@ -9,10 +9,15 @@ from contextlib import contextmanager
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 
+from bus.clock import Clock
+
 logger = logging.getLogger(__name__)
 
 # The broker waits longer for a member to join again (see ``telemetry.kafka``).
 _PATIENCE_S = 5.0
+# A group that has not shared the partitions out by then may have failed at it, which it says only
+# to those who go on reading.
+_LONGEST_S = 45.0
 
 
 class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
@@ -23,7 +28,9 @@ class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
     store its rows, and they merge.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._wanted_since_s = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._settled = asyncio.Event()
@@ -32,7 +39,9 @@ class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
     @property
     def wanted(self) -> bool:
         """Whether partitions are about to change hands: nothing more is to be read of them."""
-        return not self._settled.is_set()
+        if self._settled.is_set():
+            return False
+        return self._clock.monotonic() - self._wanted_since_s < _LONGEST_S
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -48,6 +57,7 @@ class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
         await _within(timeout_s, self._settled)
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        self._wanted_since_s = self._clock.monotonic()
         self._settled.clear()
         if revoked and not await _within(_PATIENCE_S, self._idle):
             logger.info("partitions change hands in the middle of a batch; its rows will merge")

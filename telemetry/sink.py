@@ -97,7 +97,7 @@ class Sink:
             await self._consume(manages_groups)
 
     async def _consume(self, manages_groups: bool) -> None:
-        handover = Handover()
+        handover = Handover(self._clock)
         consumer = await start_consumer(
             self._config, manages_groups=manages_groups, listener=handover
         )

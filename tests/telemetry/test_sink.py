@@ -11,7 +11,7 @@ import pytest
 from aiokafka import TopicPartition
 
 from bus import subjects
-from bus.clock import SystemClock
+from bus.clock import ManualClock, SystemClock
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import TranscriptRecord
@@ -192,7 +192,7 @@ async def test_a_record_that_no_broker_would_take_does_not_stop_the_others(
 
 
 async def test_a_handover_waits_for_the_batch_in_hand() -> None:
-    handover = Handover()
+    handover = Handover(SystemClock())
     await handover.on_partitions_revoked(set())
     seen = [handover.wanted]
     await handover.on_partitions_assigned({PARTITION})
@@ -208,3 +208,16 @@ async def test_a_handover_waits_for_the_batch_in_hand() -> None:
     assert not waiting.done(), "nothing is read before the partitions are shared out anew"
     await handover.on_partitions_assigned({PARTITION})
     await waiting
+
+
+async def test_a_group_that_fails_to_share_is_not_waited_for_for_ever() -> None:
+    """What went wrong is told to those who read."""
+    clock = ManualClock()
+    handover = Handover(clock)
+    seen = []
+    for _ in range(2):
+        await handover.on_partitions_revoked({PARTITION})
+        seen.append(handover.wanted)
+        await clock.advance(60.0)
+        seen.append(handover.wanted)
+    assert seen == [True, False, True, False]
