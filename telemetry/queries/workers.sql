@@ -56,7 +56,7 @@ WITH
             s.prefix_query_tokens,
             s.prefix_hit_tokens,
             toFloat64(device_per_hour) * s.busy_us / 3.6e9,
-            toFloat64(device_per_hour) * greatest(s.period_ms * 1000 - s.busy_us, 0) / 3.6e9
+            toFloat64(device_per_hour) * (s.period_ms * 1000 - s.busy_us) / 3.6e9
         FROM worker_samples AS s FINAL
         WHERE step_s < 60
           AND sampled_at >= toDateTime64(begin_s, 6, 'UTC')
@@ -82,7 +82,7 @@ WITH
             sum(x.query_tokens) AS query_tokens,
             sum(x.hit_tokens) AS hit_tokens,
             sum(x.busy_cost) AS busy_cost,
-            sum(x.idle_cost) AS idle_cost
+            greatest(sum(x.idle_cost), 0) AS idle_cost
         FROM sums AS x
         GROUP BY t, model, worker
     ),

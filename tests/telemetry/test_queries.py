@@ -87,6 +87,24 @@ async def test_workers_are_added_up(store: Store) -> None:
     assert [row["name"] for row in now] == ["w-1", "w-2"]
 
 
+async def test_a_step_longer_than_a_sample_makes_no_idle_time(store: Store) -> None:
+    """The engine says that a step took time when it is over."""
+    now_ns = time.time_ns() // (20 * 10**9) * 20 * 10**9
+    samples = [
+        replace(
+            worker_sample(n, sampled_ns=now_ns - n * 10**9, worker="w-1"),
+            period_ms=1_000.0,
+            busy_us=busy_us,
+            device_per_hour=Decimal(3_600),
+        )
+        for n, busy_us in enumerate((1_500_000, 0, 1_900_000, 400_000), start=1)
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(4)), "long")
+    rows = await ask(store, "workers", from_s=-300, step_s=20)
+    assert sum(row["busy_cost"] for row in rows) == pytest.approx(3.8)
+    assert sum(row["idle_cost"] for row in rows) == pytest.approx(0.2)
+
+
 async def test_recent_requests_are_the_latest(store: Store) -> None:
     await fill(store)
     rows = await ask(store, "recent_requests", rows=5)
