@@ -8,22 +8,11 @@ from pathlib import Path
 import chdb
 import pytest
 
-from schemas.config import ClickHouseConfig, KafkaConfig
+from schemas.config import KafkaConfig
 from telemetry.embedded_kafka import EmbeddedKafka
-from telemetry.migrate import migrate
 from telemetry.store import Store
 from tests.support.servers import NatsServer
-
-TABLES = (
-    "requests",
-    "deliveries",
-    "worker_samples",
-    "transcripts",
-    "usage_by_minute",
-    "workers_by_minute",
-    "prices",
-    "outbox_ledger",
-)
+from tests.telemetry.stores import empty_store
 
 
 @pytest.fixture(scope="session")
@@ -37,12 +26,8 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 async def store(store_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(ClickHouseConfig(path=str(store_path)))
-    await migrate(opened)
-    for table in TABLES:
-        await opened.command(f"TRUNCATE TABLE {table}")
-    yield opened
-    await opened.close()
+    async with empty_store(store_path) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ async def test_what_people_write_stays_in_its_cell(store: Store, door: Door) -> 
 
 async def test_an_export_has_each_request_once(store: Store, door: Door) -> None:
     await fill_month(store, _ROWS)
-    params = {"from_s": -2_592_000, "tenant": "tenant-7"}
+    params: dict[str, str | int] = {"from_s": -2_592_000, "tenant": "tenant-7"}
     rows = await door.rows("/ops/api/requests.csv", **params)
     counted = await door.http.get("/ops/api/requests_count", params=params)
     assert len(rows) == counted.json()[0]["requests"] > 50

@@ -16,6 +16,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 from schemas.records import RequestRecord
 from telemetry.store import Store
 from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
+from tests.telemetry.stores import empty_store
 from tests.telemetry.traffic import MOVED_ID, NUM_REQUESTS, fill
 
 pytestmark = [
@@ -34,7 +35,14 @@ async def browser() -> AsyncIterator[Browser]:
         await launched.close()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def store(store_path: Path) -> AsyncIterator[Store]:
+    """One for all tests here, which only look at it."""
+    async with empty_store(store_path) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def records(store: Store) -> list[RequestRecord]:
     return await fill(store)
 

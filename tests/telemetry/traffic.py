@@ -26,7 +26,7 @@ def traffic() -> tuple[list[RequestRecord], list[DeliveryRecord], list[WorkerSam
     now_ns = time.time_ns()
     records = []
     for number in range(NUM_REQUESTS):
-        age_s = 1 + (number * 0.37 + 60 * ((number * 7919) % 13)) % 760
+        age_s = 1 + (number * 0.37 + 60 * ((number * 7919) % 13)) % 480
         records.append(_request(number, now_ns - int(age_s * 1e9)))
     records.append(moved_request(now_ns - 60 * 10**9))
     deliveries = [

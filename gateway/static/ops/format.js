@@ -103,9 +103,10 @@ export function bytes(value) {
   return value >= 2 ** 30 ? `${compact(value / 2 ** 30)} GiB` : `${compact(value / 2 ** 20)} MiB`;
 }
 
-/** Microseconds as what they are: µs, ms or s. */
+/** Microseconds as what they are: µs, ms, s or hours. */
 export function span(us) {
   if (us === null || us === undefined || !Number.isFinite(us)) return NONE;
+  if (us >= 7.2e9) return `${compact(us / 3.6e9)} h`;
   if (Math.abs(us) < 1_000) return `${Math.round(us)} µs`;
   return ms(us / 1000);
 }
