@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -23,6 +24,7 @@ _EXPORT = "requests"
 _PAGE_ROWS = 2_000
 _MAX_TRIES = 3
 _PAUSE_S = 0.5
+_RELATIVE = re.compile(r"-[0-9]{1,12}|0")
 _JSON = "application/json"
 _CSV = "text/csv; charset=utf-8"
 _HEADERS = {"cache-control": "no-store", "vary": "accept"}
@@ -88,14 +90,14 @@ class OpsApi:
                 f"The range holds {count.requests} requests, and a file takes {MAX_EXPORT_ROWS}. "
                 "Choose a shorter range, a tenant, a model or a status; millrace sql has no bound."
             )
-        first = await self._ask("requests_page", {**fixed, "rows": _PAGE_ROWS}, is_csv=True)
-        pages = self._pages(fixed, first.rows_csv)
+        first, page_rows = await self._page(fixed, _PAGE_ROWS)
+        pages = self._pages(fixed, first, page_rows)
         return StreamingResponse(pages, media_type=_CSV, headers=_attachment(_EXPORT))
 
     async def _pages(
-        self, params: dict[str, str | int | float], page: bytes
+        self, params: dict[str, str | int | float], page: bytes, page_rows: int
     ) -> AsyncIterator[bytes]:
-        """``page`` and those after it, the names of the columns only once.
+        """``page``, of up to ``page_rows``, and those after it, the names of the columns only once.
 
         A page that telemetry does not give in a few tries ends the file in the middle, without the
         end that HTTP marks, so that nobody takes it for the whole.
@@ -105,23 +107,32 @@ class OpsApi:
         yield names + b"\r\n"
         while rows:
             yield rows
-            num_rows += _PAGE_ROWS
+            num_rows += page_rows
             if num_rows > 2 * MAX_EXPORT_ROWS:
                 raise AnswerTooLargeError("More requests came into the range than a file takes.")
             # The last two columns are numbers, which no cell with a line break can be mistaken for.
             _, after_us, after_hash = rows.rstrip().rsplit(b",", 2)
-            following = {
-                **params,
-                "rows": _PAGE_ROWS,
-                "after_us": int(after_us),
-                "after_hash": int(after_hash),
-            }
-            rows = (await self._ask_again(following)).partition(b"\r\n")[2]
+            following = {**params, "after_us": int(after_us), "after_hash": int(after_hash)}
+            page, page_rows = await self._page_in_the_end(following, page_rows)
+            rows = page.partition(b"\r\n")[2]
 
-    async def _ask_again(self, params: dict[str, str | int | float]) -> bytes:
+    async def _page(self, params: dict[str, str | int | float], num_rows: int) -> tuple[bytes, int]:
+        """A page of so many rows, or of fewer where so many fit no answer; how many it may have."""
+        while True:
+            try:
+                asked = {**params, "rows": num_rows}
+                return (await self._ask("requests_page", asked, is_csv=True)).rows_csv, num_rows
+            except AnswerTooLargeError:
+                if num_rows == 1:
+                    raise
+                num_rows //= 2
+
+    async def _page_in_the_end(
+        self, params: dict[str, str | int | float], num_rows: int
+    ) -> tuple[bytes, int]:
         for attempt in range(1, _MAX_TRIES + 1):
             try:
-                return (await self._ask("requests_page", params, is_csv=True)).rows_csv
+                return await self._page(params, num_rows)
             except TelemetryUnavailableError:
                 if attempt == _MAX_TRIES:
                     logger.warning("an export ended in the middle: telemetry does not answer")
@@ -157,7 +168,7 @@ class OpsApi:
         fixed = {}
         for name, default in (("from_s", "-900"), ("to_s", "0")):
             text = params.get(name, default)
-            if text.removeprefix("-").isdecimal() and int(text) <= 0:
+            if _RELATIVE.fullmatch(text):
                 fixed[name] = int(self._gateway.clock.now_ns() // 10**9) + int(text)
         return fixed
 

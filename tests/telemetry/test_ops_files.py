@@ -190,3 +190,25 @@ async def test_a_name_that_looks_like_a_number_is_a_name(store: Store, door: Doo
             "/ops/api/recent_requests", params={"tenant": name, "from_s": -86_400}
         )
         assert [row["request_id"] for row in json.loads(answer.text)] == [name]
+
+
+async def test_an_export_of_long_rows_is_whole(store: Store, door: Door) -> None:
+    """As many as fit an answer come at once, however long what people call themselves is."""
+    base = request_record(1)
+    records = [
+        msgspec.structs.replace(
+            base, request_id=f"r-{n}", user="u" * 500, session_id="s" * 500, trace_id="f" * 32
+        )
+        for n in range(2_500)
+    ]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "long")
+    rows = await door.rows("/ops/api/requests.csv", from_s=-86_400 * 2)
+    assert {row["request_id"] for row in rows} == {record.request_id for record in records}
+    assert len(rows) == len(records)
+
+
+@pytest.mark.parametrize("from_s", ["-" + "9" * 20, "-" + "9" * 5_000])
+async def test_times_without_bounds_are_refused(door: Door, from_s: str) -> None:
+    answer = await door.http.get("/ops/api/requests.csv", params={"from_s": from_s})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "from_s"
