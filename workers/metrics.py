@@ -237,7 +237,7 @@ class WorkerMetrics(Collector):
         yield from (share, used, total)
         lost = CounterMetricFamily(
             "millrace_lost_worker_samples",
-            "Samples that were given up while the message bus was away",
+            "Samples that the message bus did not take; the next one tells of their time, too",
             labels=_LABELS,
         )
         for one in self._workers:

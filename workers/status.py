@@ -28,7 +28,8 @@ class StatusReporter:
     """Announces the worker every ``heartbeat_s``, and sooner when much room came free.
 
     ``num_live`` counts the jobs that the worker has and that have not ended; the engine's own
-    counts follow with its next step. ``num_samples_lost`` could not be stored.
+    counts follow with its next step. ``num_samples_lost`` could not be stored;
+    the next that can be tells of their time.
     """
 
     def __init__(
@@ -153,7 +154,9 @@ class StatusReporter:
         try:
             await self._bus.outbox.publish(sample)
         except MillraceError as error:
-            # The next sample tells how things stand then; this one is not worth a queue.
+            # The next one tells of this time, too: what the device did in it has been charged for.
+            if self._sampled is stats:
+                self._sampled_s, self._sampled = before_s, before
             self.num_samples_lost += 1
             logger.warning("a sample could not be stored", extra={"code": error.code})
 

@@ -9,8 +9,10 @@ import pytest
 from bus.clock import ManualClock
 from registry.served import ServedModel
 from schemas.control import Ended, QueueStatus, Served
+from schemas.errors import BusUnavailableError
 from schemas.frames import FinishReason
 from schemas.jobs import Tier
+from schemas.records import Record
 from tests.support.waiting import eventually
 from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
 from workers.engine_process import EngineFailedError
@@ -115,6 +117,29 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         assert (sample.busy_us, sample.charged_us) == (1_000_000, 900_000)
         assert (sample.prefix_query_tokens, sample.prefix_hit_tokens) == (40, 16)
         assert (sample.device_per_hour, sample.currency) == (Decimal("0.05"), "USD")
+
+
+async def test_a_sample_that_could_not_be_stored_is_part_of_the_next(
+    demo: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(demo, sample_interval_s=2.0) as b:
+        publish = b.bus.outbox.publish
+
+        async def refuse(record: Record) -> None:
+            raise BusUnavailableError("away")
+
+        monkeypatch.setattr(b.bus.outbox, "publish", refuse)
+        b.engine.step(decode_tokens=50, busy_s=1.5, charged_s=1.4)
+        await b.settle(2.0)
+        assert b.worker.num_samples_lost == 1
+        monkeypatch.setattr(b.bus.outbox, "publish", publish)
+        b.engine.step(decode_tokens=90, busy_s=2.5, charged_s=2.25)
+        await b.settle(2.0)
+        await b.settle(2.0)
+        both, sample = await b.samples()
+        assert (both.period_ms, both.busy_us, both.charged_us) == (4000.0, 2_500_000, 2_250_000)
+        assert (both.decode_tokens, both.num_steps, both.busy_share) == (90, 2, 0.625)
+        assert (sample.period_ms, sample.busy_us, sample.decode_tokens) == (2000.0, 0, 0)
 
 
 async def test_what_was_left_to_sample_is_told_at_the_end(demo: ServedModel) -> None:
