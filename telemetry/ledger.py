@@ -15,6 +15,20 @@ from telemetry.store import PlainTable, Store
 Range = tuple[int, int]
 TABLE = PlainTable("outbox_ledger", ("first_sequence", "last_sequence"), ("UInt64", "UInt64"))
 
+# How far the ranges before each one reach together; the first that begins behind that leaves a gap.
+# A backlog leaves hundreds of thousands of ranges, so they are not brought here.
+_MARK = """
+SELECT if(countIf(first_sequence > reach + 1) = 0, max(last_sequence),
+          minIf(reach, first_sequence > reach + 1))
+FROM
+(
+    SELECT first_sequence, last_sequence, max(last_sequence) OVER (
+        ORDER BY first_sequence, last_sequence ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS reach
+    FROM outbox_ledger
+)
+"""
+
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
     """The same sequences in the fewest ranges, in order."""
@@ -44,21 +58,21 @@ class Ledger:
 
     async def mark(self) -> int:
         """Every sequence up to this one has landed; 0 when that is not even true of the first."""
-        ranges = await self._ranges()
-        return ranges[0][1] if ranges and ranges[0][0] == 1 else 0
+        [[mark]] = await self._store.rows(_MARK)
+        return int(mark)
 
     async def is_empty(self) -> bool:
         """Whether nothing has landed yet."""
-        return not await self._ranges()
+        [[num_ranges]] = await self._store.rows("SELECT count() FROM outbox_ledger")
+        return int(num_ranges) == 0
 
     async def compact(self) -> None:
         """Rewrite the ranges below the mark as one."""
-        ranges = await self._ranges()
-        if not ranges or ranges[0][0] != 1:
+        mark = await self.mark()
+        if not mark:
             return
-        mark = ranges[0][1]
         # First the wide range, then the deletion: at no time does anything look missing.
-        await self._insert(ranges[:1])
+        await self._insert([(1, mark)])
         await self._store.command(
             "DELETE FROM outbox_ledger WHERE first_sequence > 1 AND last_sequence <= {mark:UInt64}",
             {"mark": mark},
@@ -72,7 +86,3 @@ class Ledger:
         token = hashlib.blake2b(repr(ranges).encode(), digest_size=16).hexdigest()
         columns = ([first for first, _ in ranges], [last for _, last in ranges])
         await self._store.insert(TABLE, columns, token)
-
-    async def _ranges(self) -> list[Range]:
-        rows = await self._store.rows("SELECT first_sequence, last_sequence FROM outbox_ledger")
-        return merge((int(first), int(last)) for first, last in rows)
