@@ -112,8 +112,7 @@ def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value
         except RuntimeError as error:
             raise StoreAwayError(f"the store {store} cannot be opened: {error}") from error
         try:
-            values = {name: _escaped(value) for name, value in given.items()}
-            return await reader.read(sql, values, _WIRE_FORMAT)
+            return await reader.read(sql, given, _WIRE_FORMAT)
         finally:
             await reader.close()
 

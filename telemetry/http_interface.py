@@ -19,7 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
-from telemetry.reading import TOO_MANY_QUERIES, UNKNOWN_ERROR, QueryError, Reader
+from telemetry.reading import (
+    TOO_MANY_QUERIES,
+    UNKNOWN_ERROR,
+    EscapedText,
+    QueryError,
+    Reader,
+)
 from telemetry.sql_guard import READONLY, require_reading
 
 logger = logging.getLogger(__name__)
@@ -184,7 +190,7 @@ async def _read_body(receive: Receive) -> str:
 
 def _parameters(arguments: Mapping[str, str]) -> dict[str, str | int | float]:
     return {
-        name.removeprefix(_PARAMETER_PREFIX): value
+        name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
         for name, value in arguments.items()
         if name.startswith(_PARAMETER_PREFIX)
     }

@@ -18,6 +18,8 @@ from schemas.errors import MillraceError
 UNKNOWN_ERROR = 1002
 TOO_MANY_QUERIES = 202
 _CODE = re.compile(r"Code: (\d+)")
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", "\0": "\\0"}
+_TO_ESCAPE = re.compile(r"[\\\t\n\r\0]")
 
 
 class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,19 @@ class QueryError(MillraceError):
         return cls(int(match[1]) if match else UNKNOWN_ERROR, text.strip())
 
 
+class EscapedText(str):
+    """The text of a parameter as ClickHouse reads it: a field of TabSeparated."""
+
+    __slots__ = ()
+
+
+def escaped(text: str) -> EscapedText:
+    """A parameter's text with ClickHouse's escapes; one that has them stays as it is."""
+    if isinstance(text, EscapedText):
+        return text
+    return EscapedText(_TO_ESCAPE.sub(lambda match: _ESCAPES[match[0]], text))
+
+
 class Reader(Protocol):
     """Runs queries that change nothing."""
 
@@ -69,7 +84,8 @@ class Reader(Protocol):
         output_format: str,
         database: str | None = None,
     ) -> bytes:
-        """The result in the asked format, unless the query says FORMAT. Raises QueryError."""
+        """The result in the asked format, unless the query says FORMAT. A parameter's text is what
+        it is, unless it is an EscapedText. Raises QueryError."""
 
     async def close(self) -> None: ...
 

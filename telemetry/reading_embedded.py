@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import chdb
 from chdb import ChdbError
 
-from telemetry.reading import QueryError, ReadLimits, Turnstile
+from telemetry.reading import QueryError, ReadLimits, Turnstile, escaped
 
 
 class EmbeddedReader:
@@ -51,10 +51,14 @@ class EmbeddedReader:
         database: str,
     ) -> bytes:
         connection = self._idle.get()
-        escaped = database.replace("\\", "\\\\").replace("`", "\\`")
+        quoted = database.replace("\\", "\\\\").replace("`", "\\`")
         try:
-            connection.query(f"USE `{escaped}`")
-            result: bytes = connection.query(sql, output_format, params=dict(parameters)).bytes()
+            connection.query(f"USE `{quoted}`")
+            values = {
+                name: escaped(value) if isinstance(value, str) else value
+                for name, value in parameters.items()
+            }
+            result: bytes = connection.query(sql, output_format, params=values).bytes()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         finally:
