@@ -75,8 +75,11 @@ def read_job(
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
         changes["frames_as_json"] = True
-    if traceparent and not job.traceparent and parse_traceparent(traceparent) is not None:
-        changes["traceparent"] = traceparent
+    if traceparent and not job.traceparent:
+        context = parse_traceparent(traceparent)
+        if context is not None:
+            # As it is written here: of another version, it may be of any length.
+            changes["traceparent"] = context.traceparent
     try:
         return msgspec.structs.replace(job, **changes) if changes else job
     except ValueError as error:

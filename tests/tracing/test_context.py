@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus import codec
+from bus.intake import read_job
 from bus.tracing import (
     Span,
     TraceContext,
@@ -20,6 +22,7 @@ from bus.tracing import (
 )
 from schemas.config import TracingConfig
 from schemas.errors import ConfigError
+from schemas.jobs import Job
 from tests.tracing.kept import kept_tracing
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -72,6 +75,14 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 def test_a_record_has_the_id_of_a_trace_that_is_recorded() -> None:
     assert recorded_trace_id(GOOD) == TRACE
     assert recorded_trace_id(f"00-{TRACE}-{SPAN}-00") == ""
+
+
+def test_a_job_is_of_the_trace_of_its_message_however_long_that_is() -> None:
+    payload = codec.encode(Job(request_id="r", model="demo", prompt="p"))
+    later = f"cc-{TRACE}-{SPAN}-01-{'x' * 5_000}"
+    for header, kept in ((GOOD, GOOD), (later, GOOD), ("garbage", ""), (None, "")):
+        job = read_job("jobs.demo.free", payload, codec.MSGPACK, 1, header)
+        assert job.traceparent == kept
 
 
 def test_names_lead_everybody_to_the_same_span() -> None:
