@@ -16,6 +16,7 @@ from schemas.errors import MillraceError
 
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 _MAX_PLAIN_DIGITS = 30
+_DIRECTIONS = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
@@ -100,10 +101,13 @@ def _shown(value: Any, null: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Control characters would break the table, or the terminal."""
-    return "".join(
-        char if unicodedata.category(char) != "Cc" else ascii(char)[1:-1] for char in text
-    )
+    """Control characters would break the table, or the terminal; those of the direction of writing
+    would show figures in another order."""
+    return "".join(ascii(char)[1:-1] if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) == "Cc" or unicodedata.bidirectional(char) in _DIRECTIONS
 
 
 def text_width(text: str) -> int:

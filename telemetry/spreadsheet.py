@@ -28,15 +28,20 @@ def csv_of(lines: bytes) -> bytes:
     return text.getvalue().encode()
 
 
+def harmless(text: str) -> str:
+    """A cell's text, with an apostrophe before it if a spreadsheet would take it for a formula."""
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.match(text) else text
+
+
 def _cell(value: Any) -> object:
     match value:
         case None:
             return ""
         case bool():
             return int(value)
-        case str() if _FORMULA.match(value) and not _NUMBER.match(value):
-            return f"'{value}"
-        case str() | int() | float():
+        case str():
+            return harmless(value)
+        case int() | float():
             return value
         case _:
             return msgspec.json.encode(value).decode()

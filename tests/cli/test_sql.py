@@ -15,7 +15,7 @@ import pytest
 
 from cli.endpoints import locate
 from cli.main import main
-from cli.rows import parse_rows, render
+from cli.rows import one_line, parse_rows, render
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
 
@@ -28,6 +28,13 @@ ANSWER = b"""{
          ["\xe4\xbd\xa0\xe5\xa5\xbd, \\"x\\"\\n", "18446744073709551615", null, []]],
 "rows": 2}"""
 EMPTY = b'{"meta": [{"name": "n", "type": "UInt8"}], "data": [], "rows": 0}'
+
+
+def test_what_would_turn_a_line_around_is_shown() -> None:
+    assert one_line("a\u202e001\u2066 \x1b[31m") == r"a\u202e001\u2066 \x1b[31m"
+    assert one_line("\u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f4bb") == (
+        "\u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f4bb"
+    )
 
 
 def test_table() -> None:

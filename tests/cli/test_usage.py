@@ -209,3 +209,18 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
         main(arguments)
     assert ended.value.code == 2
     assert "--from" in capsys.readouterr().err
+
+
+def test_no_name_becomes_a_formula_in_a_spreadsheet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("tenant", "user", "requests", "cost", "currency")
+    users = ("=1+1", "@SUM(A1)", "-1", "ann")
+    rows = Rows(
+        names, tuple(("acme", user, 1, "-0.5", "USD") for user in users), (False,) * len(names)
+    )
+    monkeypatch.setattr("cli.usage.ask_saved", lambda *_: rows)
+    assert main(ranged(DAY, NEXT_DAY, "--by", "user", "--format", "csv")) == 0
+    answered = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["user"] for row in answered] == ["'=1+1", "'@SUM(A1)", "-1", "ann"]
+    assert {row["cost"] for row in answered} == {"-0.5"}
