@@ -1,5 +1,8 @@
 """``python -m workers [--config FILE]``: one worker, until SIGTERM or until its engine fails.
 
+SIGTERM lets others take over what runs, or finishes it (``drain_timeout_s``); a second one gives it
+back to the queue at once.
+
 With a simulated engine, ``--count N`` runs N of them in this process, named worker-1-1 to
 worker-1-N if the configuration says worker-1.
 """
@@ -47,9 +50,18 @@ async def serve(config: Config, count: int = 1) -> None:
             "--count is for simulated engines: a real one takes a process of its own."
         )
     stopping = asyncio.Event()
+    workers: list[Worker] = []
+
+    def told() -> None:
+        """To drain; told once more, to hurry."""
+        if stopping.is_set():
+            for worker in workers:
+                worker.hurry()
+        stopping.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, told)
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
@@ -58,7 +70,7 @@ async def serve(config: Config, count: int = 1) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for settings in _each(config.worker, count):
-                life = _live(bus, settings, served_model, index, stopping)
+                life = _live(bus, settings, served_model, index, stopping, workers)
                 group.create_task(life, name=settings.name)
     except* MillraceError as failed:
         raise _first(failed) from None
@@ -79,6 +91,7 @@ async def _live(
     served_model: ServedModel,
     index: GenerationIndex,
     stopping: asyncio.Event,
+    workers: list[Worker],
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
@@ -88,6 +101,7 @@ async def _live(
     engine = EngineKeeper(first, start, clock)
     try:
         worker = Worker(bus, config, served_model, engine, clock, index)
+        workers.append(worker)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
