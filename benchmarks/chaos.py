@@ -36,8 +36,9 @@ _GOALS_S = {"worker killed": (2.5, 5.0), "worker drained": (None, 0.3)}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of it. ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
+    """How much of it, ``events`` by name. ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
 
+    events: tuple[str, ...]
     rounds: int
     streams: int
     tokens: int
@@ -48,6 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     """0 if nothing was wrong; how long the silences were decides nothing."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    names = tuple(event.name for event in EVENTS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="EVENT")
     parser.add_argument("--rounds", type=int, default=10, help="of each event")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
@@ -57,6 +60,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
     given = parser.parse_args()
     plan = Plan(
+        events=tuple(given.only),
         rounds=1 if given.smoke else given.rounds,
         streams=10 if given.smoke else given.streams,
         tokens=150 if given.smoke else given.tokens,
@@ -101,7 +105,7 @@ async def _run(plan: Plan, streams: Streams) -> list[Round]:
     )
     rounds: list[Round] = []
     for number in range(plan.rounds):
-        for event in EVENTS:
+        for event in (event for event in EVENTS if event.name in plan.events):
             if time.monotonic() > deadline_s:
                 print(f"the time is up in round {number + 1}")
                 return rounds

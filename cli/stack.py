@@ -40,6 +40,8 @@ PROBE_TENANT = "system"
 _LOOPBACK = "127.0.0.1"
 # What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
+# What a worker may take to end when it has drained.
+_GOODBYE_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,13 @@ class Stack:
                 serve_host=_LOOPBACK,
                 serve_port=ports.pick("clickhouse", wanted.clickhouse.serve_port),
             ),
-            # Open streams may end before all stops; what then still runs is given back to the
-            # queue, and goes on in the next life.
+            # Open streams may end before all stops; what then still runs at the workers is given
+            # back to the queue, and goes on in the next life.
             gateway=replace(
                 wanted.gateway,
                 port=front.pick("gateway", wanted.gateway.port),
                 drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
-            worker=replace(wanted.worker, drain_timeout_s=min(1.0, wanted.worker.drain_timeout_s)),
             scheduler=replace(wanted.scheduler, models=self.plan.models),
         )
         for moved in ports.moved + front.moved:
@@ -233,7 +234,8 @@ class Stack:
             env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
             ready=lambda: self._worker_is_there(name),
             start_timeout_s=600.0,
-            stop_timeout_s=5.0,
+            stop_timeout_s=self.plan.config.worker.drain_timeout_s + _GOODBYE_S,
+            hurry_after_s=1.0,
             stage=_WORKERS,
         )
 

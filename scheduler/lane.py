@@ -12,6 +12,7 @@ from scheduler.entry import Entry, State
 from scheduler.estimates import Estimates
 from scheduler.fair_queue import FairQueue, Tenant, tenant_of
 from scheduler.inquest import Inquest
+from scheduler.moves import Moves
 from scheduler.parts import Parts
 from scheduler.places import Places
 from scheduler.prompt_keys import PromptKeys
@@ -43,6 +44,7 @@ class Lane:
         self.counts = LaneCounts()
         self._parts = parts
         self._sender = Sender(parts)
+        self._moves = Moves(parts, model, self._move)
         self._num_preparing = dict.fromkeys(Tier, 0)
         self._stopped = False
 
@@ -71,6 +73,7 @@ class Lane:
     def stop(self) -> None:
         """Send nothing any more."""
         self._stopped = True
+        self._moves.stop()
 
     # --- in and out ---
 
@@ -369,24 +372,16 @@ class Lane:
         self._take_back(entry)
 
     def move(self, worker: WorkerView) -> None:
-        """Have others go on with what a worker runs that drains, as far as there is room."""
-        if self._stopped or not self._parts.bus.connected:
-            return
-        places = Places(self._parts, self.model)
-        for request_id in list(worker.runs):
-            entry = self._parts.table.get(request_id)
-            if entry is None or entry.state is not State.RUNNING:
-                continue
-            if entry.job.pooling is not None:
-                continue  # it is over sooner than it would start elsewhere
-            place = places.find(entry)
-            if place is None:
-                continue  # one that is shorter, or of a higher tier, may fit
-            self._parts.fleet.release(worker.worker_id, request_id)
-            self._refund(entry)
-            entry.interrupt("moved")
-            self.counts.reruns[Rerun.MOVED] += 1
-            self._send(entry, *place)
+        """Have others go on with what a worker runs that drains."""
+        if not self._stopped and self._parts.bus.connected:
+            self._moves.begin(worker)
+
+    def _move(self, entry: Entry, worker: WorkerView, num_cached_tokens: int) -> None:
+        self._parts.fleet.release(entry.worker_id, entry.request_id)
+        self._refund(entry)
+        entry.interrupt("moved")
+        self.counts.reruns[Rerun.MOVED] += 1
+        self._send(entry, worker, num_cached_tokens)
 
     # --- those who wait ---
 

@@ -89,6 +89,11 @@ def predicted_ttft_s(
     return soon.prefill_s + soon.slot_s + soon.step_s
 
 
+def prompts_ahead_s(worker: WorkerView) -> float:
+    """How long a worker will prefill before it comes to a request that is sent to it now."""
+    return worker.pending_prompt_tokens * (worker.prefill_token_s or _PREFILL_TOKEN_S)
+
+
 def _predict(
     worker: WorkerView,
     need: Need,

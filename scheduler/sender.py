@@ -19,7 +19,7 @@ from schemas.errors import PayloadTooLargeError
 
 # How long a run waits for what the one before it took, of a worker that is there to tell: it does
 # so when its step is over.
-_LAST_WORD_TIMEOUT_S = 0.15
+_LAST_WORD_TIMEOUT_S = 0.06
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from schemas.errors import ConfigError, MillraceError
 from telemetry.reading import Reader, ReadLimits, ServerReader
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
-# and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are too
-# large (128, 131), a NULL (349), an overflow (321, 407), a constraint (469), a throwIf (395).
+# and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
+# too large (128, 131), a NULL (349), an overflow (321, 407), a constraint (469), a throwIf (395).
 _REFUSALS = frozenset({6, 27, 38, 41, 53, 69, 70, 72, 117, 128, 131, 321, 349, 395, 407, 469})
 
 T = TypeVar("T")

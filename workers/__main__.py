@@ -1,5 +1,8 @@
 """``python -m workers [--config FILE]``: one worker, until SIGTERM or until its engine fails.
 
+SIGTERM lets others take over what runs, or finishes it (``drain_timeout_s``); a second one gives it
+back to the queue at once.
+
 With a simulated engine, ``--count N`` runs N of them in this process, named worker-1-1 to
 worker-1-N if the configuration says worker-1.
 """
@@ -49,15 +52,29 @@ async def serve(config: Config, count: int = 1) -> None:
         raise ConfigError(
             "--count is for simulated engines: a real one takes a process of its own."
         )
-    stopping = asyncio.Event()
+    stop = _Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop.tell)
     async with monitored("worker", config.metrics) as monitor:
-        await _serve(config, count, stopping, monitor)
+        await _serve(config, count, stop, monitor)
 
 
-async def _serve(config: Config, count: int, stopping: asyncio.Event, monitor: Monitor) -> None:
+class _Stop:
+    """What signals say to the ``workers`` of this process: to drain; told once more, to hurry."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self.workers: list[Worker] = []
+
+    def tell(self) -> None:
+        if self.told.is_set():
+            for worker in self.workers:
+                worker.hurry()
+        self.told.set()
+
+
+async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> None:
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
@@ -70,7 +87,7 @@ async def _serve(config: Config, count: int, stopping: asyncio.Event, monitor: M
     try:
         async with asyncio.TaskGroup() as group:
             for settings in _each(config.worker, count):
-                life = _live(bus, settings, served_model, index, stopping, metrics, tracing)
+                life = _live(bus, settings, served_model, index, stop, metrics, tracing)
                 group.create_task(life, name=settings.name)
     except* MillraceError as failed:
         raise _first(failed) from None
@@ -92,25 +109,26 @@ async def _live(
     config: WorkerConfig,
     served_model: ServedModel,
     index: GenerationIndex,
-    stopping: asyncio.Event,
+    stop: _Stop,
     metrics: WorkerMetrics,
     tracing: Tracing | None,
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
-    first = await _unless_told(stopping, start)
+    first = await _unless_told(stop.told, start)
     if first is None:
         return
     engine = EngineKeeper(first, start, clock)
     try:
         worker = Worker(bus, config, served_model, engine, clock, index, tracing)
+        stop.workers.append(worker)
         metrics.watch(config.name, served_model.entry.name, engine, worker)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         model = served_model.entry.name
         logger.info("serving", extra={"model": model, "worker_id": worker.worker_id})
-        await worker.run(stopping)
+        await worker.run(stop.told)
     finally:
         await engine.close()
 

@@ -56,6 +56,7 @@ class Worker:
         self._clock = clock
         self._told_to_drain = asyncio.Event()
         self._drained_s = math.inf
+        self._hurried = False
         self._flusher = Flusher(bus.frames, clock, config.flush_interval_ms / 1e3)
         self._index = IndexWriter(generations, self.worker_id)
         self._notices = EndedNotices(bus.control, self.worker_id)
@@ -96,6 +97,10 @@ class Worker:
     def num_samples_lost(self) -> int:
         """Samples that the bus did not take."""
         return self._status.num_samples_lost
+
+    def hurry(self) -> None:
+        """Give back what runs, now or as soon as the worker drains."""
+        self._hurried = True
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
@@ -186,7 +191,7 @@ class Worker:
         """Go on with what nobody takes over until the time for it is up, then give back the rest
         for others to do."""
         while self.requests.num_running or self.requests.num_ending:
-            if self._clock.monotonic() >= self._drained_s:
+            if self._hurried or self._clock.monotonic() >= self._drained_s:
                 break
             await self._clock.sleep(_CHECK_INTERVAL_S)
         try:

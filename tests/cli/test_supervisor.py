@@ -16,6 +16,14 @@ from cli.supervisor import Process, StartError, Supervisor
 from tests.support.waiting import eventually
 
 _WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
+_ENDS_WHEN_TOLD_TWICE = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("ready", flush=True)
+signal.sigwait({signal.SIGTERM})
+signal.sigwait({signal.SIGTERM})
+print("told twice", flush=True)
+"""
 _IGNORES_SIGTERM = [
     sys.executable,
     "-c",
@@ -98,6 +106,27 @@ async def test_stopping_kills_what_does_not_listen(supervisor: Supervisor, tmp_p
     pid = _pid(tmp_path, "deaf")
     await supervisor.stop(within_s=2.0)
     assert not psutil.pid_exists(pid)
+
+
+async def test_when_all_stop_one_that_takes_its_time_is_told_twice(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "slow.log"
+
+    async def ready() -> bool:
+        return "ready" in log.read_text()
+
+    await supervisor.start(
+        Process(
+            name="slow",
+            command=[sys.executable, "-c", _ENDS_WHEN_TOLD_TWICE],
+            ready=ready,
+            stop_timeout_s=30.0,
+            hurry_after_s=0.05,
+        )
+    )
+    await supervisor.stop(within_s=30.0)
+    assert "told twice" in log.read_text()
 
 
 async def test_a_removed_process_ends_and_is_not_started_again(

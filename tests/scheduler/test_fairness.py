@@ -145,6 +145,28 @@ async def test_a_drained_worker_hands_its_streams_on(world: World) -> None:
     assert not view.runs
 
 
+async def test_streams_leave_a_drained_worker_as_another_has_time_for_them(world: World) -> None:
+    first = await world.add_worker("a", num_slots=8)
+    first.device_us = 1  # so it tells of each run that leaves it
+    for number in range(8):
+        await world.client.jobs.publish(job(f"r{number}", prompt_token_ids=(1,) * 400))
+    await world.until(lambda: len(first.running) == 8)
+    # It never reports prompts that wait, so what it is believed to have is what was just sent.
+    second = await world.add_worker("b", num_slots=8)
+    first.draining = True
+    await first.announce()
+    await world.until(lambda: bool(second.running))
+    assert len(second.running) < 8, "each would wait for those before it"
+    seen = [len(second.running)]
+    for _ in range(8):
+        await second.announce()
+        await world.pass_s(0.1)
+        seen.append(len(second.running))
+    assert seen[-1] == 8
+    assert len(set(seen)) > 3, "a few at a time"
+    assert not first.running
+
+
 async def test_what_a_worker_gives_back_goes_on_elsewhere_at_once(world: World) -> None:
     first = await world.add_worker("a")
     await world.client.jobs.publish(job("r1"))

@@ -182,6 +182,20 @@ async def test_a_drained_worker_ends_at_once_when_all_was_moved(demo: ServedMode
         assert not await b.records()
 
 
+async def test_told_twice_it_gives_back_at_once(demo: ServedModel) -> None:
+    async with _heard(demo, drain_timeout_s=60.0) as (b, ended):
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        b.stopping.set()
+        await b.settle(0.5)
+        assert b.run is not None
+        assert not b.run.done()
+        b.worker.hurry()
+        await b.settle(0.5)
+        assert b.run.done()
+        assert [notice.released for notice in ended if notice.released] == [("r1",)]
+
+
 def _tokens(b: Bench, request_id: str) -> list[int]:
     return [t for f in b.of(request_id) if isinstance(f, Delta) for t in f.token_ids]
 
