@@ -103,7 +103,14 @@ class Job(
             raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
         for name in ("request_id", "reply", "tenant"):
             check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
-        for name in ("model", "model_requested", "route_reason", "user", "session_id", "traceparent"):
+        for name in (
+            "model",
+            "model_requested",
+            "route_reason",
+            "user",
+            "session_id",
+            "traceparent",
+        ):
             check_length(name, getattr(self, name), MAX_LABEL_CHARACTERS)
         for name in ("received_ns", "deadline_ns"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_TIME_NS:
