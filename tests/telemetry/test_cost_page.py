@@ -85,8 +85,8 @@ def request(
 
 
 def samples() -> Iterator[WorkerSample]:
-    """Ten seconds of two workers. The second handed req-3 on, and was killed with another request in
-    its hands, whose record never learnt of these 30 ms."""
+    """Ten seconds of two workers. The second handed req-3 on, and was killed with another request
+    in its hands, whose record never learnt of these 30 ms."""
     for worker, busy_us, charged_us, prefill, decode in (
         ("worker-1", 1_380_000, 1_380_000, 2_500, 1_880),
         ("worker-2", 150_000, 150_000, 400, 70),
