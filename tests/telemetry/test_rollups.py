@@ -103,6 +103,21 @@ async def test_a_minute_that_nobody_touched_for_what_left_it_is_found(store: Sto
     await check_equal(store)
 
 
+async def test_a_row_that_comes_after_its_time_leaves_what_was_counted(store: Store) -> None:
+    record = REQUEST_ROWS[0]
+    await insert(store, [record], 1, "in time")
+    await rollups(store).reconcile()
+    counted = await store.rows(BY_MINUTE)
+    await store.command("TRUNCATE TABLE requests")
+    late = msgspec.structs.replace(record, request_id="late")
+    await insert(store, [late], 2, "late")
+    clock = ManualClock(record.done_ns + 399 * 24 * 3_600 * 10**9)
+    kept = Rollups(store, clock, 1.0)
+    kept.touched([late.done_ns])
+    await kept.settle()
+    assert await store.rows(BY_MINUTE) == counted
+
+
 async def test_what_a_crash_left_between_insert_and_count_is_found_at_the_start(
     store: Store,
 ) -> None:
