@@ -13,11 +13,12 @@ _PORTS = 65_536
 
 @dataclass
 class PortPicker:
-    """Hands out loopback ports, never the same one twice; ``moved`` tells what was taken."""
+    """Hands out loopback ports, never the same one twice and none that is ``given`` already;
+    ``moved`` tells what was taken."""
 
     host: str = "127.0.0.1"
+    given: set[int] = field(default_factory=set)
     moved: list[str] = field(default_factory=list)
-    _given: set[int] = field(default_factory=set)
 
     def pick(self, what: str, wanted: int) -> int:
         """``wanted`` or the next free port above it. Raises ConfigError for what is no port, for a
@@ -26,8 +27,8 @@ class PortPicker:
             raise ConfigError(f"{what}: a port is between 1 and {_PORTS - 1}, got {wanted}.")
         self._check_host(what)
         for port in range(wanted, min(wanted + _TRIES, _PORTS)):
-            if port not in self._given and is_free(self.host, port):
-                self._given.add(port)
+            if port not in self.given and is_free(self.host, port):
+                self.given.add(port)
                 if port != wanted:
                     self.moved.append(f"{what}: port {wanted} is taken, using {port}")
                 return port

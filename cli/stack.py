@@ -115,7 +115,10 @@ class Stack:
 
     def _choose_addresses(self) -> Config:
         wanted = self.plan.config
-        ports, front = PortPicker(), PortPicker(host=wanted.gateway.host)
+        front = PortPicker(host=wanted.gateway.host)
+        gateway_port = front.pick("gateway", wanted.gateway.port)
+        # What was asked for goes before what merely has a usual place.
+        ports = PortPicker(given={gateway_port})
         replace = msgspec.structs.replace
         config = replace(
             wanted,
@@ -131,7 +134,7 @@ class Stack:
             # back to the queue, and goes on in the next life.
             gateway=replace(
                 wanted.gateway,
-                port=front.pick("gateway", wanted.gateway.port),
+                port=gateway_port,
                 drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
             scheduler=replace(wanted.scheduler, models=self.plan.models),
