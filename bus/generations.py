@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.clock import Clock
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 from schemas.config import RedisConfig
@@ -65,7 +65,7 @@ class GenerationIndex:
 
     async def lookup(self, request_id: str) -> Generation | None:
         """None: nothing is known, or nobody can say."""
-        key = subjects.generation_key(request_id)
+        key = redis_keys.generation_key(request_id)
         found: list[bytes | None] | None = await self._call(
             "HMGET", key, "worker_id", "epoch", "finished"
         )
@@ -78,7 +78,7 @@ class GenerationIndex:
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         """The model that was first chosen for a request, and why: this one, if none was or nobody
         can say."""
-        key = subjects.generation_key(request_id)
+        key = redis_keys.generation_key(request_id)
         try:
             found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
         except RedisAwayError:
@@ -90,7 +90,7 @@ class GenerationIndex:
         await self._link.close()
 
     async def _write(self, request_id: str, worker_id: str, epoch: int, finished: int) -> None:
-        key = subjects.generation_key(request_id)
+        key = redis_keys.generation_key(request_id)
         try:
             await self._link.evaluate(_WRITE, [key], [worker_id, epoch, finished, TTL_S])
         except RedisAwayError:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import RedisLink, Script
 from schemas.jobs import Tier
 from schemas.tenants import (
@@ -71,7 +71,7 @@ class TenantStore:
     async def key(self, key_id: str) -> tuple[Stored[KeyRecord], Stored[TenantRecord]] | None:
         """The key, revoked or not, and its tenant; in one round trip."""
         found: list[bytes] = await self._link.evaluate(
-            _LOOK_UP, [subjects.api_key_key(key_id)], [subjects.tenant_key("")]
+            _LOOK_UP, [redis_keys.api_key_key(key_id)], [redis_keys.tenant_key("")]
         )
         if not found:
             return None
@@ -81,7 +81,7 @@ class TenantStore:
     async def tenant(self, tenant: str) -> Stored[TenantRecord]:
         """The tenant's record, or what holds for one that has none."""
         found: list[bytes | None] = await self._link.call(
-            "HMGET", subjects.tenant_key(tenant), "record", "version"
+            "HMGET", redis_keys.tenant_key(tenant), "record", "version"
         )
         return Stored(decode_tenant(tenant, found[0] or b""), found[1] or ABSENT)
 
@@ -93,13 +93,15 @@ class TenantStore:
         Raises ValueError for a name that no tenant can have.
         """
         check_tenant(tenant)
-        key = subjects.tenant_key(tenant)
+        key = redis_keys.tenant_key(tenant)
         while True:
             known = await self.tenant(tenant)
             changed = change(known.record)
             record = msgspec.json.encode(changed)
             if await self._link.evaluate(
-                _WRITE, [key, subjects.TENANTS_KEY], [known.version, record, _new_version(), tenant]
+                _WRITE,
+                [key, redis_keys.TENANTS_KEY],
+                [known.version, record, _new_version(), tenant],
             ):
                 return changed
 
@@ -150,17 +152,17 @@ class TenantStore:
 
     async def tenants(self) -> list[str]:
         """The names of all tenants that have a record."""
-        found: list[bytes] = await self._link.call("SMEMBERS", subjects.TENANTS_KEY)
+        found: list[bytes] = await self._link.call("SMEMBERS", redis_keys.TENANTS_KEY)
         return sorted(name.decode() for name in found)
 
     async def keys_of(self, tenant: str) -> list[KeyRecord]:
         """The tenant's keys, the oldest first."""
         key_ids: list[bytes] = await self._link.call(
-            "SMEMBERS", subjects.tenant_api_keys_key(tenant)
+            "SMEMBERS", redis_keys.tenant_api_keys_key(tenant)
         )
         records: list[bytes | None] = await asyncio.gather(
             *(
-                self._link.call("HGET", subjects.api_key_key(key_id.decode()), "record")
+                self._link.call("HGET", redis_keys.api_key_key(key_id.decode()), "record")
                 for key_id in key_ids
             )
         )
@@ -168,7 +170,10 @@ class TenantStore:
         return sorted(keys, key=lambda key: (key.created_ns, key.key_id))
 
     async def _write_key(self, record: KeyRecord, version: bytes) -> bool:
-        keys = [subjects.api_key_key(record.key_id), subjects.tenant_api_keys_key(record.tenant)]
+        keys = [
+            redis_keys.api_key_key(record.key_id),
+            redis_keys.tenant_api_keys_key(record.tenant),
+        ]
         raw = msgspec.json.encode(record)
         return bool(
             await self._link.evaluate(_WRITE, keys, [version, raw, _new_version(), record.key_id])

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import RedisLink
 from bus.tenants import Stored
 from schemas.jobs import Tier
@@ -41,27 +41,27 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def record_key(self) -> str:
         if self.kind == "tenant":
-            return subjects.tenant_key(self.name)
-        return subjects.api_key_key(self.name)
+            return redis_keys.tenant_key(self.name)
+        return redis_keys.api_key_key(self.name)
 
     @property
     def _account(self) -> str:
         if self.kind == "tenant":
-            return subjects.tenant_account(self.name)
-        return subjects.api_key_account(self.name)
+            return redis_keys.tenant_account(self.name)
+        return redis_keys.api_key_account(self.name)
 
     @property
     def state_keys(self) -> tuple[str, str, str]:
         """Buckets, running requests and holds."""
         account = self._account
         return (
-            subjects.buckets_key(account),
-            subjects.running_key(account),
-            subjects.holds_key(account),
+            redis_keys.buckets_key(account),
+            redis_keys.running_key(account),
+            redis_keys.holds_key(account),
         )
 
     def spent_key(self, month: str) -> str:
-        return subjects.spent_key(self._account, month)
+        return redis_keys.spent_key(self._account, month)
 
     @property
     def is_limited(self) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bus import subjects
+from bus import redis_keys
 from bus.journal import JournalConflictError
 from bus.redis_link import RedisAwayError, RedisLink, Script
 from gateway.batch_embeddings import EmbeddingKind
@@ -129,7 +129,7 @@ class BatchRunner:
             other = self._to_leave_for(tenant) if is_full else None
             if is_full and other is None:
                 return
-            key = subjects.batch_lease_key(batch_id)
+            key = redis_keys.batch_lease_key(batch_id)
             if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
                 self._begin(tenant, batch_id)
                 if other is not None:
@@ -185,7 +185,7 @@ class BatchRunner:
                 self._gateway.config.batch_lease_s / _RENEWALS_PER_LEASE
             )
             for batch_id, running in list(self._runs.items()):
-                key = subjects.batch_lease_key(batch_id)
+                key = redis_keys.batch_lease_key(batch_id)
                 try:
                     ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
                 except RedisAwayError as error:
@@ -201,7 +201,7 @@ class BatchRunner:
         link = self._gateway.redis
         assert link is not None
         try:
-            await link.evaluate(_RELEASE, [subjects.batch_lease_key(batch_id)], [self._holder])
+            await link.evaluate(_RELEASE, [redis_keys.batch_lease_key(batch_id)], [self._holder])
         except RedisAwayError:
             return  # It lapses by itself.
 

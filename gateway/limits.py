@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.clock import Clock
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 from bus.tenants import Stored, TenantStore, decode_key, decode_tenant
@@ -277,7 +277,7 @@ class Limiter:
         self, accounts: tuple[Account, ...], charge: Charge, month: str
     ) -> tuple[list[str], list[Argument]]:
         """KEYS and ARGV of the script that reserves."""
-        keys = [subjects.reservation_key(charge.request_id)]
+        keys = [redis_keys.reservation_key(charge.request_id)]
         arguments: list[Argument] = [
             self._script_time(),
             charge.request_id,
@@ -312,7 +312,7 @@ class Limiter:
 
     async def _send(self, settlement: Settlement) -> bool:
         assert self._link is not None, "without Redis nothing is settled there"
-        keys = [subjects.reservation_key(settlement.request_id), *settlement.spent_keys]
+        keys = [redis_keys.reservation_key(settlement.request_id), *settlement.spent_keys]
         arguments: list[Argument] = [
             self._script_time(),
             settlement.request_id,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 from gateway.parsing import Ask
 from gateway.services import ToolOutcome
@@ -89,7 +89,7 @@ class RequestIndex:
         if self._link is None:
             return
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
-        key = subjects.request_key(state.request_id)
+        key = redis_keys.request_key(state.request_id)
         try:
             await self._call("SET", key, _encoder.encode(state), "EX", ttl_s)
         except RedisAwayError:
@@ -99,14 +99,14 @@ class RequestIndex:
         """None for a request that is not known. Raises RedisAwayError."""
         if self._link is None:
             return None
-        stored = await self._call("GET", subjects.request_key(request_id))
+        stored = await self._call("GET", redis_keys.request_key(request_id))
         return None if stored is None else _decoder.decode(stored)
 
     async def put_step(self, request_id: str, call_id: str, result: ToolOutcome) -> None:
         """Remember what a tool gave, so that nobody has to run it again."""
         if self._link is None:
             return
-        key = subjects.request_steps_key(request_id)
+        key = redis_keys.request_steps_key(request_id)
         try:
             await self._call("HSET", key, call_id, _encoder.encode(result))
             await self._call("EXPIRE", key, _STATE_TTL_S)
@@ -118,7 +118,7 @@ class RequestIndex:
         if self._link is None:
             return None
         try:
-            key = subjects.request_steps_key(request_id)
+            key = redis_keys.request_steps_key(request_id)
             stored: bytes | None = await self._call("HGET", key, call_id)
         except RedisAwayError:
             return None
@@ -129,7 +129,7 @@ class RequestIndex:
 
         Raises IdempotencyConflictError if the earlier one was different, and RedisAwayError.
         """
-        claim_key = subjects.idempotency_key(tenant, key)
+        claim_key = redis_keys.idempotency_key(tenant, key)
         known: list[bytes] = await self._evaluate(
             _CLAIM, [claim_key], [digest, request_id, self._idempotency_ttl_s]
         )
@@ -142,7 +142,7 @@ class RequestIndex:
         if self._link is None:
             return
         try:
-            await self._evaluate(_RELEASE, [subjects.idempotency_key(tenant, key)], [request_id])
+            await self._evaluate(_RELEASE, [redis_keys.idempotency_key(tenant, key)], [request_id])
         except RedisAwayError:
             return
 

@@ -8,7 +8,7 @@ import zlib
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import Argument, RedisAwayError, RedisLink
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
@@ -95,7 +95,7 @@ class ResponseStore:
             packed = await asyncio.to_thread(zlib.compress, plain, _COMPRESSION)
         else:
             packed = zlib.compress(plain, _COMPRESSION)
-        key = subjects.response_key(tenant, response.id)
+        key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "EX", self._ttl_s)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
@@ -103,7 +103,7 @@ class ResponseStore:
         link = self._reach()
         if len(response_id) > MAX_NAME_CHARACTERS:
             return None
-        packed = await link.call("GET", subjects.response_key(tenant, response_id))
+        packed = await link.call("GET", redis_keys.response_key(tenant, response_id))
         if packed is None:
             return None
         if len(packed) > _MAX_INLINE_BYTES:
@@ -115,7 +115,7 @@ class ResponseStore:
         link = self._reach()
         if len(response_id) > MAX_NAME_CHARACTERS:
             return False
-        return bool(await link.call("DEL", subjects.response_key(tenant, response_id)))
+        return bool(await link.call("DEL", redis_keys.response_key(tenant, response_id)))
 
     async def _insist(self, *command: Argument) -> None:
         """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""

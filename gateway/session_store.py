@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bus import subjects
+from bus import redis_keys
 from bus.clock import Clock
 from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 from gateway.context_window import Counted, continue_with, num_leading
@@ -196,7 +196,7 @@ class SessionStore:
     async def load(self, tenant: str, session_id: str, *, renew: bool = False) -> Session:
         """The conversation, an empty one if there is none; ``renew`` starts its time to live
         again. Raises SessionUnreadableError."""
-        key = subjects.session_key(tenant, session_id)
+        key = redis_keys.session_key(tenant, session_id)
         version, data, pttl_ms = await self._evaluate(_LOAD, [key], [self._ttl_ms if renew else 0])
         if not data:
             return Session(version=version)
@@ -229,18 +229,18 @@ class SessionStore:
 
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
-        key = subjects.session_turn_key(tenant, session_id, request_id)
+        key = redis_keys.session_turn_key(tenant, session_id, request_id)
         data = await _encoded(turn)
         await self._call("SET", key, data, "PX", self._turn_ttl_ms)
 
     async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
         """The request was refused: it adds nothing."""
-        await self._call("DEL", subjects.session_turn_key(tenant, session_id, request_id))
+        await self._call("DEL", redis_keys.session_turn_key(tenant, session_id, request_id))
 
     async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
         """What a request adds; None if that was done, or its time is over. Raises
         SessionUnreadableError."""
-        data = await self._call("GET", subjects.session_turn_key(tenant, session_id, request_id))
+        data = await self._call("GET", redis_keys.session_turn_key(tenant, session_id, request_id))
         return None if data is None else _decode(_TURNS, data)[0]
 
     async def append(
@@ -252,9 +252,9 @@ class SessionStore:
         Raises SessionBusyError, SessionUnreadableError, and SessionTooLargeError if others that
         came with this one have filled it.
         """
-        keys = [subjects.session_key(tenant, session_id)]
+        keys = [redis_keys.session_key(tenant, session_id)]
         if request_id:
-            keys.append(subjects.session_turn_key(tenant, session_id, request_id))
+            keys.append(redis_keys.session_turn_key(tenant, session_id, request_id))
         for _ in range(_MAX_ATTEMPTS):
             session = await self.load(tenant, session_id)
             changed = msgspec.structs.replace(
@@ -275,23 +275,23 @@ class SessionStore:
     async def replace(self, tenant: str, session_id: str, session: Session) -> bool:
         """Put ``session`` in the place of what has its version; False if that is not there."""
         data = await _encoded(_stored(session))
-        keys = [subjects.session_key(tenant, session_id)]
+        keys = [redis_keys.session_key(tenant, session_id)]
         return await self._store(keys, session.version, session.version, data) > 0
 
     async def delete(self, tenant: str, session_id: str) -> bool:
         """Forget the conversation and what running requests would add to it; whether there was
         one."""
-        key = subjects.session_key(tenant, session_id)
+        key = redis_keys.session_key(tenant, session_id)
         return bool(await self._evaluate(_DELETE, [key], [self._turn_ttl_ms]))
 
     async def lock_summary(self, tenant: str, session_id: str, ttl_s: float) -> bool:
         """Whether the caller is the one to summarise the conversation, for ``ttl_s``."""
-        key = subjects.session_summary_key(tenant, session_id)
+        key = redis_keys.session_summary_key(tenant, session_id)
         return await self._call("SET", key, 1, "NX", "PX", _ms(ttl_s)) is not None
 
     async def unlock_summary(self, tenant: str, session_id: str, after_s: float = 0.0) -> None:
         """Let the next one summarise, not before ``after_s``."""
-        key = subjects.session_summary_key(tenant, session_id)
+        key = redis_keys.session_summary_key(tenant, session_id)
         await self._call("PEXPIRE", key, _ms(after_s))
 
     async def _store(self, keys: Sequence[str], expected: int, base: int, data: bytes) -> int:

@@ -196,10 +196,6 @@ class WorkerView:
         """Requests held that do not make way for one of this rank."""
         return sum(self._own[: rank + 1]) + sum(self._others[: rank + 1])
 
-    def has_free_slot(self, tier: Tier) -> bool:
-        """A request sent now would run at once, not wait in the worker."""
-        return self.num_ahead(TIER_RANKS[tier]) < self.status.max_num_sequences
-
     @property
     def num_free_blocks(self) -> int:
         """Blocks that will still be free when everything that was sent has its prompt's blocks."""

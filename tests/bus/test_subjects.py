@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import subjects
+from bus import redis_keys, subjects
 from bus.api import Line
 from schemas.jobs import Source, Tier
 from schemas.records import DeliveryRecord, Record, RequestRecord, TranscriptRecord, WorkerSample
@@ -93,7 +93,7 @@ def test_plain_names_are_as_they_were() -> None:
     llama = Line("meta/Llama 3.1", Tier.FREE, "acme.eu")
     assert subjects.job(llama) == "jobs.meta%2FLlama%203%2E1.free.acme%2Eeu"
     assert subjects.frames("g1", "r1") == "tok.g1.r1"
-    assert subjects.generation_key("r1") == "gen:r1"
+    assert redis_keys.generation_key("r1") == "gen:r1"
 
 
 def test_each_record_has_its_subject_topic_and_identity() -> None:

@@ -63,8 +63,6 @@ def test_a_refusal_holds_until_the_next_heartbeat_for_that_tier_and_below() -> N
 def test_lower_tiers_make_way_up_to_twice_the_capacity() -> None:
     full = view(num_running=4, max_num_waiting=2, num_held_by_tier={Tier.FREE: 1, Tier.BATCH: 3})
     assert [full.room_for(tier) for tier in Tier] == [6, 6, 5, 2]
-    assert full.has_free_slot(Tier.FREE)
-    assert not full.has_free_slot(Tier.BATCH)
     for number in range(6):
         full.reserve(f"r{number}", Need(10, 10, Tier.BATCH))
     assert full.room_for(Tier.BATCH) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import RedisLink
 from schemas.config import RedisConfig
 from tests.support.batch_system import (
@@ -69,7 +69,7 @@ async def test_two_gateways_that_both_think_that_they_run_it(
         runners = [front.server._batches for front in (first, second)]
         await eventually(lambda: {runner.num_running for runner in runners} == {0, 1})
         old, new = sorted(runners, key=lambda runner: -runner.num_running)
-        key = subjects.batch_lease_key(batch.id)
+        key = redis_keys.batch_lease_key(batch.id)
         holder = await link.call("GET", key)
 
         async def is_taken() -> bool:

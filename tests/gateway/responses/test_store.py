@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from bus import subjects
+from bus import redis_keys
 from bus.redis_link import RedisAwayError, RedisLink
 from gateway.response_store import ResponseStore, conversation_of
 from schemas.config import GatewayConfig, RedisConfig
@@ -77,7 +77,7 @@ async def test_an_answer_is_kept_with_what_went_before(link: RedisLink) -> None:
     assert stored.input == _ITEMS
     assert conversation_of(stored) == (*_ITEMS, *kept.output)
     assert bytes(stored.response) == msgspec.json.encode(kept)
-    left_ms = await link.call("PTTL", subjects.response_key("acme", "resp-1"))
+    left_ms = await link.call("PTTL", redis_keys.response_key("acme", "resp-1"))
     assert 50_000 < left_ms <= 60_000
 
 
@@ -117,7 +117,7 @@ async def test_what_is_too_large_or_nowhere_is_told(link: RedisLink) -> None:
 
 @pytest.mark.parametrize("kept", [b"x", zlib.compress(b"{}"), zlib.compress(b'{"response":1}')])
 async def test_what_cannot_be_read_is_gone(link: RedisLink, kept: bytes) -> None:
-    await link.call("SET", subjects.response_key("a", "resp-4"), kept)
+    await link.call("SET", redis_keys.response_key("a", "resp-4"), kept)
     assert await ResponseStore(link, GatewayConfig()).get("a", "resp-4") is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
-from bus.subjects import session_key
+from bus.redis_keys import session_key
 from gateway.models import Models
 from registry.served import ServedModel
 from schemas.config import GatewayConfig, RedisConfig

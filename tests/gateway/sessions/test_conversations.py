@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bus.subjects import session_key, session_turn_key
+from bus.redis_keys import session_key, session_turn_key
 from gateway.caller import LOCAL, Caller
 from gateway.parsing import Ask
 from gateway.session_store import SessionTooLargeError, SessionUnreadableError

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from bus.subjects import session_summary_key
+from bus.redis_keys import session_summary_key
 from gateway.caller import Caller
 from schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from schemas.jobs import Job, Source, Tier
