@@ -76,14 +76,16 @@ class Rollups:
     async def settle(self) -> None:
         """Compute the minutes that requests touched so far, and of the last hour those whose
         samples are not those that were counted. Raises StoreUnavailableError."""
-        minutes, self._dirty = self._dirty, set()
+        now = self._clock.now_ns() // _NS_PER_MINUTE
+        # Of minutes before these, rows may be gone that were counted.
+        first = now - USAGE.kept_days * _MINUTES_PER_DAY
+        minutes, self._dirty = {minute for minute in self._dirty if minute >= first}, set()
         try:
             for begin, end in _spans(sorted(minutes)):
                 await self._correct(USAGE, begin, end)
                 minutes.difference_update(range(begin, end))
         finally:
             self._dirty |= minutes
-        now = self._clock.now_ns() // _NS_PER_MINUTE
         await self._correct(WORKERS, now - _MINUTES_PER_HOUR, now + _MINUTES_PER_HOUR)
         self._settled_s = self._clock.monotonic()
 

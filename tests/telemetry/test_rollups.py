@@ -109,7 +109,7 @@ async def test_a_row_that_comes_after_its_time_leaves_what_was_counted(store: St
     await rollups(store).reconcile()
     counted = await store.rows(BY_MINUTE)
     await store.command("TRUNCATE TABLE requests")
-    late = msgspec.structs.replace(record, request_id="late")
+    late = msgspec.structs.replace(record, request_id="late", prompt_tokens=1, cached_tokens=0)
     await insert(store, [late], 2, "late")
     clock = ManualClock(record.done_ns + 399 * 24 * 3_600 * 10**9)
     kept = Rollups(store, clock, 1.0)
