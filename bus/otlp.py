@@ -22,7 +22,8 @@ _MAX_WAITING = 4_096
 # Small ones: a batch is encoded in one go, for which the event loop waits.
 _BATCH_SPANS = 128
 _INTERVAL_MS = 500
-_SEND_TIMEOUT_S = 2.0
+# For one batch, with all attempts at it. The default of OTEL_EXPORTER_OTLP_TIMEOUT.
+_SEND_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_S = 0.01
 

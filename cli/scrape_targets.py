@@ -64,6 +64,7 @@ class ScrapeTargets:
     def close(self) -> None:
         """Nothing runs any more."""
         self._targets.clear()
+        self._picker.close()
         self.file.unlink(missing_ok=True)
 
     def _first_port(self) -> int:

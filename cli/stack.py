@@ -71,6 +71,7 @@ class Stack:
     _endpoints: Endpoints | None = None
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
     _scaler: WorkerScaler | None = None
+    _pickers: list[PortPicker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         config = self.plan.config
@@ -112,13 +113,15 @@ class Stack:
             await self._scaler.close()
         if self._bus is not None:
             await self._bus.close()
+        for picker in self._pickers:
+            picker.close()
 
     def _choose_addresses(self) -> Config:
         wanted = self.plan.config
         front = PortPicker(host=wanted.gateway.host)
         gateway_port = front.pick("gateway", wanted.gateway.port)
         # What was asked for goes before what merely has a usual place.
-        ports = PortPicker(given={gateway_port})
+        ports = PortPicker()
         replace = msgspec.structs.replace
         config = replace(
             wanted,
@@ -139,6 +142,7 @@ class Stack:
             ),
             scheduler=replace(wanted.scheduler, models=self.plan.models),
         )
+        self._pickers += (front, ports)
         for moved in ports.moved + front.moved:
             self.say(moved)
         return config

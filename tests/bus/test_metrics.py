@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -18,17 +17,12 @@ from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 from tests.support.scraped import Scraped, scrape_of
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support.servers import free_port
 
 
 @pytest.fixture
 def config() -> MetricsConfig:
-    return MetricsConfig(port=_free_port())
+    return MetricsConfig(port=free_port())
 
 
 def _base(config: MetricsConfig) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -18,9 +20,32 @@ def test_no_port_is_given_twice() -> None:
     assert picker.moved[-1] == f"two: port {first} is taken, using {second}"
 
 
-def test_what_somebody_else_was_given_is_taken() -> None:
-    wanted = PortPicker().pick("gateway", 20_000)
-    assert PortPicker(given={wanted}).pick("clickhouse", wanted) > wanted
+def test_what_somebody_else_was_given_is_taken_until_it_is_closed() -> None:
+    """Another system that starts at the same moment, and whose servers do not listen yet."""
+    first, second = PortPicker(), PortPicker()
+    port = first.pick("gateway", 20_000)
+    moved = second.pick("clickhouse", port)
+    assert moved > port
+    first.close()
+    assert PortPicker().pick("gateway", port) == port
+
+
+def test_processes_never_choose_the_same() -> None:
+    code = (
+        "from cli.ports import PortPicker\n"
+        "picker = PortPicker()\n"
+        "print(*(picker.pick('nats', 20_400) for _ in range(20)), flush=True)\n"
+        "input()"
+    )
+    run = (sys.executable, "-c", code)
+    systems = [
+        subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    chosen = [system.stdout.readline().split() for system in systems if system.stdout]
+    for system in systems:
+        system.communicate(b"\n")
+    ports = [port for one in chosen for port in one]
+    assert len(ports) == len(set(ports)) == 60
 
 
 def test_a_port_that_is_in_use_is_taken() -> None:

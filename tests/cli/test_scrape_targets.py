@@ -14,12 +14,6 @@ from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _read(targets: ScrapeTargets) -> dict[str, str]:
     """Addresses by name."""
     entries = json.loads(targets.file.read_text())
@@ -31,7 +25,7 @@ def _read(targets: ScrapeTargets) -> dict[str, str]:
 
 @pytest.fixture
 def targets(tmp_path: Path) -> ScrapeTargets:
-    return ScrapeTargets(tmp_path / "targets.json", MetricsConfig(port=_free_port()))
+    return ScrapeTargets(tmp_path / "targets.json", MetricsConfig(port=20_600))
 
 
 def test_each_part_has_a_port_of_its_own(targets: ScrapeTargets) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -79,6 +82,30 @@ def test_publish_streams_and_fetches_later(system: System) -> None:
     while fetched.returncode != 0 and time.monotonic() < deadline:
         fetched = _cli("result", request_id, *where)
     assert "first token" in fetched.stdout.lower()
+
+
+def _tells(system: System, query: str, rows: list[dict[str, Any]]) -> bool:
+    return system.sql(query) == rows
+
+
+async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_path: Path) -> None:
+    arguments = ("--port", "18500", "--engine", "simulated")
+    systems = [System(tmp_path / name, arguments) for name in ("one", "other")]
+    try:
+        await asyncio.gather(*(asyncio.to_thread(system.start) for system in systems))
+        one, other = (set(system.endpoints.values()) for system in systems)
+        assert not one & other
+        answers = []
+        for system in systems:
+            async with httpx.AsyncClient(base_url=system.http, timeout=30.0) as http:
+                answers.append(await ask_sse(http, "Whose are you?", max_tokens=4))
+        for system, answer in zip(systems, answers, strict=True):
+            query = "SELECT request_id FROM requests FINAL WHERE tenant != 'system'"
+            own = [{"request_id": answer.request_id}]
+            await eventually(partial(_tells, system, query, own), timeout_s=10.0)
+    finally:
+        for system in systems:
+            system.stop()
 
 
 async def test_a_taken_port_moves_and_a_second_life_keeps_the_records(tmp_path: Path) -> None:

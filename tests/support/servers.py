@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,18 +14,23 @@ import time
 from pathlib import Path
 
 from bus.binaries import nats_server_path, redis_server_path
+from cli.ports import PortPicker
 
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+# Below those that the kernel gives to whoever connects, so that a server that is killed finds its
+# own again.
+_PORTS = range(21_000, 31_000)
+_picker = PortPicker()
+
+
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback interface that nobody listens on, and that no other test run, on this
+    machine, is given while this one lasts."""
+    return _picker.pick("a test's server", random.choice(_PORTS))
 
 
 def die_with_parent() -> None:

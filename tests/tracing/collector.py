@@ -40,6 +40,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.status = 200
+        self.num_refused = 0
         self.gate = threading.Event()
         self.gate.set()
         self.bodies: list[bytes] = []
@@ -102,6 +103,8 @@ class Collector:
                 is_traces = self.path == "/v1/traces"
                 if is_traces and collector.status == 200:
                     collector.take(body)
+                else:
+                    collector.num_refused += 1
                 self.send_response(collector.status if is_traces else 404)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -140,7 +143,7 @@ def _value(value: AnyValue) -> Any:
 def tree(spans: list[Told]) -> str:
     """A trace in text, each span below its parent, in order of time."""
     known = {span.span_id for span in spans}
-    start_ns = min(span.start_ns for span in spans)
+    start_ns = min((span.start_ns for span in spans), default=0)
     lines: list[str] = []
 
     def add(span: Told, depth: int) -> None:

@@ -86,6 +86,20 @@ async def test_spans_arrive_soon_without_being_asked_for(collector: Collector) -
     await tracing.close()
 
 
+async def test_what_a_collector_refuses_for_a_moment_is_sent_again(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.status = 503
+    tracing = _tracing(collector.endpoint)
+    with caplog.at_level(logging.DEBUG):
+        tracing.tell(_span(tracing))
+        await eventually(lambda: collector.num_refused == 3, timeout_s=10.0)
+        collector.status = 200
+        await eventually(lambda: len(collector.spans) == 1, timeout_s=10.0)
+        await tracing.close()
+    assert _lines(caplog) == []
+
+
 async def test_a_collector_that_is_away_costs_nothing_and_is_spoken_of_once(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,9 +111,9 @@ async def test_a_collector_that_is_away_costs_nothing_and_is_spoken_of_once(
         for _ in range(10_000):
             tracing.tell(_span(tracing))
         told_s = time.monotonic() - began_s
-        await eventually(lambda: bool(_lines(caplog)), timeout_s=10.0)
+        await eventually(lambda: bool(_lines(caplog)), timeout_s=20.0)
         collector.status = 200
-        await eventually(lambda: len(_lines(caplog)) == 2, timeout_s=10.0)
+        await eventually(lambda: len(_lines(caplog)) == 2, timeout_s=20.0)
         await tracing.close()
     assert told_s < 5.0
     first, second = _lines(caplog)
