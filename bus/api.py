@@ -348,8 +348,9 @@ class Objects(Protocol):
 class Outbox(Protocol):
     """Records on their way to Kafka, kept until they are old."""
 
-    async def publish(self, record: Record) -> None:
-        """Returns when it is stored; a request's second record of the same kind is ignored."""
+    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
+        """Returns when it is stored; a request's second record of the same kind is ignored. It may
+        wait ``patience_s`` for others: records that go together cost the process less."""
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
         """The next records that the bridge has not acknowledged yet."""

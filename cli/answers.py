@@ -159,10 +159,10 @@ async def _wait_for_result(
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            return await event.wait()
     except TimeoutError:
         return False
-    return True
 
 
 def _exit_code(result: JobResult) -> int:

@@ -40,6 +40,8 @@ PROBE_TENANT = "system"
 _LOOPBACK = "127.0.0.1"
 # What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
+# For the first answer of a model, whose worker may still warm up.
+_FIRST_ANSWER_S = 60.0
 # What a worker may take to end when it has drained.
 _GOODBYE_S = 4.0
 
@@ -333,7 +335,8 @@ async def _serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
             tier=Tier.ENTERPRISE,
         )
     )
-    await asyncio.wait_for(ended, timeout=60.0)
+    async with asyncio.timeout(_FIRST_ANSWER_S):
+        await ended
     await subscription.close()
 
 

@@ -215,8 +215,9 @@ async def _end(
     for wait_s in (hurry_after_s, within_s - hurry_after_s):
         if handle.returncode is None and wait_s > 0:
             _signal_group(handle.pid, signal.SIGTERM)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(handle.wait(), wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await handle.wait()
     _signal_group(handle.pid, signal.SIGKILL)
     await handle.wait()
 

@@ -82,7 +82,8 @@ async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
     """Close a client; one whose cluster is away would wait for it, and what it holds is in the
     outbox or in Kafka still."""
     try:
-        await asyncio.wait_for(client.stop(), _STOP_TIMEOUT_S)
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await client.stop()
     except TimeoutError:
         logger.warning("left a Kafka client unflushed", extra={"client": type(client).__name__})
 

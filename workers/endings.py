@@ -19,6 +19,8 @@ from workers.tenure import Standing
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _MAX_CONCURRENT = 256
+# A client has its answer by then: what a record waits for others costs nobody anything.
+_RECORD_PATIENCE_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,9 @@ class Endings:
                     await self._keep(transcript, generation)
                 await self._device_time_told(generation)
                 record = self._make_record(generation)
-                await self._insist(lambda: self._bus.outbox.publish(record), generation)
+                await self._insist(
+                    lambda: self._bus.outbox.publish(record, _RECORD_PATIENCE_S), generation
+                )
                 if generation.trace is not None:
                     generation.trace.recorded(generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)

@@ -159,7 +159,8 @@ class EngineClient:
 
     async def _reap(self) -> int:
         try:
-            return await asyncio.wait_for(self._process.wait(), _CLOSE_TIMEOUT_S)
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                return await self._process.wait()
         except TimeoutError:
             self._process.kill()
             return await self._process.wait()

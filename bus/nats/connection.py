@@ -247,12 +247,22 @@ class Connection:
                 raise BusUnavailableError(f"The message bus cannot be reached: {cause}.")
             await asyncio.sleep(_RETRY_WAIT_S)
 
-    async def ask(self, subject: str, payload: bytes, on_answer: OnAnswer) -> str:
-        """Start a request with many answers; the caller forgets the returned reply subject.
-        Without a server the only answer is None."""
+    async def ask(
+        self,
+        subject: str,
+        payload: bytes,
+        on_answer: OnAnswer,
+        headers: Mapping[str, str] | None = None,
+    ) -> str:
+        """Start a request that is not waited for; the caller forgets the returned reply subject.
+        Without a server the only answer is None. Raises PayloadTooLargeError."""
         reply = self._inbox.expect(on_answer)
-        if not await self.send(subject, payload, reply):
-            on_answer(None)
+        try:
+            if not await self.send(subject, payload, reply, headers):
+                on_answer(None)
+        except PayloadTooLargeError:
+            self._inbox.forget(reply)
+            raise
         return reply
 
     def forget(self, reply: str) -> None:
@@ -321,10 +331,22 @@ class Connection:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._client.close()
+                await self._end_reconnecting()
         except Exception:
             # nats-py raises assorted errors when it is closed during a reconnect.
             logger.debug("the client did not close cleanly", exc_info=True)
         self._lose_all()
+
+    async def _end_reconnecting(self) -> None:
+        """nats-py cancels its attempts once, in ``asyncio.wait_for``, which up to Python 3.11 may
+        drop that in the moment in which an attempt fails. They would go on for ever then, and the
+        end of the event loop would wait for them."""
+        while (task := self._client._reconnection_task) is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=_RETRY_WAIT_S)
+        if self._client.is_connected:
+            # The attempt in that moment went well.
+            await self._client.close()
 
     def _lose_all(self) -> None:
         for callback in self._on_loss_calls:

@@ -144,13 +144,19 @@ async def store(
     """
     answer, num_attempts = await connection.request_until(subject, payload, headers)
     try:
-        _raise_error(answer)
+        stored = stored_at(answer)
     except JetStreamError as error:
         if error.number == WRONG_LAST_SEQUENCE and num_attempts > 1:
             return StoredAt(seq=0)
         raise
-    stored = msgspec.json.decode(answer.data, type=StoredAt)
     return StoredAt(seq=stored.seq) if num_attempts > 1 else stored
+
+
+def stored_at(answer: Msg) -> StoredAt:
+    """What the server says of a message that it was to store. Raises JetStreamError, or
+    BusUnavailableError for an answer that makes no sense."""
+    _raise_error(answer)
+    return msgspec.json.decode(answer.data, type=StoredAt)
 
 
 def _raise_error(answer: Msg) -> None:

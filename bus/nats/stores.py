@@ -10,6 +10,7 @@ import msgspec
 from bus import codec, subjects
 from bus.api import OutboxMessage, Subscription
 from bus.nats import jetstream, topology
+from bus.nats.company import Company
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
 from bus.nats.leases import read_lease
@@ -60,6 +61,7 @@ class NatsOutbox:
 
     def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
+        self._company = Company(connection)
         self._puller = Puller(
             connection,
             inbox,
@@ -68,11 +70,14 @@ class NatsOutbox:
             lambda: topology.ensure_bridge(connection),
         )
 
-    async def publish(self, record: Record) -> None:
+    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
         headers = {MESSAGE_ID: subjects.record_identity(record)}
-        subject = subjects.record(record)
+        subject, payload = subjects.record(record), codec.encode(record)
         try:
-            await jetstream.store(self._connection, subject, codec.encode(record), headers)
+            if patience_s > 0.0:
+                await self._company.store(subject, payload, headers, patience_s)
+            else:
+                await jetstream.store(self._connection, subject, payload, headers)
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
 

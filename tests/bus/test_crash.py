@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import pytest
 
+from bus import codec
 from bus.api import Bus, LeasedJob, Line
 from bus.nats import connect
 from schemas.config import NatsConfig
@@ -197,6 +200,33 @@ async def test_close_while_the_server_is_away(
         await one.jobs.publish(job(1))
 
 
+async def test_nothing_of_a_connection_that_was_closed_goes_on(
+    buses: tuple[Bus, Bus], nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed in the very turn of the loop in which an attempt to reconnect fails."""
+    one, _ = buses
+    open_connection = asyncio.open_connection
+    closing: list[asyncio.Task[None]] = []
+
+    def close() -> None:
+        if not one.connected and not closing:
+            closing.append(asyncio.ensure_future(one.close()))
+
+    async def attempt(**options: Any) -> Any:
+        try:
+            return await open_connection(**options)
+        finally:
+            asyncio.get_running_loop().call_soon(close)
+
+    monkeypatch.setattr(asyncio, "open_connection", attempt)
+    nats_server.kill()
+    await eventually(lambda: bool(closing) and closing[0].done())
+    nats_server.start()
+    await eventually(lambda: buses[1].connected)
+    await eventually(lambda: not any("_reconnect" in repr(task) for task in asyncio.all_tasks()))
+    assert not one.connected
+
+
 async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> None:
     await delete_streams(nats_server)
     first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
@@ -210,3 +240,33 @@ async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> 
     assert again.num_deliveries == 2
     await first.close()
     await second.close()
+
+
+async def test_records_that_went_together_are_stored_once(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    one, two = buses
+
+    async def publish(number: int) -> None:
+        record = RequestRecord(request_id=f"r{number}", tenant="t")
+        await asyncio.sleep(number / 400)
+        while True:
+            try:
+                return await one.outbox.publish(record, 0.02)
+            except BusUnavailableError:
+                continue
+
+    publishing = asyncio.gather(*(publish(number) for number in range(400)))
+    for _ in range(3):
+        had = await two.outbox.last_sequence()
+        await eventually(partial(_grew, two, had))
+        restart(nats_server)
+    await publishing
+    pulled = await two.outbox.pull(999, 5.0)
+    assert len(pulled) == 400
+    records = {codec.RECORD.decode(message.payload) for message in pulled}
+    assert records == {RequestRecord(request_id=f"r{number}", tenant="t") for number in range(400)}
+
+
+async def _grew(bus: Bus, had: int) -> bool:
+    return await bus.outbox.last_sequence() > had

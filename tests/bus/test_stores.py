@@ -135,5 +135,38 @@ class TestOutbox:
         await bus.outbox.rewind(900)
         assert [message.sequence for message in await bus.outbox.pull(9, 1.0)] == [1]
 
+    async def test_records_that_wait_for_each_other_are_each_stored_once(self, bus: Bus) -> None:
+        ids = [f"r{number}" for number in range(50)]
+        twice = [request_record(request_id) for request_id in (*ids, *ids)]
+        await asyncio.gather(*(bus.outbox.publish(record, 0.02) for record in twice))
+        await bus.outbox.publish(request_record("alone"), 0.001)
+        pulled = await bus.outbox.pull(99, 1.0)
+        stored = [codec.RECORD.decode(message.payload) for message in pulled]
+        assert stored == [request_record(request_id) for request_id in (*ids, "alone")]
+
+    async def test_one_that_is_too_large_goes_alone(self, bus: Bus) -> None:
+        large = RequestRecord(request_id="x" * bus.max_payload_bytes, tenant="t", cost=Decimal(0))
+        records = (request_record("r1"), large, request_record("r2"))
+        outcomes = await asyncio.gather(
+            *(bus.outbox.publish(record, 0.01) for record in records), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [
+            type(None),
+            PayloadTooLargeError,
+            type(None),
+        ]
+        assert await bus.outbox.last_sequence() == 2
+
+    async def test_who_does_not_wait_any_more_holds_up_nobody(self, bus: Bus) -> None:
+        publishing = [
+            asyncio.ensure_future(bus.outbox.publish(request_record(f"r{number}"), 0.05))
+            for number in range(3)
+        ]
+        await asyncio.sleep(0)
+        publishing[0].cancel()
+        await asyncio.wait(publishing)
+        assert [publish.cancelled() for publish in publishing[1:]] == [False, False]
+        assert await bus.outbox.last_sequence() >= 2
+
     async def test_ack_of_nothing(self, bus: Bus) -> None:
         await bus.outbox.ack([])

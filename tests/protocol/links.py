@@ -123,8 +123,8 @@ class FaultyOutbox:
         self._inner = bus.outbox
         self._link = link
 
-    async def publish(self, record: Record) -> None:
-        await self._link.call("record", lambda: self._inner.publish(record))
+    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
+        await self._link.call("record", lambda: self._inner.publish(record, patience_s))
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
         return await self._link.call("bridge", lambda: self._inner.pull(max_records, timeout_s))

@@ -34,7 +34,8 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """In a child before exec: be killed when the process that started it ends."""
+    """In a child before exec: be killed when the thread that started it ends, be it with its
+    process or before."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,0 +1,86 @@
+"""Messages that wait a moment for others, with which they are sent and acknowledged in one go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from bus.nats import jetstream
+from bus.nats.connection import Connection, status_of
+from schemas.errors import MillraceError
+
+_ANSWERS_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Message:
+    subject: str
+    payload: bytes
+    headers: Mapping[str, str]
+    answer: asyncio.Future[Msg | None]
+
+
+class Company:
+    """Stores messages in groups. A process that sleeps between messages pays for waking up and for
+    reading and writing its socket each time, which is most of what storing one costs; a group pays
+    once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: list[_Message] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def store(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], patience_s: float
+    ) -> None:
+        """As ``jetstream.store``, after ``patience_s`` at most: the first one of a group says how
+        long it waits for others."""
+        loop = asyncio.get_running_loop()
+        message = _Message(subject, payload, headers, loop.create_future())
+        self._waiting.append(message)
+        if len(self._waiting) == 1:
+            loop.call_later(patience_s, self._leave)
+        answer = await message.answer
+        if answer is None or status_of(answer) is not None:
+            # Lost on the way, late, or nobody was there to store it: now by itself, for as long as
+            # that takes.
+            await jetstream.store(self._connection, subject, payload, headers)
+        else:
+            jetstream.stored_at(answer)
+
+    def _leave(self) -> None:
+        group = [message for message in self._waiting if not message.answer.done()]
+        self._waiting.clear()
+        task = asyncio.get_running_loop().create_task(self._send(group), name="store a group")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, group: Sequence[_Message]) -> None:
+        replies = [await self._send_one(message) for message in group]
+        if group:
+            answers = [message.answer for message in group]
+            await asyncio.wait(answers, timeout=_ANSWERS_TIMEOUT_S)
+        for message, reply in zip(group, replies, strict=True):
+            self._connection.forget(reply)
+            _settle(message.answer, None)
+
+    async def _send_one(self, message: _Message) -> str:
+        on_answer = partial(_settle, message.answer)
+        try:
+            return await self._connection.ask(
+                message.subject, message.payload, on_answer, message.headers
+            )
+        except MillraceError as error:
+            if not message.answer.done():
+                message.answer.set_exception(error)
+            return ""
+
+
+def _settle(future: asyncio.Future[Msg | None], answer: Msg | None) -> None:
+    if not future.done():
+        future.set_result(answer)
