@@ -23,6 +23,7 @@ class _Message:
     payload: bytes
     headers: Mapping[str, str]
     answer: asyncio.Future[Msg | None]
+    reply: str = ""
 
 
 class Company:
@@ -61,24 +62,27 @@ class Company:
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self, group: Sequence[_Message]) -> None:
-        replies = [await self._send_one(message) for message in group]
-        if group:
-            answers = [message.answer for message in group]
-            await asyncio.wait(answers, timeout=_ANSWERS_TIMEOUT_S)
-        for message, reply in zip(group, replies, strict=True):
-            self._connection.forget(reply)
-            _settle(message.answer, None)
+        try:
+            for message in group:
+                await self._send_one(message)
+            if group:
+                answers = [message.answer for message in group]
+                await asyncio.wait(answers, timeout=_ANSWERS_TIMEOUT_S)
+        finally:
+            # Whatever went wrong, nobody waits for ever.
+            for message in group:
+                self._connection.forget(message.reply)
+                _settle(message.answer, None)
 
-    async def _send_one(self, message: _Message) -> str:
+    async def _send_one(self, message: _Message) -> None:
         on_answer = partial(_settle, message.answer)
         try:
-            return await self._connection.ask(
+            message.reply = await self._connection.ask(
                 message.subject, message.payload, on_answer, message.headers
             )
         except MillraceError as error:
             if not message.answer.done():
                 message.answer.set_exception(error)
-            return ""
 
 
 def _settle(future: asyncio.Future[Msg | None], answer: Msg | None) -> None:

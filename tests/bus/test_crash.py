@@ -13,6 +13,7 @@ import pytest
 from bus import codec
 from bus.api import Bus, LeasedJob, Line
 from bus.nats import connect
+from bus.nats.connection import Connection
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError
 from schemas.frames import Accepted, Frame
@@ -266,6 +267,20 @@ async def test_records_that_went_together_are_stored_once(
     assert len(pulled) == 400
     records = {codec.RECORD.decode(message.payload) for message in pulled}
     assert records == {RequestRecord(request_id=f"r{number}", tenant="t") for number in range(400)}
+
+
+async def test_a_group_that_cannot_be_sent_goes_one_by_one(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Connection, "ask", fail)
+    bus = await connect(nats_config, "test")
+    records = [RequestRecord(request_id=f"r{number}", tenant="t") for number in range(3)]
+    await asyncio.gather(*(bus.outbox.publish(record, 0.001) for record in records))
+    assert await bus.outbox.last_sequence() == 3
+    await bus.close()
 
 
 async def _grew(bus: Bus, had: int) -> bool:
