@@ -10,7 +10,7 @@ from scheduler.fair_queue import INTERACTIVE, weights_of
 from scheduler.lane import Lane
 from scheduler.need import Need
 from scheduler.parts import Parts
-from scheduler.throughput import eta_s
+from scheduler.throughput import WINDOW_S, eta_s
 from scheduler.verdicts import too_slow
 from schemas.config import TierPolicy
 from schemas.errors import MillraceError
@@ -47,17 +47,25 @@ class Outlook:
         """Tell those who wait where they stand, and refuse what would come too late for its
         tier."""
         per_s = self._lane.throughput.per_s(self._parts.clock.monotonic())
+        is_known = per_s > 0 and self._is_settled()
         # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
         best_per_s = max(per_s, self._possible_per_s())
         for position, entry in enumerate(self._lane.queue.in_order()):
             wait_s, least_s = eta_s(position + 1, per_s), eta_s(position + 1, best_per_s)
-            if per_s and least_s is not None and self._refuse_if_too_slow(entry, least_s):
+            if is_known and least_s is not None and self._refuse_if_too_slow(entry, least_s):
                 continue
             told = entry.told_position
             if entry.job.reply and (told is None or position <= told // 2 < told):
                 entry.told_position = position
                 frame = Queued(position=position, eta_s=wait_s)
                 self._parts.tasks.spawn(self._tell(entry, frame), f"queued {entry.request_id}")
+
+    def _is_settled(self) -> bool:
+        """Whether what ended lately was done by the workers that there are now: without one, or
+        when one has just come, say after it died, it tells nothing of what will be."""
+        now_s = self._parts.clock.monotonic()
+        workers = list(self._parts.fleet.of_model(self._lane.model))
+        return bool(workers) and all(now_s - worker.joined_s >= WINDOW_S for worker in workers)
 
     def _possible_per_s(self) -> float:
         """Requests a second that the workers would end who have measured their steps, with their

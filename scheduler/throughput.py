@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-_WINDOW_S = 10.0
+WINDOW_S = 10.0
 _BUCKET_S = 0.25
 _MIN_RETRY_S = 0.5
 _MAX_RETRY_S = 60.0
@@ -29,7 +29,7 @@ class Throughput:
         self._forget(now_s)
 
     def _forget(self, now_s: float) -> None:
-        while self._buckets and self._buckets[0][0] <= now_s - _WINDOW_S:
+        while self._buckets and self._buckets[0][0] <= now_s - WINDOW_S:
             self._total -= self._buckets.popleft()[1]
 
     def per_s(self, now_s: float) -> float:

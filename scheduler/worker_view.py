@@ -49,7 +49,8 @@ class WorkerView:
     to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
     that comes now: as reported, and what was sent since, less what the worker will have done
     meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
-    with one more request (0: nothing was measured so far). Reading costs O(1), whatever is held.
+    with one more request (0: nothing was measured so far). ``joined_s`` is when it was first heard
+    of. Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
@@ -57,7 +58,7 @@ class WorkerView:
         self.pending_prompt_tokens = 0.0
         self.prefill_token_s = self.decode_step_s = 0.0
         self._steps = StepTimes()
-        self._advanced_s = now_s
+        self.joined_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._own = [0] * _NUM_TIERS
         self._others = [0] * _NUM_TIERS

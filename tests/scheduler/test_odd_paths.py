@@ -211,6 +211,32 @@ async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
     await world.close()
 
 
+async def test_nobody_is_refused_because_a_worker_has_to_start_again() -> None:
+    """What is left of the window's ends tells of the time without a worker."""
+    tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=30_000.0, shed=True))
+    world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
+    await world.open()
+    first = await world.add_worker("w", num_slots=9)
+    await world.pass_s(10.0)
+    for number in range(9):
+        await world.client.jobs.publish(job(f"calm-{number}"))
+    await world.until(lambda: len(first.running) == 9)
+    for number in range(8):
+        await first.finish(f"calm-{number}")
+    await world.pass_s(2.0)
+    await first.finish("calm-8")
+    await first.kill()
+    for number in range(25):
+        await world.client.jobs.publish(job(f"r{number}", received_ns=world.clock.now_ns()))
+    # Of the ends that were counted one is left, 9 s ago.
+    await world.pass_s(9.0)
+    again = await world.add_worker("w", num_slots=9)
+    await world.until(lambda: len(again.running) == 9)
+    await world.pass_s(2.0)
+    assert not any(isinstance(frame, Shed) for _, frame in world.frames)
+    await world.close()
+
+
 async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,18 +3,23 @@ address."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import csv
 import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
+from playwright.async_api import Error as PlaywrightError
 
 from schemas.records import RequestRecord
 from telemetry.store import Store
+from tests.support.waiting import eventually
 from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
 from tests.telemetry.stores import empty_store
 from tests.telemetry.traffic import MOVED_ID, NUM_REQUESTS, fill
@@ -159,6 +164,31 @@ async def test_recent_requests_by_how_they_ended_and_by_id(ops: OpsPage) -> None
     await expect(page.locator("#recent tbody tr")).to_have_count(1)
     await expect(page.locator("#recent .runs")).to_have_text("run 2")
     assert page.url.endswith("&id=req-mov")
+    assert complaints == []
+
+
+async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: OpsPage) -> None:
+    page, complaints = await ops.open()
+    asked: list[str] = []
+    go_on = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        asked.append(route.request.url)
+        await go_on.wait()
+        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+            await route.continue_()
+
+    await page.route("**/api/**", hold)
+    for status in ("shed", "failed", ""):
+        await page.locator("#status").select_option(status)
+    await page.get_by_label("Id begins with").fill("req-mov")
+    await eventually(lambda: page.url.endswith("&id=req-mov"))
+    go_on.set()
+    await expect(page.locator("#recent tbody tr")).to_have_count(1)
+    tables = [url for url in asked if "recent_requests" in url]
+    assert [parse_qs(urlsplit(url).query, keep_blank_values=True)["id"] for url in tables] == [
+        ["req-mov"]
+    ]
     assert complaints == []
 
 

@@ -15,20 +15,22 @@ export class RefusedError extends Error {}
 let numAsked = 0;
 const waiting = [];
 
-/** Rows of a saved query; questions wait for one another. */
-export async function ask(name, params) {
+/** Rows of a saved query; questions wait for one another. When `signal` aborts nobody wants the
+ * answer any more: it is not asked for, or not waited for. */
+export async function ask(name, params, signal) {
   if (numAsked >= MAX_AT_ONCE) await new Promise((resolve) => { waiting.push(resolve); });
   else numAsked += 1;
   try {
-    return await rowsOf(name, params);
+    return await rowsOf(name, params, signal);
   } finally {
     if (waiting.length) waiting.shift()();
     else numAsked -= 1;
   }
 }
 
-async function rowsOf(name, params) {
-  const answer = await send(name, params, "application/json", AbortSignal.timeout(TIMEOUT_MS));
+async function rowsOf(name, params, signal) {
+  const late = AbortSignal.timeout(TIMEOUT_MS);
+  const answer = await send(name, params, "application/json", signal ? AbortSignal.any([late, signal]) : late);
   return answer.json();
 }
 

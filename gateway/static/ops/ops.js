@@ -20,6 +20,7 @@ const OF_WORKERS = new Set(["workers", "unit_cost"]);
 let view = readView(location.hash);
 let timer = 0;
 let round = 0;
+let asking = new AbortController();
 let offeredAt = 0;
 let lastSeen = null;
 
@@ -38,10 +39,13 @@ function asked(query) {
 async function refresh() {
   clearTimeout(timer);
   const mine = ++round;
+  // What was asked for another view would keep this one waiting.
+  asking.abort();
+  asking = new AbortController();
   const frame = frameOf(view);
   let wait = frame.refresh;
   try {
-    const rows = await askAll(frame);
+    const rows = await askAll(frame, asking.signal);
     if (mine !== round) return;
     show(rows, frame);
     lastSeen = Date.now() / 1000;
@@ -56,26 +60,27 @@ async function refresh() {
   if (wait && !document.hidden) timer = setTimeout(refresh, wait);
 }
 
-async function askAll({ bounds, step, barStep }) {
+async function askAll({ bounds, step, barStep }, signal) {
+  const put = (query, params) => ask(query, params, signal);
   const all = { ...bounds, ...filtersOf(view) };
   const fine = { ...all, step_s: step };
   const coarse = { ...all, step_s: barStep };
   const ofWorkers = { ...bounds, model: view.model };
   const offerNow = Date.now() - offeredAt > OFFER_MS;
   const questions = {
-    totals: ask("totals", all),
-    traffic: ask("traffic", fine),
-    tokens: ask("tokens", fine),
-    latency: ask("latency", fine),
-    workers: ask("workers", { ...ofWorkers, step_s: step }),
-    devices: ask("workers", { ...ofWorkers, step_s: barStep }),
-    cost: ask("cost_by_model", coarse),
-    interruptions: ask("interruptions", coarse),
-    unitCost: ask("unit_cost", ofWorkers),
-    errors: ask("error_codes", all),
-    workersNow: ask("workers_now", { model: view.model }),
-    recent: ask("recent_requests", { ...all, status: view.status, id: view.id, rows: RECENT_ROWS }),
-    offered: offerNow ? ask("tenants_models", bounds) : null,
+    totals: put("totals", all),
+    traffic: put("traffic", fine),
+    tokens: put("tokens", fine),
+    latency: put("latency", fine),
+    workers: put("workers", { ...ofWorkers, step_s: step }),
+    devices: put("workers", { ...ofWorkers, step_s: barStep }),
+    cost: put("cost_by_model", coarse),
+    interruptions: put("interruptions", coarse),
+    unitCost: put("unit_cost", ofWorkers),
+    errors: put("error_codes", all),
+    workersNow: put("workers_now", { model: view.model }),
+    recent: put("recent_requests", { ...all, status: view.status, id: view.id, rows: RECENT_ROWS }),
+    offered: offerNow ? put("tenants_models", bounds) : null,
   };
   const answers = await Promise.all(Object.values(questions));
   return Object.fromEntries(Object.keys(questions).map((name, i) => [name, answers[i]]));
