@@ -102,6 +102,9 @@ class TelemetryService:
             bridge.stop()
             self.sink.stop()
             _, late = await asyncio.wait(parts, timeout=_FLUSH_TIMEOUT_S)
+            # All at once: each may wait for a Kafka that is away before it lets go of it.
+            for part in late:
+                part.cancel()
             # After the last batch, which it is to count.
             self.rollups.stop()
             _, still = await asyncio.wait([rollups], timeout=_FLUSH_TIMEOUT_S)
@@ -124,7 +127,8 @@ class TelemetryService:
         task = asyncio.create_task(work, name=name)
 
         async def end() -> None:
-            task.cancel()
+            if not task.cancelling():  # else it is letting go of what it holds
+                task.cancel()
             await asyncio.wait([task])
 
         stack.push_async_callback(end)
