@@ -42,7 +42,8 @@ return 1
 """
 )
 # KEYS: the lease's. ARGV: who holds it.
-_RELEASE = Script(
+# Takes a holder and lets go of the lease if it is still theirs.
+RELEASE = Script(
     """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
@@ -201,7 +202,7 @@ class BatchRunner:
         link = self._gateway.redis
         assert link is not None
         try:
-            await link.evaluate(_RELEASE, [redis_keys.batch_lease_key(batch_id)], [self._holder])
+            await link.evaluate(RELEASE, [redis_keys.batch_lease_key(batch_id)], [self._holder])
         except RedisAwayError:
             return  # It lapses by itself.
 

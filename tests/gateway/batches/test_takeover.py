@@ -6,6 +6,7 @@ from collections import Counter
 
 from bus import redis_keys
 from bus.redis_link import RedisLink
+from gateway.batch_runner import RELEASE
 from schemas.config import RedisConfig
 from tests.support.batch_system import (
     Connect,
@@ -73,9 +74,9 @@ async def test_two_gateways_that_both_think_that_they_run_it(
         holder = await link.call("GET", key)
 
         async def is_taken() -> bool:
-            # Until the other one looks, the owner would take it back.
-            if await link.call("GET", key) == holder:
-                await link.call("DEL", key)
+            # Until the other one looks, the owner would take it back. In one go, or it might be the
+            # other one's by the time that it is deleted.
+            await link.evaluate(RELEASE, [key], [holder])
             return new.num_running == 1
 
         await eventually(is_taken)
