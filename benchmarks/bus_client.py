@@ -46,21 +46,23 @@ class Answer:
 
 
 class Service:
-    """Owns the answers. ``charged`` sums, by tenant, what fair sharing charges for the tokens that
-    have come: 1 for one of a prompt that was not cached, ``output_weight`` for one that was made.
+    """Owns the answers, which come to ``reply``: a name that no other service has. ``charged``
+    sums, by tenant, what fair sharing charges for the tokens that have come: 1 for one of a prompt
+    that was not cached, ``output_weight`` for one that was made.
     """
 
-    def __init__(self, bus: Bus, output_weight: float = 2.0) -> None:
+    def __init__(self, bus: Bus, output_weight: float = 2.0, reply: str = REPLY) -> None:
         self.answers: dict[str, Answer] = {}
         self.charged: dict[str, float] = {}
         self.num_unstarted: dict[str, int] = {}
         self.num_output_tokens = 0
         self._bus = bus
+        self._reply = reply
         self._output_weight = output_weight
         self._num_sent = 0
 
     async def open(self) -> None:
-        await self._bus.frames.subscribe(REPLY, self._on_frame)
+        await self._bus.frames.subscribe(self._reply, self._on_frame)
 
     async def send(
         self,
@@ -72,7 +74,7 @@ class Service:
     ) -> Answer:
         """Publish a job; returns when it is stored."""
         self._num_sent += 1
-        request_id = f"bench-{self._num_sent}"
+        request_id = f"{self._reply}-{self._num_sent}"
         answer = Answer(tenant, len(prompt_token_ids))
         self.answers[request_id] = answer
         self.num_unstarted[tenant] = self.num_unstarted.get(tenant, 0) + 1
@@ -84,12 +86,13 @@ class Service:
             sampling=SamplingParams(max_tokens=max_tokens, seed=self._num_sent),
             tenant=tenant,
             tier=tier,
-            reply=REPLY,
+            reply=self._reply,
             batch_frames=True,
             received_ns=time.time_ns(),
         )
         answer.sent_s = time.perf_counter()
-        await self._bus.jobs.publish(job)
+        # As a gateway does: what is measured is not what the limits of tenants let through.
+        await self._bus.jobs.publish(job, reserved=True)
         return answer
 
     async def send_many(

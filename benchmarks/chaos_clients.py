@@ -3,7 +3,10 @@ notes when tokens came."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +61,85 @@ class TimedEvents(EventClient):
         super()._note(event_id)
 
 
+@dataclass
+class PartsAnswer(Answer):
+    """``text`` is a line for each choice: its content, its calls, its tokens as they were told, and
+    why it ended, as JSON. ``logprobs`` has what was told with the tokens, by choice."""
+
+    logprobs: dict[int, list[float]]
+
+
+class Choice:
+    """What came of one choice."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.calls: dict[int, list[str]] = {}
+        self.tokens: list[list[str]] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = ""
+
+    def read(self, choice: dict[str, Any]) -> None:
+        delta = choice["delta"]
+        self.content += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            # Its id is made of the request's, so that it is another each time.
+            parts = self.calls.setdefault(call["index"], ["", ""])
+            function = call.get("function", {})
+            parts[0] += function.get("name") or ""
+            parts[1] += function.get("arguments") or ""
+        for token in (choice.get("logprobs") or {}).get("content") or ():
+            best = sorted(token["top_logprobs"], key=lambda one: one["token"])
+            self.tokens.append([token["token"], *(one["token"] for one in best)])
+            self.logprobs += [token["logprob"], *(one["logprob"] for one in best)]
+        self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    def line(self) -> str:
+        return json.dumps([self.content, self.calls, self.tokens, self.finish_reason])
+
+
+class TimedParts(TimedEvents):
+    """By server-sent events, reading all that a choice may have. It never has to come back: what is
+    done to the system leaves its gateway alone."""
+
+    def __init__(self, system: System, question: str, **options: Any) -> None:
+        super().__init__(system, question, **options)
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)
+
+    def _read(self, chunk: dict[str, Any]) -> bool:
+        assert "error" not in chunk, chunk
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk["choices"]:
+            self._choices[choice["index"]].read(choice)
+        return True
+
+    def _note(self, event_id: str) -> None:
+        del event_id
+        self.arrivals.note()
+
+    def _answer(self) -> Answer:
+        assert self.num_connections == 1, "it lost its gateway"
+        choices = sorted(self._choices.items())
+        return PartsAnswer(
+            self.request_id,
+            "\n".join(choice.line() for _, choice in choices),
+            ",".join(choice.finish_reason for _, choice in choices),
+            self._usage["prompt_tokens"],
+            self._usage["completion_tokens"],
+            {index: choice.logprobs for index, choice in choices},
+        )
+
+
 TimedClient = TimedSocket | TimedEvents
 KINDS: tuple[type[TimedSocket] | type[TimedEvents], ...] = (TimedSocket, TimedEvents)
 
-__all__ = ["KINDS", "Answer", "Arrivals", "Persistent", "TimedClient"]
+__all__ = [
+    "KINDS",
+    "Answer",
+    "Arrivals",
+    "Choice",
+    "PartsAnswer",
+    "Persistent",
+    "TimedClient",
+    "TimedParts",
+]

@@ -1,6 +1,6 @@
 """``python -m benchmarks.fairness``: whether one tenant's load can hurt another.
 
-On real servers with one scheduler process and simulated workers. First a few quiet tenants alone,
+On real servers with a scheduler process and simulated workers. First a few quiet tenants alone,
 who ask, read the answer and ask again; then they beside three that ask for more than there is, one
 of them ten times as much as another, and one in requests four times as large. What counts is the
 work that each of the backlogged was given: a token of a prompt is 1, one that was made is 2. The
@@ -8,18 +8,24 @@ gap between any two of them, over any part of the time, has the bound of VTC (Sh
 "Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
 Equal shares are what a perfect scheduler gives.
 
-Then one tenant's backlog of many jobs, and what the first job of each of several others waits for
-behind it, beside what it waits for with nobody there.
+Then shares by replicas: two schedulers, and two doors by which jobs are published. All clients of
+one tenant use one door and ask for four times as much as the other's, who use both; one scheduler
+is killed (``kill -9``) meanwhile and comes back. A system whose counters of service are each
+process's own ends at shares like the load's; equal ones are what one scheduler gives.
+
+At last one tenant's backlog of many jobs, and what the first job of each of several others waits
+for behind it, beside what it waits for with nobody there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import AsyncIterator, Sequence
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import uvloop
@@ -27,6 +33,7 @@ import uvloop
 from benchmarks.bus_client import Answer, Service
 from benchmarks.figures import percentile
 from benchmarks.simulated_system import SimulatedSystem, simulated_system
+from bus import nats
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 
 _OUTPUT_WEIGHT = 2.0
@@ -41,6 +48,8 @@ _WORKER = WorkerConfig(
         simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=20.0),
     ),
 )
+_PHASES = ("both schedulers", "one is killed", "it is back")
+_PARTS = ("neighbours", "replicas", "backlog")
 _SAMPLE_S = 0.05
 _WARM_UP_SHARE = 0.15
 _JAIN_GOAL, _TTFT_GOAL = 0.98, 1.5
@@ -68,6 +77,9 @@ _BACKLOGGED = (
     _Load("steady", 32.0, 64, 32),
     _Load("large", 8.0, 256, 128),
 )
+# Both ask for more than half of what there is, one for four times as much at its door as the other
+# at both of its doors together.
+_AT_DOORS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
 
 
 def jain_index(shares: Sequence[float]) -> float:
@@ -201,6 +213,64 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
     return backlogged and jain >= _JAIN_GOAL and gap <= bound and ratio <= _TTFT_GOAL
 
 
+async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
+    """Whether the goals were kept. It takes a third of ``duration_s`` for each phase."""
+    other = await nats.connect(system.config.nats, "another door")
+    try:
+        doors = [
+            Service(bus, _OUTPUT_WEIGHT, reply=f"door-{number}")
+            for number, bus in enumerate((system.bus, other), start=1)
+        ]
+        for door in doors:
+            await door.open()
+        shares = await _shares_of_phases(system, doors, duration_s)
+    finally:
+        await other.close()
+    at_one_door, at_each_door = (load.per_s for load in _AT_DOORS)
+    per_s = f"{at_one_door:g}/s at one door, {2 * at_each_door:g}/s at both"
+    print(f"two schedulers, two doors; {per_s}; {duration_s:g} s")
+    bound = vtc_bound(_AT_DOORS)
+    gaps = [abs(at_one - at_both) for at_one, at_both in shares]
+    for phase, gap, (at_one, at_both) in zip(_PHASES, gaps, shares, strict=True):
+        share = at_one / max(at_one + at_both, 1e-9)
+        print(
+            f"  {phase:<16}{share:6.1%} of the work to the one (equal: 50.0%), "
+            f"gap {gap:,.0f} (VTC's bound: {bound:,.0f})"
+        )
+    jain = jain_index([sum(of_tenant) for of_tenant in zip(*shares, strict=True)])
+    print(f"  Jain index of all phases together {jain:.4f} (goal: at least {_JAIN_GOAL})")
+    return jain >= _JAIN_GOAL and max(gaps) <= bound
+
+
+async def _shares_of_phases(
+    system: SimulatedSystem, doors: Sequence[Service], duration_s: float
+) -> list[tuple[float, float]]:
+    """The work that each of the two was given in each phase."""
+    prompts, tenants = _Prompts(), [load.tenant for load in _AT_DOORS]
+    warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
+    at_one, at_both = _AT_DOORS
+    ways = [(doors[0], at_one), (doors[0], at_both), (doors[1], at_both)]
+    offering = [
+        asyncio.create_task(_offer(door, prompts, load, warm_up_s + duration_s))
+        for door, load in ways
+    ]
+
+    def served() -> list[float]:
+        return [sum(door.charged.get(tenant, 0.0) for door in doors) for tenant in tenants]
+
+    await asyncio.sleep(warm_up_s)
+    seen = [served()]
+    for number in range(len(_PHASES)):
+        if number == 1:
+            await system.kill_scheduler(0)
+        elif number == 2:
+            system.restart_scheduler(0)
+        await asyncio.sleep(phase_s)
+        seen.append(served())
+    await asyncio.gather(*offering)
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
+
+
 async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
     service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
     await service.open()
@@ -232,15 +302,26 @@ def _latency(latencies_ms: Sequence[float]) -> str:
 
 
 async def _measure(arguments: argparse.Namespace) -> bool:
-    async with simulated_system(worker=_WORKER) as system:
-        await system.start_scheduler()
-        await system.start_workers(_NUM_WORKERS)
-        kept = await _neighbours(system, arguments.seconds)
-    async with simulated_system(worker=_WORKER) as system:
-        await system.start_scheduler()
-        await system.start_workers(_NUM_WORKERS)
-        await _behind_a_backlog(system, arguments.backlog)
+    kept = True
+    if "neighbours" in arguments.only:
+        async with _system(num_schedulers=1) as system:
+            kept = await _neighbours(system, arguments.seconds)
+    if "replicas" in arguments.only:
+        async with _system(num_schedulers=2) as system:
+            kept = await _replicas(system, arguments.seconds) and kept
+    if "backlog" in arguments.only:
+        async with _system(num_schedulers=1) as system:
+            await _behind_a_backlog(system, arguments.backlog)
     return kept
+
+
+@contextlib.asynccontextmanager
+async def _system(num_schedulers: int) -> AsyncIterator[SimulatedSystem]:
+    async with simulated_system(worker=_WORKER) as system:
+        for _ in range(num_schedulers):
+            await system.start_scheduler()
+        await system.start_workers(_NUM_WORKERS)
+        yield system
 
 
 def main() -> int:
@@ -248,6 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--backlog", type=int, default=100_000, help="jobs of the one tenant")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="of the parts")
     parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
     arguments = parser.parse_args()
     if arguments.smoke:

@@ -52,6 +52,15 @@ class SimulatedSystem:
         await asyncio.wait_for(heard.wait(), _START_TIMEOUT_S)
         await subscription.close()
 
+    async def kill_scheduler(self, number: int) -> None:
+        """With ``kill -9``; what it held goes to the others when its leases lapse."""
+        self.schedulers[number].kill()
+        await asyncio.to_thread(self.schedulers[number].wait)
+
+    def restart_scheduler(self, number: int) -> None:
+        """After it was killed."""
+        self.schedulers[number] = self._start("scheduler", number, ())
+
     async def start_workers(self, count: int) -> None:
         """``count`` of them in one process; returns when all have announced themselves."""
         options = ("--engine", "simulated", "--count", str(count))
@@ -98,7 +107,10 @@ async def simulated_system(
     logs go when it ends."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         directory = Path(folder)
-        servers = (NatsServer(directory / "nats"), RedisServer(directory / "redis"))
+        servers = (
+            NatsServer(directory / "nats", "max_payload: 8MB"),
+            RedisServer(directory / "redis"),
+        )
         for server in servers:
             server.start()
             stack.callback(server.stop)

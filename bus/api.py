@@ -12,10 +12,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from bus.storage import Storage
 from schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    NameLease,
     PrefixReport,
     QueueStatus,
     ResumePoint,
@@ -39,18 +41,26 @@ class Subscription(Protocol):
 class Line(NamedTuple):
     """Where the jobs of one tenant for one model in one tier wait, in order of arrival.
 
-    A job that was published without a tenant in its subject waits in the line of ``tenant`` None,
-    whosever it is.
+    A job that was published without a tenant in its subject is the keyless tenant's, and waits in
+    the line of ``tenant`` None. ``reserved``: gateways published them, which keep their callers'
+    limits; all others count against their tenant's when they are pulled. Who may say so is up to
+    the permissions of the server: the line is the subject.
     """
 
     model: str
     tier: Tier
     tenant: str | None
+    reserved: bool = False
 
     @classmethod
-    def of(cls, job: Job) -> Line:
+    def of(cls, job: Job, *, reserved: bool = False) -> Line:
         """Where a job waits that ``JobQueue.publish`` stored."""
-        return cls(job.model, job.tier, job.tenant)
+        return cls(job.model, job.tier, job.tenant, reserved)
+
+    @property
+    def twin(self) -> Line:
+        """The other line of the same tenant."""
+        return self._replace(reserved=not self.reserved)
 
 
 class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +108,9 @@ class OutboxMessage(msgspec.Struct, frozen=True, kw_only=True):
 class JobQueue(Protocol):
     """The work queue ``JOBS`` and its leases."""
 
-    async def publish(self, job: Job) -> PublishedJob:
-        """Store a job; once this returns the job will be answered.
+    async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
+        """Store a job; once this returns the job will be answered. ``reserved``: what it may use
+        was set aside, and its publisher settles that; a service may not publish so.
 
         Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was stored.
         """
@@ -218,6 +229,10 @@ class Control(Protocol):
         """Ask the gateway that holds a stream to let go of it; what it had read of it, or None if
         it does not hold it. That nobody is there is known at once."""
 
+    async def is_gateway_there(self, gateway_id: str, request_id: str, timeout_s: float) -> bool:
+        """Whether the gateway that holds a stream is alive; it goes on holding it. That nobody is
+        there is known at once."""
+
     async def serve_handovers(
         self, gateway_id: str, handler: Callable[[str], HandedOver | None]
     ) -> Subscription:
@@ -238,6 +253,13 @@ class Control(Protocol):
     ) -> Subscription: ...
 
 
+class HeldName(NamedTuple):
+    """A lease as it is in the bucket; ``revision`` changes when it is written."""
+
+    lease: NameLease
+    revision: int
+
+
 class WorkerDirectory(Protocol):
     """Who works: the KV bucket ``workers`` for newcomers, heartbeats for those who watch."""
 
@@ -246,6 +268,20 @@ class WorkerDirectory(Protocol):
 
     async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
         """The known workers first, then every heartbeat. Silence is for the watcher to notice."""
+
+    async def silences_s(self) -> dict[str, float]:
+        """For how long each worker in the bucket has not announced itself there, by the bucket's
+        own clock, or a little less. Raises BusUnavailableError."""
+
+    async def hold_name(self, name: str, lease: NameLease, after: int) -> int | None:
+        """Write who holds a worker's name, if its entry has the revision ``after`` (0: if it has
+        none); its revision now, or None if it was another. It is forgotten after ``ENTRY_TTL_S``.
+
+        Raises BusUnavailableError: nobody knows whether it was written.
+        """
+
+    async def name_holder(self, name: str) -> HeldName | None:
+        """Who holds a worker's name, by the last word of it. Raises BusUnavailableError."""
 
     async def report_prefixes(self, report: PrefixReport) -> None:
         """Tell the schedulers what a worker's prefix cache holds; at most once."""
@@ -378,6 +414,7 @@ class Bus(Protocol):
     outbox: Outbox
     journal: Journal
     objects: Objects
+    storage: Storage
 
     @property
     def max_payload_bytes(self) -> int: ...

@@ -27,7 +27,13 @@ from schemas.control import (
 )
 from schemas.frames import Frame, FrameBatch
 from schemas.jobs import DeadJob, Job, JobResult, Tier
-from schemas.records import DeliveryRecord, RequestRecord, TranscriptRecord, WorkerSample
+from schemas.records import (
+    DeliveryRecord,
+    RefusalRecord,
+    RequestRecord,
+    TranscriptRecord,
+    WorkerSample,
+)
 
 _REF = "#/components/schemas/{name}"
 _BOTH = f"{codec.MSGPACK} (no header needed) or {codec.JSON} by the {codec.CONTENT_TYPE} header"
@@ -73,19 +79,29 @@ _CHANNELS = (
         f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
         "the request id, so that a retried publish is accepted once, and wait for the "
         "acknowledgement: from then on the job is answered. Model, tier and tenant in the body "
-        "must be those of the subject; an absent tier or tenant is the subject's. Jobs of a "
-        "subject wait in a line of their own, and tenants are served in turn; a server that lets "
-        f"a client publish under its tenant alone knows whose a job is. Encoded as {_BOTH}; a job "
-        "in JSON gets its frames in JSON.",
+        "must be those of the subject; an absent tier or tenant is the subject's, and a body that "
+        "names another tenant is refused (tenant_mismatch). Jobs of a subject wait in a line of "
+        "their own, and tenants are served in turn; a server that lets a client publish under its "
+        "tenant alone knows whose a job is. What a job may use counts against its tenant's limits; "
+        "one over a limit ends as shed, which says when to come back, or as failed. Encoded as "
+        f"{_BOTH}; a job in JSON gets its frames in JSON.",
     ),
     _Channel(
         "jobs-of-anybody",
         "jobs.{model}.{tier}",
-        "Generation jobs of any tenant",
+        "Generation jobs without a tenant",
         "receive",
         (Job,),
-        "The same without a tenant: the body says whose the job is, and all tenants' jobs wait in "
-        "one line.",
+        "The same without a tenant: the job is the keyless tenant's, local.",
+    ),
+    _Channel(
+        "jobs-of-gateways",
+        "jobs.{model}.{tier}.{tenant}.reserved",
+        "Generation jobs that gateways let in",
+        "receive",
+        (Job,),
+        "What these may use was set aside by the gateway that took the request in, which settles "
+        "it too. For gateways only: whoever may publish here is under no limit.",
     ),
     _Channel(
         "frames",
@@ -148,7 +164,8 @@ _CHANNELS = (
         "send",
         (),
         "An empty request from a gateway whose client went on there to the one that holds the "
-        "stream. Who does not hold it stays silent.",
+        "stream. Who does not hold it stays silent. A request whose payload is ``?`` asks only "
+        "whether that gateway is there, which answers and lets go of nothing.",
         answer=HandedOver,
     ),
     _Channel(
@@ -233,6 +250,13 @@ _CHANNELS = (
                 "Prompts and answers of tenants that have them kept",
                 TranscriptRecord,
                 "rec.transcript",
+            ),
+            (
+                "refusal-records",
+                subjects.REFUSALS_TOPIC,
+                "What was refused before it was a job",
+                RefusalRecord,
+                "rec.refusal",
             ),
         )
     ),

@@ -11,6 +11,7 @@ from schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    NameLease,
     PrefixReport,
     QueueStatus,
     ResumePoint,
@@ -83,6 +84,7 @@ FRAME_BATCH: Codec[FrameBatch] = Codec(FrameBatch)
 WORKER_COMMAND: Codec[WorkerCommand] = Codec(WorkerCommand)  # type: ignore[arg-type]
 WORKER_REPLY: Codec[WorkerReply] = Codec(WorkerReply)
 WORKER_STATUS: Codec[WorkerStatus] = Codec(WorkerStatus)
+NAME_LEASE: Codec[NameLease] = Codec(NameLease)
 PREFIX_REPORT: Codec[PrefixReport] = Codec(PrefixReport)
 CANCEL: Codec[Cancel] = Codec(Cancel)
 ENDED: Codec[Ended] = Codec(Ended)

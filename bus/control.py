@@ -25,6 +25,9 @@ from schemas.errors import MalformedMessageError
 
 logger = logging.getLogger(__name__)
 
+# In a request for a handover: nothing is to be let go of.
+_ONLY_LOOKING = b"?"
+
 
 class _Server:
     """A subscription and the answers that are being made for it; closing cancels those."""
@@ -131,10 +134,21 @@ class CoreControl:
         answer = await self._transport.request(subject, b"", timeout_s)
         return self._read(codec.HANDED_OVER, answer)
 
+    async def is_gateway_there(self, gateway_id: str, request_id: str, timeout_s: float) -> bool:
+        subject = subjects.handover(gateway_id, request_id)
+        answer = await self._transport.request(subject, _ONLY_LOOKING, timeout_s)
+        return self._read(codec.HANDED_OVER, answer) is not None
+
     async def serve_handovers(
         self, gateway_id: str, handler: Callable[[str], HandedOver | None]
     ) -> Subscription:
-        return await self._serve_known(subjects.handovers_of(gateway_id), handler)
+        async def answer(message: Message) -> None:
+            if message.payload == _ONLY_LOOKING:
+                await self._answer(message, HandedOver())
+            else:
+                await self._answer_known(message, handler)
+
+        return await self._serve(subjects.handovers_of(gateway_id), answer)
 
     # --- queue status ---
 
@@ -192,15 +206,20 @@ class CoreControl:
         """Answer with what ``handler`` knows of a request; about others stay silent."""
 
         async def answer(message: Message) -> None:
-            try:
-                known = handler(subjects.last_token(message.subject))
-            except Exception:
-                logger.exception("a question went unanswered", extra={"subject": message.subject})
-                return
-            if known is not None:
-                await self._answer(message, known)
+            await self._answer_known(message, handler)
 
         return await self._serve(subject, answer)
+
+    async def _answer_known(
+        self, message: Message, handler: Callable[[str], object | None]
+    ) -> None:
+        try:
+            known = handler(subjects.last_token(message.subject))
+        except Exception:
+            logger.exception("a question went unanswered", extra={"subject": message.subject})
+            return
+        if known is not None:
+            await self._answer(message, known)
 
     async def _answer(self, message: Message, reply: object) -> None:
         if not message.reply:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bus import codec, subjects
-from bus.api import Subscription
+from bus.api import HeldName, Subscription
 from bus.transport import Message, Transport
-from schemas.control import PrefixReport, WorkerStatus
+from schemas.control import NameLease, PrefixReport, WorkerStatus
 from schemas.errors import MalformedMessageError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,19 @@ class WorkerBucket(Protocol):
 
     async def put(self, subject: str, payload: bytes) -> None: ...
 
-    async def entries(self) -> Sequence[bytes]: ...
+    async def entries(self) -> Sequence[bytes]:
+        """The workers'."""
+
+    async def ages(self) -> Sequence[tuple[bytes, float]]:
+        """The workers', each with how long ago it was put, in seconds by the bucket's own clock, or
+        a little less. Raises BusUnavailableError."""
+
+    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        """Put a value if the last one has the revision ``after``, 0 for none; its revision, or None
+        if it was not put. Raises BusUnavailableError."""
+
+    async def get(self, subject: str) -> tuple[bytes, int] | None:
+        """A value and its revision. Raises BusUnavailableError."""
 
 
 class CoreWorkerDirectory:
@@ -77,6 +89,30 @@ class CoreWorkerDirectory:
         except MalformedMessageError:
             logger.warning("dropped a heartbeat that could not be read")
             return None
+
+    async def silences_s(self) -> dict[str, float]:
+        silences_s: dict[str, float] = {}
+        for payload, age_s in await self._bucket.ages():
+            status = self._read(payload)
+            if status is not None:
+                silences_s[status.worker_id] = max(age_s, 0.0)
+        return silences_s
+
+    async def hold_name(self, name: str, lease: NameLease, after: int) -> int | None:
+        return await self._bucket.put_after(subjects.worker_name(name), codec.encode(lease), after)
+
+    async def name_holder(self, name: str) -> HeldName | None:
+        found = await self._bucket.get(subjects.worker_name(name))
+        if found is None:
+            return None
+        payload, revision = found
+        try:
+            return HeldName(codec.NAME_LEASE.decode(payload), revision)
+        except MalformedMessageError:
+            logger.warning(
+                "a worker's name has a lease that cannot be read", extra={"worker": name}
+            )
+            return HeldName(NameLease(holder=""), revision)
 
     async def report_prefixes(self, report: PrefixReport) -> None:
         """Raises PayloadTooLargeError for a report that the server would not take."""

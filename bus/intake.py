@@ -6,12 +6,18 @@ import msgspec
 
 from bus import codec, subjects
 from bus.tracing import parse_traceparent
-from schemas.errors import MalformedMessageError
+from schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
 from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
+from schemas.outline import check_outline
+from schemas.tenants import LOCAL_TENANT
 
 MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
 NOT_A_LINE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
+FOREIGN_TENANT = (
+    "The subject says whose a job is, and this job names another tenant. Publish it under "
+    "jobs.<model>.<tier>.<tenant>."
+)
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +25,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str = ""
     reply: str = ""
-    tenant: str = "local"
+    tenant: str = LOCAL_TENANT
     model: str = ""
     store_result: bool = False
     frames_as_json: bool = False
@@ -51,10 +57,15 @@ def read_job(
     """The job in a message of the stream JOBS.
 
     The model in the body must be the subject's, and so must tier and tenant where both state
-    them. A job without ``received_ns`` was received when it was stored; a JSON job's listener
-    reads JSON. A job that names no trace is of that in the message's header ``traceparent``, if
-    that is one. Raises MalformedMessageError.
+    them; under a subject without a tenant a job is the keyless one's. A job without
+    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
+    names no trace is of that in the message's header ``traceparent``, if that is one. Raises
+    MalformedMessageError, and ForeignTenantError for a job that names another tenant.
     """
+    try:
+        check_outline(payload, is_json=codec.is_json(content_type))
+    except ParameterError as error:
+        raise MalformedMessageError(error.message) from error
     job = codec.JOB.decode(payload, content_type)
     try:
         line = subjects.line_of(subject)
@@ -63,14 +74,15 @@ def read_job(
     if job.model != line.model:
         raise MalformedMessageError("the job's model is not the one that its subject names")
     changes: dict[str, object] = {}
-    if job.tier != line.tier or line.tenant not in (None, job.tenant):
+    tenant = LOCAL_TENANT if line.tenant is None else line.tenant
+    if job.tier != line.tier or job.tenant != tenant:
         stated = _STATED.decode(payload, content_type)
         if stated.tier is not None and job.tier != line.tier:
             raise MalformedMessageError("the job's tier is not the one that its subject names")
-        if stated.tenant is not None and line.tenant not in (None, job.tenant):
-            raise MalformedMessageError("the job's tenant is not the one that its subject names")
+        if stated.tenant is not None and job.tenant != tenant:
+            raise ForeignTenantError(FOREIGN_TENANT)
         changes["tier"] = line.tier
-        changes["tenant"] = job.tenant if line.tenant is None else line.tenant
+        changes["tenant"] = tenant
     if job.received_ns == 0:
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
@@ -89,8 +101,8 @@ def read_job(
 def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     """Whatever can be read of who published a malformed job; empty where nothing can.
 
-    A tenant in the subject holds, whatever the body says: who may publish under it alone must not
-    be answered in another's name.
+    The subject's tenant holds, whatever the body says: who may publish under it alone must not be
+    answered in another's name.
     """
     try:
         owner = _OWNER.decode(payload, content_type)
@@ -108,8 +120,10 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
 def _tenant_of(subject: str) -> str | None:
     """None also where it is longer than any tenant's name."""
     parts = subject.split(".")
+    if len(parts) == 3:
+        return LOCAL_TENANT
     try:
-        tenant = subjects.untoken(parts[3]) if len(parts) == 4 else None
+        tenant = subjects.untoken(parts[3]) if len(parts) in (4, 5) else None
     except ValueError:
         return None
     return tenant if tenant is None or len(tenant) <= MAX_NAME_CHARACTERS else None

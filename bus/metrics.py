@@ -7,6 +7,7 @@ meanwhile, and by as little code as that takes: a GET is answered, and the conne
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,6 +27,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bus.addresses import is_loopback
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 
@@ -39,6 +41,7 @@ _EXCHANGE_S = 10.0
 _REASONS = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
     404: "Not Found",
     405: "Method Not Allowed",
     500: "Internal Server Error",
@@ -68,8 +71,12 @@ class Monitor:
     """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
     nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``."""
 
-    def __init__(self, part: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self, part: str, registry: CollectorRegistry | None = None, token: str = ""
+    ) -> None:
+        """``token``: what a request for ``/metrics`` has to bear, if anything."""
         self.registry = registry or new_registry()
+        self._token = token
         self.trouble: Callable[[], str] = lambda: "starting"
         self.url = ""
         self._part = part
@@ -88,6 +95,8 @@ class Monitor:
             return _response(405, _TEXT, b"Use GET.\n", allow=True)
         if path == b"/healthz":
             response = self._health()
+        elif self._token and not bears_token(_authorization(head), self._token):
+            response = _response(401, _TEXT, b"Send metrics.token as Authorization: Bearer.\n")
         else:
             try:
                 response = _response(200, CONTENT_TYPE, render(self.registry))
@@ -129,16 +138,43 @@ class Monitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def bears_token(authorization: str, token: str) -> bool:
+    """Whether an ``Authorization`` header has this bearer token. It takes as long as if it had."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode(), token.encode()
+    )
+
+
+def check_exposure(config: MetricsConfig) -> None:
+    """Raises ConfigError if other machines could read the metrics and nobody said that they may."""
+    if not (is_loopback(config.host) or config.token or config.public):
+        raise ConfigError(
+            f"metrics.host is {config.host}, which other machines can reach: set metrics.token "
+            "(MILLRACE_METRICS__TOKEN, or _TOKEN_FILE), which Prometheus then sends, or "
+            "metrics.public to true if whoever reaches it may read the metrics"
+        )
+
+
+def _authorization(head: bytes) -> str:
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"authorization":
+            return value.strip().decode("latin-1")
+    return ""
+
+
 @asynccontextmanager
 async def monitored(
     part: str, config: MetricsConfig, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[Monitor]:
     """A monitor, shown on ``config.host:config.port`` as long as the context lasts; port 0 shows it
-    nowhere. Raises ConfigError if it cannot listen there."""
-    monitor = Monitor(part, registry)
+    nowhere. Raises ConfigError if it cannot listen there, or must not (``check_exposure``)."""
+    monitor = Monitor(part, registry, config.token)
     if not config.port:
         yield monitor
         return
+    check_exposure(config)
     listener = _listen(config)
     server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=_MAX_HEAD_BYTES)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -170,8 +206,10 @@ def _listen(config: MetricsConfig) -> socket.socket:
 
 
 def _response(status: int, content_type: str, body: bytes, *, allow: bool = False) -> bytes:
+    challenge = ['WWW-Authenticate: Bearer realm="millrace metrics"'] if status == 401 else []
     lines = [
         f"HTTP/1.1 {status} {_REASONS[status]}",
+        *challenge,
         f"Content-Type: {content_type}",
         f"Content-Length: {len(body)}",
         "Connection: close",

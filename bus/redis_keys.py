@@ -11,6 +11,11 @@ def generation_key(request_id: str) -> str:
     return f"gen:{request_id}"
 
 
+def held_key(worker_id: str) -> str:
+    """What a worker runs: a hash of leases by request id."""
+    return f"held:{worker_id}"
+
+
 def batch_lease_key(batch_id: str) -> str:
     """The gateway that runs a batch."""
     return f"batch:{batch_id}"
@@ -103,6 +108,12 @@ def spent_key(account: str, month: str) -> str:
 def reservation_key(request_id: str) -> str:
     """What was set aside for a request that runs."""
     return f"resv:{request_id}"
+
+
+def job_reservation(stream_sequence: int, request_id: str) -> str:
+    """What ``reservation_key`` is given for a job that a service published: no gateway names one of
+    its own so, and no two stored jobs share it, whatever ids they bear."""
+    return f"job:{stream_sequence}:{token(request_id)}"
 
 
 def response_key(tenant: str, response_id: str) -> str:

@@ -8,12 +8,10 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from bus.clock import Clock, SystemClock
+from bus.redis_client import open_redis, why_refused
 from schemas.config import RedisConfig
 from schemas.errors import MillraceError
 
@@ -22,6 +20,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 0.3
 _PAUSE_S = 1.0
 _MAX_BATCH = 512
+_CANNOT_WRITE = "MISCONF"
+_AOF, _RDB = "aof_last_write_status", "rdb_last_bgsave_status"
 
 Argument = str | bytes | int | float
 _Command = tuple[Argument, ...]
@@ -36,8 +36,22 @@ class RedisAwayError(MillraceError):
     retryable = True
     http_status = 503
 
+    def __init__(
+        self, message: str = "The store of request state is away. Try again in a moment."
+    ) -> None:
+        super().__init__(message)
+
+
+class RedisFullError(RedisAwayError):
+    """Redis cannot write to its disk, and refuses whatever would change it."""
+
+    code = "storage_full"
+
     def __init__(self) -> None:
-        super().__init__("The store of request state is away. Try again in a moment.")
+        super().__init__(
+            "The store of request state, redis, cannot write to its disk. Try again when there is "
+            "room."
+        )
 
 
 class RedisLink:
@@ -46,22 +60,39 @@ class RedisLink:
     After a failure nobody tries again for a second: calls raise RedisAwayError at once. So does a
     command that the server refuses; each is logged by its name when that begins and when it ends.
     Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    ``is_full`` from the first command that Redis refused because it cannot write to its disk, until
+    ``look_for_room`` found that it can: the error is RedisFullError then.
     """
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or SystemClock()
-        self._redis = Redis.from_url(
-            config.url,
-            socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._config = config
+        self._redis, self._sentinel = open_redis(config, _TIMEOUT_S)
+        self._refusal: MillraceError | None = None
         self._waiting: _Batch = []
         self._sending: asyncio.Task[None] | None = None
         self._is_away = False
         self._next_try_s = 0.0
         self._refused: set[str] = set()
         self._closed = False
+        # The field of ``INFO`` that says what Redis cannot write, while there is something.
+        self._unwritten = ""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._unwritten)
+
+    async def look_for_room(self) -> None:
+        """Ask a Redis that could not write whether it can by now."""
+        if not self._unwritten:
+            return
+        try:
+            told = await self.call("INFO", "persistence")
+        except RedisAwayError:
+            return
+        if _is_well(told, self._unwritten):
+            self._unwritten = ""
+            logger.info("Redis can write to its disk again")
 
     async def call(self, *command: Argument) -> Any:
         """The reply. Raises RedisAwayError."""
@@ -83,6 +114,15 @@ class RedisLink:
         except NoScriptError:
             return await self.call("EVAL", script.source, *rest)
 
+    async def check(self) -> None:
+        """Raises UntrustedServerError or CredentialsRefusedError if Redis cannot be used until
+        somebody mends that. One that is away is none of it: it may come."""
+        try:
+            await self.call("PING")
+        except RedisAwayError:
+            if self._refusal is not None:
+                raise self._refusal from None
+
     async def close(self) -> None:
         """Calls that still wait end as if Redis were away."""
         self._closed = True
@@ -93,6 +133,8 @@ class RedisLink:
         self._waiting = []
         try:
             await self._redis.aclose()
+            if self._sentinel is not None:
+                await self._sentinel.aclose()
         except (RedisError, OSError) as error:
             logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
 
@@ -128,7 +170,11 @@ class RedisLink:
             error = answer  # it is sent whole then, by ``evaluate``
         elif isinstance(answer, ResponseError):
             self._was_refused(command, answer)
-            error = RedisAwayError()
+            if _CANNOT_WRITE in str(answer):
+                self._unwritten = _AOF if "AOF" in str(answer) else _RDB
+                error = RedisFullError()
+            else:
+                error = RedisAwayError()
         elif self._refused:
             self._was_done(command)
         if future.done():
@@ -143,9 +189,14 @@ class RedisLink:
 
     def _went_away(self, error: Exception) -> None:
         self._next_try_s = self._clock.monotonic() + _PAUSE_S
+        refusal = why_refused(error, self._config)
+        if refusal is not None and repr(refusal) != repr(self._refusal):
+            logger.error("Redis is of no use", extra={"cause": refusal.message})
+        self._refusal = refusal
         if not self._is_away:
             self._is_away = True
-            logger.warning("Redis is away", extra={"cause": repr(error)})
+            if refusal is None:
+                logger.warning("Redis is away", extra={"cause": repr(error)})
 
     def _was_refused(self, command: _Command, error: ResponseError) -> None:
         """One that is of the wrong type or a script that fails is a bug of ours, and looks the same
@@ -166,7 +217,15 @@ class RedisLink:
     def _came_back(self) -> None:
         if self._is_away:
             self._is_away = False
+            self._refusal = None
             logger.info("Redis is back")
+
+
+def _is_well(told: Any, field: str) -> bool:
+    """Whether ``INFO`` says ok of a field; redis-py may have read it already."""
+    if isinstance(told, dict):
+        return bool(told.get(field) == "ok")
+    return f"{field}:ok".encode() in bytes(told).splitlines()
 
 
 def _fail(batch: _Batch, error: Exception) -> None:

@@ -25,11 +25,15 @@ class Refusals:
         self._clock = clock
 
     async def refuse_unreadable(
-        self, subject: str, payload: bytes, content_type: str | None, cause: str
+        self,
+        subject: str,
+        payload: bytes,
+        content_type: str | None,
+        error: MalformedMessageError,
     ) -> None:
         """For a message that is not a job: whoever can be made out in it is told."""
         owner = intake.read_owner(subject, payload, content_type)
-        await self._tell(owner, MalformedMessageError.code, cause, epoch=0)
+        await self._tell(owner, error.code, error.message, epoch=0)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
         """For a job that must not run: its record is stored, then its owner is told."""

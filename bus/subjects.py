@@ -11,7 +11,14 @@ import re
 
 from bus.api import Line
 from schemas.jobs import Tier
-from schemas.records import DeliveryRecord, Record, RequestRecord, TranscriptRecord, WorkerSample
+from schemas.records import (
+    DeliveryRecord,
+    Record,
+    RefusalRecord,
+    RequestRecord,
+    TranscriptRecord,
+    WorkerSample,
+)
 
 # --- streams, consumers, buckets -------------------------------------------------------------
 
@@ -23,16 +30,37 @@ FILES_STREAM = "FILES"
 BATCHES_STREAM = "BATCHES"
 WORKERS_BUCKET = "workers"
 WORKERS_STREAM = f"KV_{WORKERS_BUCKET}"
+STREAMS = (
+    JOBS_STREAM,
+    DEAD_STREAM,
+    RESULTS_STREAM,
+    OUTBOX_STREAM,
+    FILES_STREAM,
+    BATCHES_STREAM,
+    WORKERS_STREAM,
+)
 BRIDGE_CONSUMER = "bridge"
 TELEMETRY_GROUP = "telemetry"
 
-ALL_JOBS = ("jobs.*.*", "jobs.*.*.*")
+_RESERVED = "reserved"
+RESERVED_JOBS = f"jobs.*.*.*.{_RESERVED}"
+ALL_JOBS = ("jobs.*.*", "jobs.*.*.*", RESERVED_JOBS)
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"
+REQUEST_RECORD = "rec.request"
+DELIVERY_RECORD = "rec.delivery"
+WORKER_RECORD = "rec.worker"
+TRANSCRIPT_RECORD = "rec.transcript"
+REFUSAL_RECORD = "rec.refusal"
 ALL_FILES = "files.>"
 ALL_BATCHES = "batches.>"
 ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
+ALL_FRAMES = "tok.*.>"
+ALL_RESUMES = "resume.*.*"
+ALL_HANDOVERS = "handover.*.*"
+ALL_WORKER_COMMANDS = "ctl.worker.*"
+ALL_WORKER_NAMES = f"$KV.{WORKERS_BUCKET}.name.*"
 ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
 ALL_QUEUE_STATUS = "ctl.queue.*"
@@ -54,9 +82,16 @@ REQUESTS_TOPIC = "millrace.requests.v1"
 DELIVERIES_TOPIC = "millrace.deliveries.v1"
 WORKERS_TOPIC = "millrace.workers.v1"
 TRANSCRIPTS_TOPIC = "millrace.transcripts.v1"
+REFUSALS_TOPIC = "millrace.refusals.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
-RECORD_TOPICS = (REQUESTS_TOPIC, DELIVERIES_TOPIC, WORKERS_TOPIC, TRANSCRIPTS_TOPIC)
+RECORD_TOPICS = (
+    REQUESTS_TOPIC,
+    DELIVERIES_TOPIC,
+    WORKERS_TOPIC,
+    TRANSCRIPTS_TOPIC,
+    REFUSALS_TOPIC,
+)
 
 # --- free strings ----------------------------------------------------------------------------
 
@@ -109,7 +144,15 @@ def untoken(encoded: str) -> str:
 def job(line: Line) -> str:
     """Where the jobs of a line are published."""
     subject = f"jobs.{token(line.model)}.{line.tier.value}"
-    return subject if line.tenant is None else f"{subject}.{token(line.tenant)}"
+    if line.tenant is None:
+        return subject
+    subject = f"{subject}.{token(line.tenant)}"
+    return f"{subject}.{_RESERVED}" if line.reserved else subject
+
+
+def jobs_of_tenant(tenant: str, tier: Tier) -> str:
+    """What a tenant's service publishes in a tier, for whichever model."""
+    return f"jobs.*.{tier.value}.{token(tenant)}"
 
 
 def jobs_of(model: str) -> str:
@@ -121,10 +164,13 @@ def jobs_of(model: str) -> str:
 def line_of(job_subject: str) -> Line:
     """The line that a job's subject names. Raises ValueError for another subject."""
     kind, *tokens = job_subject.split(".")
+    is_reserved = len(tokens) == 4 and tokens[-1] == _RESERVED
+    if is_reserved:
+        tokens.pop()
     if kind != "jobs" or len(tokens) not in (2, 3):
         raise ValueError("not a job subject")
     model, tier, *tenant = map(untoken, tokens)
-    return Line(model, Tier(tier), tenant[0] if tenant else None)
+    return Line(model, Tier(tier), tenant[0] if tenant else None, is_reserved)
 
 
 def stored_job(job_subject: str) -> str:
@@ -271,7 +317,16 @@ def prefix_report(worker_id: str) -> str:
 
 def worker_entry(worker_id: str) -> str:
     """The worker's key in the bucket; keys may not hold ``%``, and ``token`` never yields ``=``."""
-    return f"$KV.{WORKERS_BUCKET}.{token(worker_id).replace('%', '=')}"
+    return f"$KV.{WORKERS_BUCKET}.{_bucket_key(worker_id)}"
+
+
+def worker_name(name: str) -> str:
+    """The key of the lease on a worker's name, in the same bucket."""
+    return f"$KV.{WORKERS_BUCKET}.name.{_bucket_key(name)}"
+
+
+def _bucket_key(text: str) -> str:
+    return token(text).replace("%", "=")
 
 
 # --- records ---------------------------------------------------------------------------------
@@ -280,13 +335,15 @@ def worker_entry(worker_id: str) -> str:
 def record(item: Record) -> str:
     match item:
         case RequestRecord():
-            return "rec.request"
+            return REQUEST_RECORD
         case DeliveryRecord():
-            return "rec.delivery"
+            return DELIVERY_RECORD
         case WorkerSample():
-            return "rec.worker"
+            return WORKER_RECORD
         case TranscriptRecord():
-            return "rec.transcript"
+            return TRANSCRIPT_RECORD
+        case RefusalRecord():
+            return REFUSAL_RECORD
 
 
 def record_identity(item: Record) -> str:
@@ -302,6 +359,8 @@ def record_identity(item: Record) -> str:
             return f"worker:{token(item.worker_id)}:{item.sampled_ns}"
         case TranscriptRecord():
             return f"transcript:{token(item.request_id)}"
+        case RefusalRecord():
+            return f"refusal:{token(item.gateway_id)}:{item.recorded_ns}:{item.number}"
 
 
 def topic(record_subject: str) -> str:
@@ -310,8 +369,9 @@ def topic(record_subject: str) -> str:
 
 
 _TOPICS = {
-    "rec.request": REQUESTS_TOPIC,
-    "rec.delivery": DELIVERIES_TOPIC,
-    "rec.worker": WORKERS_TOPIC,
-    "rec.transcript": TRANSCRIPTS_TOPIC,
+    REQUEST_RECORD: REQUESTS_TOPIC,
+    DELIVERY_RECORD: DELIVERIES_TOPIC,
+    WORKER_RECORD: WORKERS_TOPIC,
+    TRANSCRIPT_RECORD: TRANSCRIPTS_TOPIC,
+    REFUSAL_RECORD: REFUSALS_TOPIC,
 }

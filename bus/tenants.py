@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -53,6 +53,20 @@ local tenant = redis.call('HMGET', owner, 'record', 'version')
 return {key[1], key[2], tenant[1] or '', tenant[2] or ''}
 """
 )
+
+# KEYS: records of API keys. Answers the places, from 1, of those that open nothing.
+_CLOSED = Script(
+    """
+local closed = {}
+for i = 1, #KEYS do
+  local record = redis.call('HGET', KEYS[i], 'record')
+  local revoked = record and cjson.decode(record).revoked_ns
+  if not record or (revoked and revoked ~= cjson.null) then closed[#closed + 1] = i end
+end
+return closed
+"""
+)
+_CLOSED_AT_ONCE = 256
 
 
 class Stored(msgspec.Struct, Generic[_R], frozen=True):
@@ -149,6 +163,17 @@ class TenantStore:
             revoked = msgspec.structs.replace(key.record, revoked_ns=now_ns)
             if await self._write_key(revoked, key.version):
                 return revoked
+
+    async def closed_keys(self, key_ids: Iterable[str]) -> set[str]:
+        """Those of the keys that open nothing: they were revoked, or are not there."""
+        found: set[str] = set()
+        asked = list(key_ids)
+        for start in range(0, len(asked), _CLOSED_AT_ONCE):
+            batch = asked[start : start + _CLOSED_AT_ONCE]
+            keys = [redis_keys.api_key_key(key_id) for key_id in batch]
+            places: list[int] = await self._link.evaluate(_CLOSED, keys)
+            found.update(batch[place - 1] for place in places)
+        return found
 
     async def tenants(self) -> list[str]:
         """The names of all tenants that have a record."""

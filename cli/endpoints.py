@@ -6,27 +6,34 @@ import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from schemas.errors import ConfigError
+from schemas.redaction import shown
 
 if TYPE_CHECKING:
-    from schemas.config import Config, NatsConfig
+    from schemas.config import ClickHouseConfig, Config, NatsConfig
 
 DEFAULT_DATA = Path("data")
-_NAMES_NATS = {"MILLRACE_NATS__URL", "MILLRACE_CONFIG"}
+CONFIG_FILE = "config.yaml"
+_NAMES_NATS = {"MILLRACE_NATS__URL", "MILLRACE_NATS__URL_FILE", "MILLRACE_CONFIG"}
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Addresses of a system's parts: URLs, but ``kafka``, which is host:port."""
+    """Addresses of a system's parts: URLs, but ``kafka``, which is host:port. Those of servers that
+    demand a password have it in them."""
 
     http: str
     nats: str
     redis: str
     kafka: str
     clickhouse: str
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +60,17 @@ def read_endpoints(data: Path) -> Endpoints | None:
         raise ConfigError(f"{file} is malformed: {error}.") from error
 
 
+def running_config(data: Path) -> Config | None:
+    """What the parts of the system that runs on ``data`` were told; None if nothing does.
+    ConfigError for a file that is not ours."""
+    from bus.settings import load_config
+
+    file = data / "run" / CONFIG_FILE
+    if read_endpoints(data) is None or not file.exists():
+        return None
+    return load_config(str(file), {})
+
+
 def locate(data: Path, nats_url: str | None = None) -> Config:
     """The configuration with the addresses to use: ``nats_url`` if given, else those that
     ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
@@ -67,7 +85,7 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
             nats=_at(config.nats, "nats", "url", endpoints.nats),
             redis=_at(config.redis, "redis", "url", endpoints.redis),
             kafka=_at(config.kafka, "kafka", "bootstrap_servers", endpoints.kafka),
-            clickhouse=_at(config.clickhouse, "clickhouse", "url", endpoints.clickhouse),
+            clickhouse=_with_clickhouse(config.clickhouse, endpoints.clickhouse),
         )
     if nats_url is not None:
         config = msgspec.structs.replace(
@@ -89,6 +107,24 @@ def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:
     """The section with ``address`` as its ``key``, unless a variable names another."""
-    if f"MILLRACE_{section_name}__{key}".upper() in os.environ:
+    from bus.settings import names_setting
+
+    if names_setting(f"{section_name}.{key}", os.environ):
         return section
     return msgspec.structs.replace(section, **{key: address})
+
+
+def without_user(url: str) -> str:
+    """An address without the name and password in it."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _with_clickhouse(section: ClickHouseConfig, url: str) -> ClickHouseConfig:
+    """The section with the address, name and password in ``url``, unless variables have others."""
+    located = _at(section, "clickhouse", "url", without_user(url))
+    if located is section:
+        return section
+    user = urlsplit(url)
+    located = _at(located, "clickhouse", "username", unquote(user.username or section.username))
+    return _at(located, "clickhouse", "password", unquote(user.password or section.password))

@@ -12,20 +12,21 @@ from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cli.endpoints import add_data_argument, locate, read_endpoints
+from cli.endpoints import add_data_argument, locate, read_endpoints, running_config
 from schemas.errors import ConfigError, MillraceError, ParameterError
 
 if TYPE_CHECKING:
     from bus.redis_link import RedisLink
     from schemas.config import Config
-    from schemas.tenants import KeyRecord, LimitOverrides, TenantRecord
+    from schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
 
 _T = TypeVar("_T")
 
 TIERS = ("enterprise", "pro", "free", "batch")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
 _BUDGET = "monthly_budget"
-_NAMES_REDIS = {"MILLRACE_REDIS__URL", "MILLRACE_CONFIG"}
+_NAMES_TIERS = "MILLRACE_GATEWAY__TIERS__"
+_NAMES_REDIS = {"MILLRACE_REDIS__URL", "MILLRACE_REDIS__URL_FILE", "MILLRACE_CONFIG"}
 _NONE = "none"
 _DEFAULT = "default"
 
@@ -222,7 +223,7 @@ def _tenant(arguments: argparse.Namespace) -> int:
             keep_transcripts=known.keep_transcripts if transcripts is None else transcripts == "on",
         )
 
-    config = _locate(arguments)
+    tiers, tiers_from = _tiers(arguments)
 
     async def work(link: RedisLink) -> None:
         store = TenantStore(link)
@@ -232,8 +233,8 @@ def _tenant(arguments: argparse.Namespace) -> int:
             record = (await store.tenant(arguments.tenant)).record
         usage = None
         if arguments.show:
-            usage = await read_usage(link, store, arguments.tenant, config.gateway.tiers)
-        shown = tenant_report(arguments.tenant, record, config.gateway.tiers, usage)
+            usage = await read_usage(link, store, arguments.tenant, tiers)
+        shown = tenant_report(arguments.tenant, record, tiers, tiers_from, usage)
         if arguments.json:
             _print_json(shown)
         else:
@@ -300,8 +301,9 @@ def _locate(arguments: argparse.Namespace) -> Config:
 
     if arguments.config is not None:
         return load_config(arguments.config, os.environ)
+    endpoints = read_endpoints(arguments.data)
     named = arguments.redis is not None or not _NAMES_REDIS.isdisjoint(os.environ)
-    if not named and read_endpoints(arguments.data) is None:
+    if not named and endpoints is None:
         raise ConfigError(
             f"Nothing runs on {arguments.data}. Start it with millrace up --data {arguments.data}, "
             "or give --redis URL."
@@ -313,6 +315,24 @@ def _locate(arguments: argparse.Namespace) -> Config:
     return msgspec.structs.replace(config, redis=redis)
 
 
+def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
+    """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
+    from bus.settings import FILE_VARIABLE
+
+    config = _locate(arguments)
+    if arguments.config is not None:
+        return config.gateway.tiers, f"as in {arguments.config}"
+    if any(name.startswith(_NAMES_TIERS) for name in os.environ):
+        return config.gateway.tiers, "as the environment says"
+    if FILE_VARIABLE in os.environ:
+        return config.gateway.tiers, f"as in {os.environ[FILE_VARIABLE]}"
+    endpoints = read_endpoints(arguments.data)
+    running = running_config(arguments.data)
+    if endpoints is not None and running is not None and config.redis.url == endpoints.redis:
+        return running.gateway.tiers, f"as of what runs on {arguments.data}"
+    return config.gateway.tiers, "the built-in ones: --config names the file of this instance"
+
+
 def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
     """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
     from bus.redis_link import RedisAwayError, RedisLink
@@ -320,13 +340,11 @@ def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awa
     config = _locate(arguments).redis
 
     async def work() -> _T:
-        try:
-            link = RedisLink(config)
-        except ValueError as error:
-            raise ConfigError(f"redis.url cannot be used: {error}") from error
+        link = RedisLink(config)
         try:
             return await action(link)
         except RedisAwayError as error:
+            await link.check()
             host = config.url.rpartition("@")[2]  # what is before it may be a password
             raise MillraceError(f"no Redis answers at {host}") from error
         finally:

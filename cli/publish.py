@@ -83,7 +83,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
             temperature=arguments.temperature,
             seed=arguments.seed,
         ),
-        reply=request_id if arguments.stream else "",
+        reply=_reply(arguments.tenant, request_id) if arguments.stream else "",
         store_result=True,
         tenant=arguments.tenant,
         tier=Tier(arguments.tier),
@@ -109,6 +109,12 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
         return await print_result(bus, job.tenant, job.request_id, arguments.timeout)
     finally:
         await bus.close()
+
+
+def _reply(tenant: str, request_id: str) -> str:
+    from schemas.tenants import LOCAL_TENANT, own_reply
+
+    return request_id if tenant == LOCAL_TENANT else own_reply(tenant, request_id)
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:

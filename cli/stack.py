@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-import os
-import random
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import yaml
@@ -22,26 +22,28 @@ from bus.api import Bus
 from bus.binaries import nats_server_path, redis_server_path
 from bus.clock import SystemClock
 from cli.autoscale import WorkerScaler
-from cli.endpoints import Endpoints
+from cli.endpoints import CONFIG_FILE, Endpoints
 from cli.ports import PortPicker
+from cli.private_files import credentials_of, make_private, write_private
+from cli.probe import probe_pooling, serve_one
 from cli.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
+from cli.server_files import nats_config, redis_config
+from cli.store_doctor import StoreDoctor, with_folders
 from cli.supervisor import Process, Supervisor, python
-from registry.catalogue import load_catalogue
-from registry.checkpoint import read_model_config
-from registry.source import resolve
-from schemas.config import Config, RedisConfig
+from schemas.config import Config, GatewayConfig, RedisConfig
 from schemas.control import WorkerStatus
-from schemas.frames import TERMINAL_FRAMES, Frame
-from schemas.jobs import Job, Tier
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
 
-PROBE_TENANT = "system"
+# For others on this machine that may read our files: addresses with passwords in them.
+NATS_URL_FILE = "nats.url"
+CLICKHOUSE_URL_FILE = "clickhouse.url"
 _LOOPBACK = "127.0.0.1"
+_NATS_USER = "millrace"
+_NATS_ACCESS = (
+    *("user", "password", "token", "nkey_seed", "creds_file"),
+    *("ca_file", "certificate_file", "key_file"),
+)
 # What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
-# For the first answer of a model, whose worker may still warm up.
-_FIRST_ANSWER_S = 60.0
 # What a worker may take to end when it has drained.
 _GOODBYE_S = 4.0
 
@@ -59,6 +61,7 @@ class Plan:
     models: tuple[str, ...]
     num_workers: int = 1
     num_gateways: int = 1
+    num_schedulers: int = 1
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Stack:
     _endpoints: Endpoints | None = None
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
     _scaler: WorkerScaler | None = None
+    _doctor: StoreDoctor | None = None
     _pickers: list[PortPicker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,27 +96,35 @@ class Stack:
         self._write_config(config)
         self._bus = bus = await nats_bus.connect(config.nats, "millrace-up")
         await bus.workers.watch(self._note_worker)
+        self._doctor = StoreDoctor(
+            config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
+        )
+        self._doctor.start()
         await self._start_parts(config)
         for model in self.plan.models:
-            await _serve_one(bus, model, _probe_pooling(config, model))
+            await serve_one(bus, model, probe_pooling(config, model))
         if config.scheduler.autoscale.max_workers:
             await self._start_scaling(bus, config.scheduler.autoscale.max_workers)
+        store = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
+        user = f"{quote(config.clickhouse.username)}:{quote(config.clickhouse.password, safe='')}"
         self._endpoints = Endpoints(
-            http=_url(config.gateway.host, config.gateway.port),
+            http=_front_url(config.gateway),
             nats=config.nats.url,
             redis=config.redis.url,
             kafka=kafka,
-            clickhouse=_url(config.clickhouse.serve_host, config.clickhouse.serve_port),
+            clickhouse=store.replace("://", f"://{user}@"),
         )
         self._write_endpoints(self._endpoints)
         return self._endpoints
 
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
-        (self.plan.data / "run" / "endpoints.json").unlink(missing_ok=True)
+        for name in ("endpoints.json", NATS_URL_FILE, CLICKHOUSE_URL_FILE):
+            (self.plan.data / "run" / name).unlink(missing_ok=True)
         self._targets.close()
-        if self._scaler is not None:
-            await self._scaler.close()
+        for helper in (self._doctor, self._scaler):
+            if helper is not None:
+                await helper.close()
         if self._bus is not None:
             await self._bus.close()
         for picker in self._pickers:
@@ -125,13 +137,21 @@ class Stack:
         # What was asked for goes before what merely has a usual place.
         ports = PortPicker()
         replace = msgspec.structs.replace
+        secret = credentials_of(self.plan.data)
+        nats, redis = ports.pick("nats", 4222), ports.pick("redis", 6379)
         config = replace(
             wanted,
-            nats=replace(wanted.nats, url=f"nats://{_LOOPBACK}:{ports.pick('nats', 4222)}"),
-            redis=RedisConfig(url=f"redis://{_LOOPBACK}:{ports.pick('redis', 6379)}/0"),
+            # Our servers and no others: how somebody else's is reached does not count here.
+            nats=replace(
+                wanted.nats,
+                **dict.fromkeys(_NATS_ACCESS, ""),
+                url=f"nats://{_NATS_USER}:{secret.nats}@{_LOOPBACK}:{nats}",
+            ),
+            redis=RedisConfig(url=f"redis://:{secret.redis}@{_LOOPBACK}:{redis}/0"),
             clickhouse=replace(
                 wanted.clickhouse,
                 path=str(self.plan.data / "clickhouse"),
+                password=wanted.clickhouse.password or secret.clickhouse,
                 serve_host=_LOOPBACK,
                 serve_port=ports.pick("clickhouse", wanted.clickhouse.serve_port),
             ),
@@ -143,6 +163,7 @@ class Stack:
                 drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
             scheduler=replace(wanted.scheduler, models=self.plan.models),
+            storage=with_folders(wanted.storage, self.plan.data),
         )
         self._pickers += (front, ports)
         for moved in ports.moved + front.moved:
@@ -151,8 +172,10 @@ class Stack:
 
     async def _start_servers(self, config: Config) -> None:
         data = self.plan.data
+        for name in ("nats", "redis", "clickhouse"):
+            make_private(data / name)
         nats_port = _port_of(config.nats.url)
-        self._write_run_file("nats.conf", _nats_config(nats_port, data / "nats"))
+        self._write_run_file("nats.conf", nats_config(config.nats.url, data / "nats"))
         await self.supervisor.start(
             Process(
                 name="nats",
@@ -162,15 +185,11 @@ class Stack:
             )
         )
         redis_port = _port_of(config.redis.url)
-        (data / "redis").mkdir(exist_ok=True)
+        self._write_run_file("redis.conf", redis_config(config.redis.url, data / "redis"))
         await self.supervisor.start(
             Process(
                 name="redis",
-                command=[
-                    str(redis_server_path()),
-                    *("--port", str(redis_port), "--bind", _LOOPBACK),
-                    *("--dir", str(data / "redis"), "--appendonly", "yes", "--save", ""),
-                ],
+                command=[str(redis_server_path()), str(data / "run" / "redis.conf")],
                 ready=lambda: _listens(redis_port),
                 start_timeout_s=30.0,
             )
@@ -213,10 +232,13 @@ class Stack:
                 ready=lambda: _answers(f"{clickhouse}/ping"),
                 stage=_TELEMETRY,
             ),
-            self._part("scheduler-1", "scheduler", stage=_SCHEDULERS),
+        ]
+        parts += [
+            self._part(f"scheduler-{i}", "scheduler", stage=_SCHEDULERS)
+            for i in range(1, self.plan.num_schedulers + 1)
         ]
         parts += [self._worker(name, model) for name, model in self._first_workers()]
-        health = _url(config.gateway.host, config.gateway.port) + "/healthz"
+        health = _front_url(config.gateway) + "/healthz"
         for i in range(1, self.plan.num_gateways + 1):
             name = f"gateway-{i}"
             parts.append(
@@ -266,7 +288,7 @@ class Stack:
         return 0 if status is None else status.num_running + status.num_waiting
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
-        config_file = str(self.plan.data / "run" / "config.yaml")
+        config_file = str(self.plan.data / "run" / CONFIG_FILE)
         port = self._targets.add(name, package.removesuffix("s"))
         env = {"OMP_WAIT_POLICY": "PASSIVE", **metrics_env(port), **options.pop("env", {})}
         return Process(
@@ -287,57 +309,20 @@ class Stack:
 
     def _write_endpoints(self, endpoints: Endpoints) -> None:
         encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
+        self._write_run_file(NATS_URL_FILE, endpoints.nats + "\n")
+        self._write_run_file(CLICKHOUSE_URL_FILE, endpoints.clickhouse + "\n")
         self._write_run_file("endpoints.json", encoded.decode() + "\n")
 
     def _write_config(self, config: Config) -> None:
         tree = msgspec.to_builtins(config)
-        self._write_run_file("config.yaml", yaml.safe_dump(tree, sort_keys=False))
+        self._write_run_file(CONFIG_FILE, yaml.safe_dump(tree, sort_keys=False))
 
     def _read_config(self) -> Config:
-        return msgspec.yaml.decode(
-            (self.plan.data / "run" / "config.yaml").read_bytes(), type=Config
-        )
+        return msgspec.yaml.decode((self.plan.data / "run" / CONFIG_FILE).read_bytes(), type=Config)
 
     def _write_run_file(self, name: str, text: str) -> None:
         """Whole or not at all: a restarting part may read it at any moment."""
-        path = self.plan.data / "run" / name
-        fresh = path.with_suffix(path.suffix + ".new")
-        fresh.write_text(text)
-        fresh.replace(path)
-
-
-def _probe_pooling(config: Config, model: str) -> Pooling | None:
-    """Models that make no tokens are asked for an embedding. Raises MillraceError."""
-    path = resolve(load_catalogue(config.catalogue).get(model))
-    return None if read_model_config(path).has_head else Pooling.MEAN
-
-
-async def _serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
-    """One token, or embedding, by the whole path: queue, scheduler, worker, frames. Raises
-    TimeoutError."""
-    request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
-    ended = asyncio.get_running_loop().create_future()
-
-    def on_frame(_request_id: str, frame: Frame) -> None:
-        if isinstance(frame, TERMINAL_FRAMES) and not ended.done():
-            ended.set_result(frame)
-
-    subscription = await bus.frames.subscribe(request_id, on_frame)
-    await bus.jobs.publish(
-        Job(
-            request_id=request_id,
-            model=model,
-            prompt="Hello",
-            sampling=SamplingParams(max_tokens=1),
-            pooling=pooling,
-            reply=request_id,
-            tenant=PROBE_TENANT,
-            tier=Tier.ENTERPRISE,
-        )
-    )
-    async with asyncio.timeout(_FIRST_ANSWER_S):
-        await ended
-    await subscription.close()
+        write_private(self.plan.data / "run" / name, text)
 
 
 async def _listens(port: int) -> bool:
@@ -352,9 +337,16 @@ async def _listens(port: int) -> bool:
 async def _answers(url: str, gateway: str | None = None) -> bool:
     """Whether a GET says 200, and the gateway of that name said it."""
 
+    # Nothing is told to it: whether the certificate suits the name by which others know this
+    # machine is not asked here.
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
     def get() -> bool:
         try:
-            with urllib.request.urlopen(url, timeout=2.0) as answer:  # noqa: S310 (our own address)
+            with urllib.request.urlopen(  # noqa: S310 (our own address)
+                url, timeout=2.0, context=context if url.startswith("https:") else None
+            ) as answer:
                 return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
         except (OSError, urllib.error.URLError, ValueError):
             return False
@@ -362,22 +354,15 @@ async def _answers(url: str, gateway: str | None = None) -> bool:
     return await asyncio.to_thread(get)
 
 
-def _nats_config(port: int, store: Path) -> str:
-    return "\n".join(
-        [
-            f"listen: {_LOOPBACK}:{port}",
-            "server_name: millrace",
-            "max_payload: 8MB",
-            # An accepted job is on the disk before its publisher hears so.
-            # A JSON string is a string of NATS's configuration too, whatever the path holds.
-            f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}",
-            "",
-        ]
-    )
-
-
 def _port_of(url: str) -> int:
-    return int(url.rsplit(":", 1)[1].split("/")[0])
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
+def _front_url(gateway: GatewayConfig) -> str:
+    url = _url(gateway.host, gateway.port)
+    return url.replace("http://", "https://", 1) if gateway.certificate_file else url
 
 
 def _url(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import locate, read_endpoints
+from cli.endpoints import locate, read_endpoints, without_user
 from schemas.errors import MillraceError, ParameterError
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> 
             return ask_server(sql, config, given)
         except StoreAwayError:
             ran_here = read_endpoints(data)
-            if ran_here is None or config.url != ran_here.clickhouse or not store.is_dir():
+            is_ours = ran_here is not None and config.url == without_user(ran_here.clickhouse)
+            if not is_ours or not store.is_dir():
                 raise
     if not store.is_dir():
         raise StoreAwayError(
@@ -77,6 +78,8 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
+    from bus.tls import client_context
+    from telemetry.clickhouse_server import raise_refusal
     from telemetry.reading import QueryError
 
     parameters = {
@@ -90,12 +93,16 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
         raise MillraceError(f"clickhouse.url must look like http://host:8123, got {config.url!r}")
     headers = {"X-ClickHouse-User": config.username, "X-ClickHouse-Key": config.password}
     request = urllib.request.Request(url, data=sql.encode(), headers=headers)  # noqa: S310 (checked)
+    context = client_context("clickhouse", config) if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+        with urllib.request.urlopen(  # noqa: S310
+            request, timeout=_TIMEOUT_S, context=context
+        ) as answer:
             body: bytes = answer.read()
     except urllib.error.HTTPError as error:
         raise QueryError.of(error.read().decode(errors="replace")) from error
     except OSError as error:
+        raise_refusal(error, config)
         reason = getattr(error, "reason", error)
         raise StoreAwayError(f"no ClickHouse answers at {config.url}: {reason}") from error
     return body

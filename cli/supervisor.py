@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cli.private_files import make_private
+
 _PR_SET_PDEATHSIG = 1
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 5.0
@@ -65,8 +67,8 @@ class Supervisor:
         self._say = say
         self._running: dict[str, _Running] = {}
         self._stopping = False
-        run_dir.mkdir(parents=True, exist_ok=True)
-        log_dir.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
+        make_private(log_dir)
 
     async def start(self, process: Process) -> None:
         """Start a process and wait until it is ready. Raises StartError."""

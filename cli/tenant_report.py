@@ -6,22 +6,23 @@ import time
 
 import msgspec
 
+from bus.limits.accounts import month_of, read_standing, tenant_account
 from bus.redis_link import RedisLink
 from bus.tenants import TenantStore
-from gateway.accounts import month_of, read_standing, tenant_account
 from gateway.limits_api import AccountLimits, account_limits
 from schemas.jobs import Tier
 from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's tier and limits, which of these were set for it alone, whether its transcripts are
-    kept, and, if it was asked for, what it uses."""
+    """A tenant's tier and limits, which of these were set for it alone, what the limits of its tier
+    were taken from, whether its transcripts are kept, and, if it was asked for, what it uses."""
 
     tenant: str
     tier: Tier | None
     limits: LimitSet
     set_here: tuple[str, ...]
+    tiers_from: str
     keep_transcripts: bool = False
     usage: AccountLimits | None = None
 
@@ -35,14 +36,19 @@ async def read_usage(
 
 
 def tenant_report(
-    tenant: str, record: TenantRecord, tiers: TierLimits, usage: AccountLimits | None
+    tenant: str,
+    record: TenantRecord,
+    tiers: TierLimits,
+    tiers_from: str,
+    usage: AccountLimits | None,
 ) -> TenantReport:
-    """``tiers`` are those of the configuration at hand, which should be the gateways' own."""
+    """``tiers`` should be the gateways' own; ``tiers_from`` says where they were found."""
     return TenantReport(
         tenant=tenant,
         tier=record.tier,
         limits=tenant_limits(record, tiers),
         set_here=tuple(record.limits.given()),
+        tiers_from=tiers_from,
         keep_transcripts=record.keep_transcripts,
         usage=usage,
     )
@@ -59,6 +65,8 @@ def as_text(report: TenantReport) -> str:
             line += f"  {_shown(getattr(report.usage.remaining, name)):>12} left"
         lines.append(f"{line}  ({origin})" if size is not None else line)
     lines.append(f"  {'keep_transcripts':<20} {'yes' if report.keep_transcripts else 'no':>12}")
+    if report.tier is not None:
+        lines.append(f"  The limits of tiers are {report.tiers_from}.")
     if report.usage is not None:
         lines.append(f"  spent this month: {report.usage.spent}, held: {report.usage.held}")
     return "\n".join(lines)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
+from bus.metrics import check_exposure
 from bus.settings import PREFIX, load_config
 from cli.endpoints import add_data_argument
+from cli.private_files import make_private
 from cli.worker_bounds import parse_bounds
 from schemas.errors import ConfigError, MillraceError
 
@@ -63,6 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="simulated: compute nothing, and take the time that engine.simulation says",
     )
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
+    parser.add_argument(
+        "--schedulers", type=int, default=1, help="schedulers that share the work (default: 1)"
+    )
     parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
     parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
@@ -71,13 +76,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; 0 after an orderly stop, 1 if a part did not start."""
-    for name in ("workers", "gateways"):
+    for name in ("workers", "gateways", "schedulers"):
         count = getattr(arguments, name)
         if count is not None and count < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
+    # What the servers write is for nobody else on this machine: they get this from us.
+    usual = os.umask(0o077)
     try:
-        (data / "run").mkdir(parents=True, exist_ok=True)
+        return _run_private(arguments, data)
+    finally:
+        os.umask(usual)
+
+
+def _run_private(arguments: argparse.Namespace, data: Path) -> int:
+    try:
+        make_private(data / "run")
     except OSError as error:
         raise ConfigError(f"--data {_shown(data)} cannot be used: {error.strerror}.") from error
     with (data / "run" / "up.pid").open("a+") as lock:
@@ -102,6 +116,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         models=models,
         num_workers=_num_first(config.scheduler.autoscale, arguments.workers),
         num_gateways=arguments.gateways,
+        num_schedulers=arguments.schedulers,
     )
 
 
@@ -115,6 +130,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
                 "parts with python -m gateway, scheduler, workers and telemetry."
             )
     config = load_config(arguments.config, os.environ)
+    check_exposure(config.metrics)
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
     engine = config.worker.engine
@@ -191,6 +207,7 @@ async def _run(plan: Plan) -> int:
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
     from cli.scrape_targets import FILE_NAME
+    from cli.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
     from gateway.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
@@ -210,6 +227,8 @@ Millrace is ready.
   operations   {endpoints.http}/ops
   OpenAI API   {endpoints.http}/v1
   metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
+  services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
+  analysts     find ClickHouse likewise in {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)}
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'

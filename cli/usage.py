@@ -17,9 +17,11 @@ from cli.rows import Rows, render, table
 from cli.store import ask_saved, saved_query
 from schemas.errors import MillraceError, ParameterError
 
-_BY = ("tenant", "day", "model", "user", "adapter")
+_BY = ("tenant", "day", "model", "user", "adapter", "refusal")
+_REFUSALS = "refusals"
 _COUNTS = frozenset(
     {
+        "refused",
         *("requests", "done", "cancelled", "expired", "shed", "failed", "device_us"),
         *("prompt_tokens", "computed_tokens", "cached_tokens", "completion_tokens"),
     }
@@ -41,7 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Add up requests, tokens, what tenants pay and what it cost, exactly, of a "
         "range of time: on the system that runs on DIR, else on the store that it left there. "
         "Times are dates (their first moment in UTC) or RFC 3339; TO is not included. Tables and "
-        "JSON end in totals for each currency; CSV has none, to be added up without them.",
+        "JSON end in totals for each currency, and in what was refused; CSV has neither, to be "
+        "added up without them (--by refusal gives a CSV of refusals).",
     )
     parser.add_argument("--tenant", default="", metavar="T", help="default: all tenants")
     parser.add_argument("--model", default="", metavar="M", help="only of this model")
@@ -70,12 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.invoice and arguments.model:
         raise ParameterError("model", "an invoice is of all models: leave --model out")
+    of_refusals = arguments.by == "refusal"
+    if of_refusals and arguments.model:
+        raise ParameterError("model", "what is refused has no model: leave --model out")
     query = "invoice" if arguments.invoice else f"usage_by_{arguments.by}"
     given = {"from_s": arguments.begin, "to_s": end, "tenant": arguments.tenant}
-    if not arguments.invoice:
-        given["model"] = arguments.model
+    of_models = given if arguments.invoice else {**given, "model": arguments.model}
+    refused = None
     try:
-        rows = _whole(query, given, arguments)
+        rows = _whole(*((_REFUSALS, given) if of_refusals else (query, of_models)), arguments)
+        if not (of_refusals or arguments.invoice or arguments.model):
+            refused = _whole(_REFUSALS, given, arguments)
     except QueryError as error:
         print(f"millrace usage: {error.message[:_MAX_SHOWN_CHARS].strip()}", file=sys.stderr)
         return 1
@@ -83,9 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(render(_for_spreadsheets(rows), "csv"))
     elif arguments.format == "json":
         document = {"from": shown(arguments.begin), "to": shown(end), "tenant": arguments.tenant}
-        sys.stdout.write(as_json(document, rows))
+        sys.stdout.write(as_json(document, rows, refused))
     else:
         sys.stdout.write(table(rows, totals(rows)))
+        if refused is not None and refused.rows:
+            sys.stdout.write(f"\nRefused at the door\n{table(refused, totals(refused))}")
     return 0
 
 
@@ -154,7 +164,7 @@ def _total(names: Sequence[str], rows: Sequence[Sequence[Any]], currency: str) -
     return tuple(total)
 
 
-def as_json(document: dict[str, str], rows: Rows) -> str:
+def as_json(document: dict[str, str], rows: Rows, refused: Rows | None = None) -> str:
     """One object. Money is text with all its digits: JSON's numbers lose them in most readers."""
     encode: Callable[[Any], bytes] = msgspec.json.Encoder(decimal_format="string").encode
     whole = {
@@ -169,6 +179,8 @@ def as_json(document: dict[str, str], rows: Rows) -> str:
             for row in totals(rows)
         ],
     }
+    if refused is not None:
+        whole[_REFUSALS] = [_named(refused.names, row) for row in refused.rows]
     return msgspec.json.format(encode(whole), indent=2).decode() + "\n"
 
 

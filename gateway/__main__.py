@@ -15,15 +15,16 @@ from functools import partial
 import uvloop
 from msgspec.structs import replace
 
-from bus import nats
 from bus.clock import SystemClock
-from bus.generations import GenerationIndex
+from bus.entrance import enter
 from bus.logs import configure_logging
 from bus.metrics import monitored
+from bus.nats.permissions import Part
 from bus.process import exit_code_of
 from bus.redis_link import RedisLink
 from bus.settings import load_config
 from bus.tracing import open_tracing
+from gateway.certificate import certificate_of, front_url
 from gateway.core import Gateway, new_gateway_id
 from gateway.models import Models
 from gateway.server import Server, listen
@@ -66,13 +67,15 @@ async def _run(config: Config) -> None:
         named = replace(config.gateway, gateway_id=new_gateway_id())
         config = replace(config, gateway=named)
     tracing = open_tracing(config.tracing, "gateway", config.gateway.gateway_id)
+    certificate_of(config.gateway)  # for what it checks, before anything starts
     listener = listen(config.gateway)
     try:
-        bus = await nats.connect(config.nats, f"gateway {config.gateway.gateway_id}".strip())
+        name = f"gateway {config.gateway.gateway_id}".strip()
+        bus, generations = await enter(config, name, Part.GATEWAY)
     except BaseException:
         listener.close()
         raise
-    generations, redis = GenerationIndex(config.redis), RedisLink(config.redis)
+    redis = RedisLink(config.redis)
     gateway = Gateway(
         bus,
         config.gateway,
@@ -82,12 +85,16 @@ async def _run(config: Config) -> None:
         redis=redis,
         tools=tools,
         tracing=tracing,
+        storage=config.storage,
+        exposure=config.metrics,
     )
     server = Server(gateway, listener)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    if server.certificate is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.certificate.reload)
     try:
         async with shown as monitor:
             monitor.trouble = lambda: _trouble(gateway)
@@ -105,7 +112,9 @@ def _trouble(gateway: Gateway) -> str:
     """Why this gateway cannot take requests just now, if so."""
     if gateway.draining:
         return "draining"
-    return "" if gateway.bus.connected else "the message bus is away"
+    if not gateway.bus.connected:
+        return "the message bus is away"
+    return "; ".join(f"{store} {why}" for store, why in gateway.stores.troubles().items())
 
 
 async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) -> None:
@@ -115,7 +124,7 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
     await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
     started.cancel()
     if not serving.done():
-        _log.info("ready", extra={"url": f"http://{config.host}:{server.port}"})
+        _log.info("ready", extra={"url": front_url(config, server.port)})
         stopping = asyncio.create_task(stopped.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from bus.api import Bus
 from gateway.caller import Caller
+from gateway.entries import Entries
 from gateway.fleet import Fleet
 from gateway.http import Headers
 from gateway.models import ServedModelLike
@@ -26,11 +27,17 @@ class Admission:
     """
 
     def __init__(
-        self, bus: Bus, fleet: Fleet, limiter: LimiterLike, request_timeout_s: float
+        self,
+        bus: Bus,
+        fleet: Fleet,
+        limiter: LimiterLike,
+        entries: Entries,
+        request_timeout_s: float,
     ) -> None:
         self._bus = bus
         self._fleet = fleet
         self._limiter = limiter
+        self._entries = entries
         self._request_timeout_s = request_timeout_s
 
     def check_door(self, model: str) -> None:
@@ -46,6 +53,7 @@ class Admission:
         left. Raises what ``Limiter.reserve`` does."""
         num_prompt = sum(len(job.prompt_token_ids or ()) for job in jobs)
         num_completion = sum(job.sampling.max_tokens or 0 for job in jobs)
+        await self._entries.give_back(reservation_id)
         reservation = await self._limiter.reserve(
             caller,
             reservation_id,

@@ -17,7 +17,7 @@ from gateway.parts import Part
 from gateway.stream import Client, OpenStream
 from gateway.streams import TAKEN_OVER
 from schemas.control import CancelReason
-from schemas.frames import Cancelled, Done, TokenLogprob, Usage
+from schemas.frames import Cancelled, Done, Failed, TokenLogprob, Usage
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolCall
 
@@ -44,7 +44,9 @@ class Answer:
 
     A client that is woken calls ``take`` until ``ended``, then ``conclude`` if there is something
     to store, and ``finish``. One that goes away calls ``leave``, which cancels, or ``hold``, after
-    which somebody else may take the answer over. ``owner`` is the client's own.
+    which somebody else may take the answer over. ``owner`` is the client's own. One that
+    ``is_copy`` is read by another client beside the answer itself, and leaves that alone: only a
+    ``cancel`` is for both.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Answer:
         idempotency_key: str = "",
         first_indices: tuple[int, ...] = (),
         owner: object = None,
+        is_copy: bool = False,
     ) -> None:
+        self.is_copy = is_copy
         self.ask = ask
         self.caller = caller
         self.model = model
@@ -127,6 +131,11 @@ class Answer:
     def is_served(self) -> bool:
         """Whether its client still waits for it."""
         return self._life is _Life.SERVED
+
+    @property
+    def is_held_here(self) -> bool:
+        """Of a copy: whether this gateway has the answer itself."""
+        return self._asker.get(self.request_id) is not None
 
     @property
     def was_let_go(self) -> bool:
@@ -200,6 +209,15 @@ class Answer:
             elif choice.end is None:
                 self._asker.streams.cancel(choice.stream, reason)
 
+    def break_off(self, frame: Failed) -> None:
+        """End here with ``frame``, and cancel what runs."""
+        for choice in self.choices:
+            if choice.end is None:
+                choice.fail(frame)
+                if not self.is_copy:
+                    self._asker.streams.cancel(choice.stream, CancelReason.DISCONNECT)
+                choice.stream.wake()
+
     def leave(self, outcome: str) -> None:
         """The client is gone and wants nothing more: cancel what runs."""
         if not self.is_served:
@@ -207,9 +225,12 @@ class Answer:
         self._life = _Life.LEFT
         for choice in self.choices:
             self._asker.streams.leave(choice.stream, outcome)
+        self._asker.copies.discard(self)
 
     def hold(self, for_s: float | None, outcome: str) -> None:
         """The client is gone but may come back within ``for_s`` (None: until it has ended)."""
+        if self.is_copy:
+            self.leave(outcome)
         if not self.is_served:
             return
         self._life = _Life.HELD
@@ -224,6 +245,7 @@ class Answer:
     def let_go(self) -> None:
         """Another connection has it now."""
         self._life = _Life.LET_GO
+        self._asker.copies.discard(self)
         for choice in self.choices:
             if choice.runs_tools:
                 choice.fail(TAKEN_OVER)
@@ -269,7 +291,8 @@ class Answer:
                 self._part(choice.stream)
         self.owner = None
         self._asker.forget(self)
-        if was_taken:
+        self._asker.copies.discard(self)
+        if was_taken and not self.is_copy:
             self._asker.seen.forget(self.request_id)
 
     # --- what the table of streams tells ---
@@ -348,7 +371,7 @@ class Answer:
         assert not isinstance(end, Done)
         if self._failure is None:
             self._failure = refusal_of_end(end)
-        if end is TAKEN_OVER:
+        if end is TAKEN_OVER or self.is_copy:
             return
         for other in self.choices:
             if other.end is None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from bus.addresses import is_loopback
+from bus.metrics import bears_token
+from bus.storage import NATS
 from gateway.core import Gateway
-from gateway.http import json_response, read_body
+from gateway.http import json_response, new_request_id, read_body
+from gateway.identity import AuthenticationError
 from gateway.message_fields import chat_messages
+from gateway.models import ServedModelLike
 from gateway.parsing import decode
-from registry.served import MAX_INLINE_CHARACTERS
-from schemas.errors import ParameterError
+from gateway.proxies import is_forwarded
+from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import Tier
 from schemas.openai import (
     DetokenizeRequest,
@@ -27,6 +33,9 @@ from schemas.openai import (
 )
 from schemas.tenants import lower_limit
 
+_AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
+
+_CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -69,55 +78,45 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
-        await self._gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, self._gateway.config.max_body_bytes)
-        asked = decode(self._tokenize_decoder, body)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ParameterError("prompt", "Give exactly one of prompt and messages.")
-        model = await self._gateway.models.get(asked.model)
-        tokenizer = model.tokenizer
-        if asked.messages is not None:
-            messages = chat_messages(asked.messages)
-            tokens = await asyncio.to_thread(tokenizer.encode_chat, messages)
-        elif len(asked.prompt or "") > MAX_INLINE_CHARACTERS:
-            tokens = await asyncio.to_thread(
-                tokenizer.encode, asked.prompt or "", asked.add_special_tokens
-            )
-        else:
-            tokens = tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
-        answer = TokenizeResponse(
-            tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
-        )
-        return json_response(answer)
+        return await self._read_by(request, self._tokenize_decoder, _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids; bytes that are no whole character show as U+FFFD."""
-        await self._gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, self._gateway.config.max_body_bytes)
-        asked = decode(self._detokenize_decoder, body)
-        model = await self._gateway.models.get(asked.model)
-        for token_id in asked.tokens:
-            if not 0 <= token_id < model.vocab_size:
-                raise ParameterError(
-                    "tokens",
-                    f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
-                )
-        decoding = partial(
-            model.tokenizer.decode, asked.tokens, skip_special_tokens=asked.skip_special_tokens
-        )
-        is_long = len(asked.tokens) > MAX_INLINE_CHARACTERS
-        text = await asyncio.to_thread(decoding) if is_long else decoding()
-        return json_response(DetokenizeResponse(prompt=text))
+        return await self._read_by(request, self._detokenize_decoder, _detokenized)
+
+    async def _read_by(
+        self,
+        request: Request,
+        decoder: msgspec.json.Decoder[_AskedT],
+        answer: Callable[[_AskedT, ServedModelLike], object],
+    ) -> Response:
+        """The JSON of what ``answer`` makes of the body. It counts as a request, and a long one is
+        read and answered off the event loop."""
+        gateway = self._gateway
+        caller = await gateway.identity.caller(request.scope)
+        body = await read_body(request.scope, request.receive, gateway.config)
+        async with gateway.entries.counts(caller, new_request_id("tok"), len(body)):
+            read = partial(gateway.prompts.run, caller.tenant, len(body))
+            asked = await read(lambda: decode(decoder, body))
+            model = await gateway.models.get(asked.model)
+            answered = await read(lambda: msgspec.json.encode(answer(asked, model)))
+        return Response(answered, media_type="application/json")
 
     async def healthz(self, _request: Request) -> Response:
-        """200 while requests can be accepted; ``num_workers`` says whether they move at once."""
+        """200 while requests can be accepted; ``num_workers`` says whether they move at once, and
+        ``stores`` which stores have no room, and why."""
         gateway = self._gateway
         connected = gateway.bus.connected
         workers = gateway.fleet.live_workers()
+        troubles = gateway.stores.troubles()
         if gateway.draining:
             status = "draining"
         elif not connected:
             status = "bus_unavailable"
+        elif NATS in troubles:
+            status = "storage_full"
+        elif troubles:
+            status = "degraded"
         else:
             status = "ok" if workers else "waiting_for_workers"
         health = {
@@ -127,8 +126,66 @@ class Api:
             "models": sorted({worker.model for worker in workers}),
             "gateway_id": gateway.gateway_id,
             "open_streams": gateway.streams.num_served,
+            "stores": troubles,
         }
-        return json_response(health, 503 if gateway.draining or not connected else 200)
+        return json_response(health, 503 if status in _CANNOT_ACCEPT else 200)
 
-    async def metrics(self, _request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        """Where other machines can ask, for who bears ``metrics.token`` or the key of an
+        administrator, unless ``metrics.public``."""
+        exposure, host = self._gateway.exposure, self._gateway.config.host
+        is_near = is_loopback(host) and not is_forwarded(request.scope)
+        is_open = exposure.public or is_near
+        if exposure.token:
+            is_open = bears_token(request.headers.get("authorization", ""), exposure.token)
+        if not is_open:
+            await self._require_administrators_key(request)
         return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
+
+    async def _require_administrators_key(self, request: Request) -> None:
+        try:
+            caller = await self._gateway.identity.caller(request.scope)
+        except AuthenticationError as error:
+            raise MetricsClosedError from error
+        if not (caller.key_id and caller.is_admin):
+            raise MetricsClosedError
+
+
+def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ParameterError("prompt", "Give exactly one of prompt and messages.")
+    if asked.messages is not None:
+        tokens = model.tokenizer.encode_chat(chat_messages(asked.messages))
+    else:
+        tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
+    return TokenizeResponse(
+        tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
+    )
+
+
+def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> DetokenizeResponse:
+    for token_id in asked.tokens:
+        if not 0 <= token_id < model.vocab_size:
+            raise ParameterError(
+                "tokens",
+                f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
+            )
+    skips = asked.skip_special_tokens
+    return DetokenizeResponse(
+        prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips)
+    )
+
+
+class MetricsClosedError(MillraceError):
+    """The metrics are not for everybody who can reach this gateway."""
+
+    code = "metrics_closed"
+    http_status = 401
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The metrics are for who sends metrics.token, or an administrator's API key, as "
+            "Authorization: Bearer. The operator of this gateway can set metrics.token, or "
+            "metrics.public to true."
+        )
+        self.headers = [(b"www-authenticate", b'Bearer realm="millrace metrics"')]

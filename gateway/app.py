@@ -19,6 +19,8 @@ from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusa
 from gateway.files import FilesApi
 from gateway.generations import GenerationHandler
 from gateway.http import (
+    CALLER,
+    REFUSED,
     AsgiApp,
     ClientLeftError,
     Event,
@@ -33,6 +35,7 @@ from gateway.http import (
 from gateway.limits_api import LimitsApi
 from gateway.ops_api import OpsApi
 from gateway.origins import OriginGuard
+from gateway.proxies import ProxyReader
 from gateway.rendering import Endpoint
 from gateway.responses import ResponsesApi, ResponsesEndpoint
 from gateway.sessions_api import SessionsApi
@@ -45,6 +48,7 @@ from schemas.errors import MillraceError
 _log = logging.getLogger(__name__)
 
 _UNMATCHED = "unmatched"
+_ORIGIN = "origin"
 
 
 def build_app(gateway: Gateway) -> AsgiApp:
@@ -66,9 +70,15 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await receive()
             gateway.metrics.requests.labels(_UNMATCHED, "404").inc()
             text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
-            await refuse_handshake(scope, send, refusal_of(NotFoundError(text)))
+            refusal = refusal_of(NotFoundError(text))
+            gateway.refusals.note(_UNMATCHED, refusal, None)
+            await refuse_handshake(scope, send, refusal)
 
-    return OriginGuard(app, gateway.config, demands_keys=gateway.identity.demands_keys)
+    def note(refusal: Refusal) -> None:
+        gateway.refusals.note(_ORIGIN, refusal, None)
+
+    guarded = OriginGuard(app, gateway.config, note, gateway.identity.demands_key_of)
+    return ProxyReader(guarded, gateway.config)
 
 
 def token_endpoints(gateway: Gateway) -> list[Endpoint]:
@@ -120,8 +130,17 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
         finally:
             route = getattr(scope.get("route"), "path", _UNMATCHED) if status else _UNMATCHED
             gateway.metrics.requests.labels(route, str(status or 500)).inc()
+            refusal: Refusal | None = scope.get(REFUSED)
+            if refusal is not None:
+                gateway.refusals.note(route, refusal, scope.get(CALLER), request_id)
 
     return counted
+
+
+def _refused(request: Request, refusal: Refusal) -> Refusal:
+    """Have it counted once the response is through."""
+    request.scope[REFUSED] = refusal
+    return refusal
 
 
 def _response(refusal: Refusal) -> Response:
@@ -140,9 +159,9 @@ class _LastResponse(Response):
         await refuse_and_close(receive, send, self._refusal)
 
 
-async def _answer_error(_request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
-    refusal = refusal_of(error)
+    refusal = _refused(request, refusal_of(error))
     return _LastResponse(refusal) if refusal.status in {408, 413} else _response(refusal)
 
 
@@ -150,20 +169,23 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        return _response(refusal_of(NotFoundError(f"Nothing is served at {path}.")))
+        refusal = refusal_of(NotFoundError(f"Nothing is served at {path}."))
+        return _response(_refused(request, refusal))
     if error.status_code == 405:
-        method = f"{path} does not take {request.method}."
-        response = _response(refusal_of(MethodNotAllowedError(method)))
+        refusal = refusal_of(MethodNotAllowedError(f"{path} does not take {request.method}."))
+        response = _response(_refused(request, refusal))
         response.headers.update(error.headers or {})
         return response
-    return _response(Refusal(status=error.status_code, code="http_error", message=error.detail))
+    refusal = Refusal(status=error.status_code, code="http_error", message=error.detail)
+    return _response(_refused(request, refusal))
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _answer_bug(_request: Request, error: Exception) -> Response:
+async def _answer_bug(request: Request, error: Exception) -> Response:
     _log.error("a request failed", exc_info=error)
     message = "The gateway failed to answer this request."
-    return _response(Refusal(status=500, code="internal_error", message=message))
+    refusal = Refusal(status=500, code="internal_error", message=message)
+    return _response(_refused(request, refusal))

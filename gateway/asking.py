@@ -17,6 +17,7 @@ from gateway.admission import Admission
 from gateway.answer import Answer
 from gateway.caller import Caller
 from gateway.choice import Choice
+from gateway.entries import Entries
 from gateway.errors import DrainingError
 from gateway.fleet import Fleet
 from gateway.job_maker import JobMaker
@@ -31,9 +32,11 @@ from gateway.services import LimiterLike, SessionsLike, ToolsLike
 from gateway.stream import Client, OpenStream
 from gateway.streams import StreamTable
 from gateway.tracing import RequestTrace
+from registry.prompt_pool import PromptPool
 from schemas.config import GatewayConfig
 from schemas.errors import ParameterError
 from schemas.jobs import Job, Source, Tier
+from schemas.sampling import SamplingParams
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolMode
 
@@ -66,6 +69,9 @@ class Asker:
         gaps: GapCounts,
         seed_source: random.Random,
         keeps_transcripts: Callable[[str], Awaitable[bool]],
+        check_stores: Callable[[], None],
+        prompts: PromptPool,
+        entries: Entries,
     ) -> None:
         self.streams = streams
         self.gaps = gaps
@@ -79,8 +85,9 @@ class Asker:
         self._index = index
         self._sessions = sessions
         self.keeps_transcripts = keeps_transcripts
-        self.maker = JobMaker(tools, seed_source)
-        self.admission = Admission(bus, fleet, limiter, config.request_timeout_s)
+        self._check_stores = check_stores
+        self.maker = JobMaker(tools, seed_source, prompts)
+        self.admission = Admission(bus, fleet, limiter, entries, config.request_timeout_s)
         self.seen = SeenBefore(clock, config.request_timeout_s)
         self.rounds = Rounds(
             bus,
@@ -95,6 +102,7 @@ class Asker:
             self.seen,
         )
         self._answers: dict[str, tuple[Answer, RequestState | None]] = {}
+        self.copies: set[Answer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
@@ -111,7 +119,7 @@ class Asker:
         return None if known is None else known[1]
 
     def answers(self) -> list[Answer]:
-        return [answer for answer, _ in self._answers.values()]
+        return [*(answer for answer, _ in self._answers.values()), *self.copies]
 
     def keep(self, answer: Answer, state: RequestState | None) -> None:
         """``state`` is None until others may go on with it."""
@@ -136,6 +144,7 @@ class Asker:
         """Fit the session, tokenise, reserve, knock at the queue's door and publish; the answer is
         accepted on return. A client that left in the meantime is for the caller to notice."""
         self._check_stays()
+        self._check_stores()
         received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
         ask = await self._choice.resolve(ask, caller.tenant, tier_of(ask, caller))
         model = await self._models.get(ask.model)
@@ -223,7 +232,8 @@ class Asker:
             and answer.ask.tool_choice.mode is not ToolMode.NONE
         )
         tool_format = answer.model.tool_format if has_tools else None
-        return Choice(index, stream, tool_format, answer.own_tools, from_index)
+        ends = end_token_ids(answer.model, answer.ask.sampling)
+        return Choice(index, stream, tool_format, answer.own_tools, from_index, ends)
 
     async def commit_turn(self, answer: Answer) -> None:
         """Put what was said behind its session's history."""
@@ -285,7 +295,8 @@ class Asker:
         since_ns = self._clock.now_ns()
         try:
             outcomes = await asyncio.gather(
-                *(self._bus.jobs.publish(job) for job in jobs), return_exceptions=True
+                *(self._bus.jobs.publish(job, reserved=True) for job in jobs),
+                return_exceptions=True,
             )
         except BaseException:
             for stream in streams:
@@ -323,6 +334,12 @@ def tier_of(ask: Ask, caller: Caller) -> Tier:
             f"Your tier is {caller.tier}; service_tier may name that or a less urgent one.",
         )
     return ask.tier
+
+
+def end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
+    """The tokens with which a completion is over."""
+    ends = () if sampling.ignore_eos else model.eos_token_ids
+    return frozenset(ends).union(sampling.stop_token_ids)
 
 
 def _without_prompt(ask: Ask) -> Ask:

@@ -39,7 +39,7 @@ class EmbeddingKind(LineKind):
             user=user_of(asked),
             pooling=asked.pooling or model.embedding_defaults.pooling,
         )
-        jobs = await jobs_of(base, inputs, model)
+        jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)
 
 

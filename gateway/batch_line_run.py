@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DOOR = "/v1/batches"
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
 _TOO_MANY_REQUESTS = 429
@@ -89,7 +90,9 @@ class LineRunner:
                 if known is None:
                     return
             except MillraceError as error:
-                self._refuse(line, request, request_id, refusal_of(error))
+                refusal = refusal_of(error)
+                self._gateway.refusals.note(_DOOR, refusal, self._caller, request_id)
+                self._refuse(line, request, request_id, refusal)
                 return
             results = await self._wait(order, known)
             order.settle(results)
@@ -153,7 +156,7 @@ class LineRunner:
         bus = self._gateway.bus
         if self._is_taken_over and await bus.results.fetch(job.tenant, job.request_id) is not None:
             return 0
-        return (await bus.jobs.publish(job)).stream_sequence
+        return (await bus.jobs.publish(job, reserved=True)).stream_sequence
 
     async def _wait(self, order: LineOrder, published: PublishedLine) -> list[JobResult]:
         """The results of those jobs that have any."""
@@ -172,7 +175,8 @@ class LineRunner:
 
     def _leave_room(self, model: str) -> None:
         """Raises QueueFullError while the model's queue is half full: the rest of it is for those
-        who wait."""
+        who wait; StoreFullError while the store of the queue has no room."""
+        self._gateway.stores.check()
         for queue in self._gateway.fleet.queues():
             if queue.model == model and queue.num_queued >= queue.bound * _QUEUE_SHARE:
                 raise QueueFullError("The queue is half full.", queue.retry_after_s)

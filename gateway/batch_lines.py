@@ -136,7 +136,7 @@ class GenerationKind(LineKind):
     async def order(
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
     ) -> LineOrder:
-        prepared = await self._endpoint.prepare(body, caller)
+        prepared = await self._endpoint.prepare(body, caller, self._gateway.prompts)
         _refuse_what_needs_a_client(prepared)
         ask = self._gateway.choice.resolve_alone(prepared.ask, Tier.BATCH)
         prepared = replace(prepared, ask=ask)

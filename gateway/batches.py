@@ -60,7 +60,8 @@ class BatchesApi:
         """The batch is stored; a gateway begins to run it soon."""
         gateway = self._gateway
         caller = await gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, gateway.config.max_body_bytes)
+        gateway.stores.check()
+        body = await read_body(request.scope, request.receive, gateway.config)
         asked = decode(self._decoder, body)
         _check(asked)
         await self._check_input(caller.tenant, asked.input_file_id)

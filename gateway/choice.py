@@ -51,7 +51,9 @@ class Choice:
     ``round_end`` is what was said, until ``begin_round``; ``runs_tools`` while somebody sees to
     that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
     the last round has ended. ``had`` are the parts that the client was given by another connection,
-    as far as they were read again; they all come before those that ``collect`` gives out.
+    as far as they were read again; they all come before those that ``collect`` gives out. A token
+    of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
+    of the answer's content.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Choice:
         tool_format: ToolFormat | None,
         own_tools: frozenset[str],
         from_index: int = 0,
+        end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.index = index
         self.stream = stream
@@ -76,6 +79,7 @@ class Choice:
         self.turns: list[ChatMessage] = []
         self._tool_format = tool_format
         self._own_tools = own_tools
+        self._end_token_ids = end_token_ids
         self._earlier = Usage()
         self._texts: list[str] = []
         self._num_shown_calls = 0
@@ -145,6 +149,8 @@ class Choice:
             return
         index, num_tokens, text, logprobs = stream.take(now_s, gaps)
         if num_tokens or text:
+            if logprobs and logprobs[-1].token_id in self._end_token_ids:
+                logprobs = logprobs[:-1]
             self._before(index)
             index += self._base
             self.next_index = index + num_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections.abc import Iterator, Set
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -12,19 +14,24 @@ from msgspec.structs import replace
 from bus.api import Bus, Subscription
 from bus.clock import Clock
 from bus.redis_link import RedisLink
+from bus.storage import NATS, REDIS
+from bus.store_watch import StoreMetrics, StoreWatch
 from bus.tracing import Tracing
 from gateway.answer import Answer
 from gateway.asking import Asker
 from gateway.deliveries import Deliveries
+from gateway.entries import Entries
 from gateway.errors import DrainingError
 from gateway.fleet import Fleet
 from gateway.idempotency import Idempotency
-from gateway.identity import Identity
+from gateway.identity import Identity, revoked_key
+from gateway.key_watch import KeyWatch
 from gateway.limits import Limiter
 from gateway.metrics import Metrics
 from gateway.model_choice import ModelChoice
 from gateway.models import Models
 from gateway.quiet import generate_quietly
+from gateway.refusals import Refusals
 from gateway.replays import GenerationIndex
 from gateway.request_index import RequestIndex
 from gateway.resuming import Resuming
@@ -36,8 +43,10 @@ from gateway.tool_catalogue import ToolCatalogue
 from gateway.tool_runner import ToolRunner
 from gateway.tracing import RequestTraces
 from gateway.wires import Pulse
-from schemas.config import GatewayConfig
-from schemas.errors import BusUnavailableError
+from registry.prompt_pool import PromptPool, num_characters
+from schemas.config import GatewayConfig, MetricsConfig, StorageConfig
+from schemas.errors import BusUnavailableError, MillraceError
+from schemas.frames import Failed
 from schemas.jobs import Job
 
 if TYPE_CHECKING:
@@ -72,6 +81,8 @@ class Gateway:
         redis: RedisLink | None = None,
         tools: ToolCatalogue | None = None,
         tracing: Tracing | None = None,
+        storage: StorageConfig | None = None,
+        exposure: MetricsConfig | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -83,17 +94,28 @@ class Gateway:
         self.sockets: set[SocketSession] = set()
         self.pulse = Pulse()
         self.metrics = Metrics()
+        self.exposure = exposure or MetricsConfig()
         self.fleet = Fleet(clock)
+        self.stores = StoreWatch(storage or StorageConfig(), clock, bus.storage, redis, gates=True)
         self.streams = StreamTable(
             bus, config, self.gateway_id, self.fleet, clock, self._on_end, generations
         )
         self.deliveries = Deliveries(bus.outbox, clock)
+        self.refusals = Refusals(bus.outbox, clock, self.gateway_id, self.metrics)
         self.seed_source = seed_source or random.Random()
         self.identity = Identity(redis, config, clock)
         self.limiter = Limiter(redis, config, clock)
         self.tools = ToolRunner(tools or ToolCatalogue(), config, clock)
+        self.prompts = PromptPool()
+        self.entries = Entries(self.limiter, self.prompts)
         self.sessions = Sessions(
-            redis, config, clock, models, self.generate_quietly, self.tools.definitions
+            redis,
+            config,
+            clock,
+            models,
+            self.generate_quietly,
+            self.tools.definitions,
+            self.prompts,
         )
         self.choice = ModelChoice(models, self.fleet, self.sessions)
         index = RequestIndex(redis, config.idempotency_ttl_s)
@@ -113,15 +135,29 @@ class Gateway:
             self.metrics.gaps,
             self.seed_source,
             self.identity.keeps_transcripts,
+            self.stores.check,
+            self.prompts,
+            self.entries,
         )
         self.resuming = Resuming(
-            bus, self.gateway_id, index, self.asker, self.streams, models, clock
+            bus,
+            self.gateway_id,
+            index,
+            self.asker,
+            self.streams,
+            models,
+            clock,
+            self.identity.check_key,
         )
         self.idempotency = Idempotency(index, self.asker, self.resuming, clock)
+        self.keys = KeyWatch(redis, clock, self._keys_in_use, self._on_closed_keys)
         self._handovers: Subscription | None = None
         self.metrics.watch(self.streams, self.fleet)
         self.metrics.watch_limits(self.limiter)
         self.metrics.watch_deliveries(self.deliveries)
+        self.metrics.registry.register(
+            StoreMetrics((NATS, REDIS), self.stores.troubles, lambda: self.stores.free)
+        )
         self.metrics.watch_sizes(
             {
                 "millrace_open_sockets": ("WebSockets that are open", lambda: len(self.sockets)),
@@ -132,6 +168,10 @@ class Gateway:
                 "millrace_tasks": (
                     "Tasks of the event loop",
                     lambda: len(asyncio.all_tasks()),
+                ),
+                "millrace_unsent_refusals": (
+                    "Kinds of refusals that wait to be recorded",
+                    lambda: self.refusals.num_waiting,
                 ),
                 "millrace_unsettled_reservations": (
                     "Reservations that wait for Redis to be settled",
@@ -146,6 +186,10 @@ class Gateway:
 
     async def start(self) -> None:
         self.deliveries.start()
+        self.keys.start()
+        self.refusals.start()
+        await self.stores.look()
+        self.stores.start()
         await self.fleet.start(self.bus)
         await self.streams.start()
         self._handovers = await self.bus.control.serve_handovers(
@@ -174,6 +218,8 @@ class Gateway:
     async def close(self) -> None:
         """Let go of the answers that are left, which others may go on with, and of the bus's
         subscriptions; the bus stays open."""
+        await self.keys.close()
+        await self.stores.close()
         for answer in self.asker.answers():
             answer.let_go()
         if self._handovers is not None:
@@ -183,8 +229,11 @@ class Gateway:
         await self.tools.close()
         await self.streams.close()
         await self.fleet.close()
+        self.prompts.close()
         await asyncio.gather(
-            self.deliveries.close(_LAST_RECORDS_S), self.limiter.close(_LAST_SETTLEMENTS_S)
+            self.deliveries.close(_LAST_RECORDS_S),
+            self.refusals.close(_LAST_RECORDS_S),
+            self.limiter.close(_LAST_SETTLEMENTS_S),
         )
 
     async def begin_job(self, job: Job, client: Client) -> OpenStream:
@@ -192,13 +241,14 @@ class Gateway:
         accepted on return. Raises MillraceError: nothing was stored then."""
         if self.draining:
             raise DrainingError("This gateway is shutting down. Send the request again.")
+        self.stores.check()
         self.fleet.check_door(job.model)
         if not self.bus.connected:
             raise BusUnavailableError("The message bus is away. Try again in a moment.")
         stripped = replace(job, prompt_token_ids=())
         stream = self.streams.open(stripped, client, self.clock.monotonic())
         try:
-            published = await self.bus.jobs.publish(job)
+            published = await self.bus.jobs.publish(job, reserved=True)
         except BaseException:
             self.streams.discard(stream)
             raise
@@ -209,10 +259,34 @@ class Gateway:
         """The text of a job that no client waits for. Raises MillraceError if there is none."""
         model = await self.models.get(job.model)
         addressed = replace(job, reply=self.gateway_id, batch_frames=True)
-        return await generate_quietly(self, model.prepare(addressed, self.seed_source))
+        prepare = partial(model.prepare, addressed, self.seed_source)
+        ready = await self.prompts.run(job.tenant, num_characters(job), prepare)
+        return await generate_quietly(self, ready)
+
+    def _keys_in_use(self) -> Iterator[str]:
+        for socket in self.sockets:
+            if socket.caller is not None:
+                yield socket.caller.key_id
+        for answer in self.asker.answers():
+            yield answer.caller.key_id
+
+    def _on_closed_keys(self, key_ids: Set[str]) -> None:
+        """Whoever came with one of these is parted with, and what is made for it ends."""
+        for key_id in key_ids:
+            self.identity.forget(key_id)
+        for answer in self.asker.answers():
+            if answer.caller.key_id in key_ids:
+                answer.break_off(_failed(revoked_key(answer.caller.key_id)))
+        for socket in list(self.sockets):
+            if socket.caller is not None and socket.caller.key_id in key_ids:
+                socket.expel(revoked_key(socket.caller.key_id))
 
     def _on_end(self, stream: OpenStream) -> None:
         if isinstance(stream.owner, Answer):
             stream.owner.note_end(stream)
         self.metrics.count_end(stream, self.clock.monotonic())
         self.deliveries.put(delivery_record(stream, self.gateway_id, self.clock))
+
+
+def _failed(error: MillraceError) -> Failed:
+    return Failed(code=error.code, message=error.message)

@@ -15,12 +15,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_WAITING = 10_000
 _NUM_SENDERS = 8
-_MAX_TRIES = 6
 _FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 4.0
 
 
 class Deliveries:
-    """Publishes records in the background, each tried a few times; ``num_lost`` counts the rest.
+    """Publishes records in the background, each tried until it is stored; ``num_lost`` counts those
+    that found too many waiting, or that the outbox will never take.
 
     Owns its sender tasks: ``start`` makes them, ``close`` waits a moment for what is queued and
     ends them.
@@ -62,15 +63,15 @@ class Deliveries:
 
     async def _send(self, record: DeliveryRecord) -> None:
         pause_s = _FIRST_PAUSE_S
-        for attempt in range(1, _MAX_TRIES + 1):
+        while True:
             try:
                 await self._outbox.publish(record)
             except (MillraceError, TimeoutError) as error:
-                if attempt == _MAX_TRIES:
+                if isinstance(error, MillraceError) and not error.retryable:
                     self._lose(record, str(error))
                     return
                 await self._clock.sleep(pause_s)
-                pause_s *= 2
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
                 return
 

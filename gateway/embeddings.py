@@ -28,10 +28,11 @@ from gateway.http import (
 )
 from gateway.models import ServedModelLike
 from gateway.parsing import decode
+from gateway.rendering import read_long
 from gateway.stream import Client, OpenStream
 from gateway.tracing import TRACEPARENT, RequestTrace
 from registry.pricing import cost
-from registry.served import MAX_INLINE_CHARACTERS
+from registry.prompt_pool import PromptPool
 from schemas.embeddings import (
     MAX_INPUTS,
     EmbeddingList,
@@ -133,20 +134,27 @@ class Embeddings:
     async def _embed(self, request: Request, trace: RequestTrace | None) -> Response:
         """All inputs are embedded, or the whole request is an error; a client that leaves cancels
         what is not done."""
+        caller = await self._gateway.identity.caller(request.scope)
+        request_id = new_request_id("embd")
+        async with self._gateway.entries.refusals_count(caller, request_id):
+            return await self._answer(request, caller, request_id, trace)
+
+    async def _answer(
+        self, request: Request, caller: Caller, request_id: str, trace: RequestTrace | None
+    ) -> Response:
         gateway = self._gateway
-        caller = await gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, gateway.config.max_body_bytes)
-        asked = decode(self._decoder, body)
-        inputs = inputs_of(asked)
+        body = await read_body(request.scope, request.receive, gateway.config)
+        await gateway.entries.admit(caller, request_id, len(body))
+        asked, inputs = await read_long(gateway.prompts, caller, body, self._read)
         model = await gateway.models.get(asked.model)
         form = form_of(asked, model)
-        request_id = new_request_id("embd")
         base = self._base_job(asked, request_id, model, caller)
         if trace is not None:
             trace.asked_for(asked.model)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
-        jobs = await jobs_of(base, inputs, model)
+        jobs = await jobs_of(base, inputs, model, gateway.prompts)
         num_tokens = sum(len(job.prompt_token_ids or ()) for job in jobs)
+        await gateway.entries.give_back(request_id)
         reservation = await gateway.limiter.reserve(
             caller,
             request_id,
@@ -187,6 +195,10 @@ class Embeddings:
         return _with_headers(json_response(answer), reservation.headers)
 
     # --- from inputs to jobs ---
+
+    def _read(self, body: bytes) -> tuple[EmbeddingRequest, list[Input]]:
+        asked = decode(self._decoder, body)
+        return asked, inputs_of(asked)
 
     def _base_job(
         self, asked: EmbeddingRequest, request_id: str, model: ServedModelLike, caller: Caller
@@ -280,7 +292,9 @@ def inputs_of(asked: EmbeddingRequest) -> list[Input]:
     raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
 
 
-async def jobs_of(base: Job, inputs: Sequence[Input], model: ServedModelLike) -> list[Job]:
+async def jobs_of(
+    base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
+) -> list[Job]:
     """A job like ``base`` for each input. Raises MillraceError, naming the input at fault."""
 
     def prepare_all() -> list[Job]:
@@ -291,8 +305,7 @@ async def jobs_of(base: Job, inputs: Sequence[Input], model: ServedModelLike) ->
             for index, one in enumerate(inputs)
         ]
 
-    is_short = sum(map(len, inputs)) <= MAX_INLINE_CHARACTERS
-    return prepare_all() if is_short else await asyncio.to_thread(prepare_all)
+    return await prompts.run(base.tenant, sum(map(len, inputs)), prepare_all)
 
 
 def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:

@@ -71,7 +71,8 @@ class TelemetryUnavailableError(MillraceError):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """What to tell a caller: the same for HTTP, for an error inside a stream and for WebSocket."""
+    """What to tell a caller: the same for HTTP, for an error inside a stream and for WebSocket.
+    ``limit`` names the limit that was reached, for our records."""
 
     status: int
     code: str
@@ -79,6 +80,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     retry_after_s: float | None = None
     more_headers: tuple[tuple[bytes, bytes], ...] = ()
+    limit: str = ""
 
     _TYPES: ClassVar[dict[int, str]] = {
         401: "authentication_error",
@@ -129,6 +131,7 @@ def refusal_of(error: MillraceError) -> Refusal:
         param=param or None,
         retry_after_s=retry_after_s,
         more_headers=tuple(getattr(error, "headers", ())),
+        limit=getattr(error, "limit", ""),
     )
 
 
@@ -160,7 +163,7 @@ def refusal_of_end(frame: TerminalFrame) -> Refusal:
 
 
 def _status_by_code() -> dict[str, int]:
-    statuses = {"request_timeout": 504, "taken_over": 409}
+    statuses = {"request_timeout": 504, "taken_over": 409, "invalid_api_key": 401}
     kinds: list[type[MillraceError]] = [
         BusUnavailableError,
         GrammarError,

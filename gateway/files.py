@@ -13,17 +13,17 @@ from starlette.routing import Route
 
 from bus.api import Objects, StoredObject
 from gateway.batch_store import BatchStore
+from gateway.body_deadline import BodyDeadline
 from gateway.core import Gateway
-from gateway.errors import NotFoundError, SlowRequestError
+from gateway.errors import NotFoundError
 from gateway.http import ClientLeftError, content_length, json_response
 from gateway.paging import new_ordered_id, page_of
+from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 from schemas.files import FileDeleted, FileList, FileObject, FilePurpose
 
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024
-_SILENCE_S = 30.0
-_UPLOAD_TIMEOUT_S = 900.0
 _LINGER_S = 2.0
 _FORM_BYTES = 64 * 1024  # what a form has around its file
 _MAX_FILENAME_CHARACTERS = 256
@@ -121,8 +121,9 @@ class FilesApi:
         """A form with ``file`` and ``purpose``; the file passes through, it is never in memory as a
         whole."""
         caller = await self._gateway.identity.caller(request.scope)
+        self._gateway.stores.check()
         limit_bytes = self._gateway.config.max_file_bytes
-        parser = await _parser(request, limit_bytes)
+        parser = await _parser(request, self._gateway.config)
         try:
             form = await parser.parse()
         except MultiPartException as error:
@@ -217,8 +218,9 @@ class FilesApi:
         return json_response(FileDeleted(id=file_id))
 
 
-async def _parser(request: Request, limit_bytes: int) -> MultiPartParser:
+async def _parser(request: Request, config: GatewayConfig) -> MultiPartParser:
     """Raises ParameterError for another kind of body, PayloadTooLargeError for a declared size."""
+    limit_bytes = config.max_file_bytes
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise ParameterError(
@@ -228,24 +230,22 @@ async def _parser(request: Request, limit_bytes: int) -> MultiPartParser:
     if declared_bytes is not None and declared_bytes > limit_bytes + _FORM_BYTES:
         await _let_finish(request)
         raise PayloadTooLargeError(declared_bytes, limit_bytes)
-    return MultiPartParser(request.headers, _body(request, limit_bytes), max_files=1, max_fields=8)
+    return MultiPartParser(request.headers, _body(request, config), max_files=1, max_fields=8)
 
 
-async def _body(request: Request, limit_bytes: int) -> AsyncGenerator[bytes]:
+async def _body(request: Request, config: GatewayConfig) -> AsyncGenerator[bytes]:
     """The body as it comes. Raises PayloadTooLargeError once it is too long, SlowRequestError when
     nothing comes or it trickles, and ClientLeftError."""
+    limit_bytes = config.max_file_bytes
     num_bytes = 0
     now_s = asyncio.get_running_loop().time
-    give_up_s = now_s() + _UPLOAD_TIMEOUT_S
+    deadline = BodyDeadline(config, now_s())
     while True:
         try:
-            async with asyncio.timeout_at(min(now_s() + _SILENCE_S, give_up_s)):
+            async with asyncio.timeout_at(deadline.at_s(num_bytes, now_s())):
                 event = await request.receive()
         except TimeoutError:
-            raise SlowRequestError(
-                f"No more of the file came for {_SILENCE_S:g} s, or it was not whole after "
-                f"{_UPLOAD_TIMEOUT_S:g} s."
-            ) from None
+            raise deadline.error(num_bytes) from None
         if event["type"] == "http.disconnect":
             raise ClientLeftError
         chunk = event.get("body", b"")

@@ -35,13 +35,17 @@ class Fleet:
         self._subscriptions = []
 
     def on_worker(self, status: WorkerStatus) -> None:
-        """A worker's name stays over its lives: a new life takes the place of the former one."""
-        if not status.retired:
-            self._workers[status.name] = (status, self._clock.monotonic())
+        """A worker's name stays over its lives: a new life takes the place of the former one, until
+        that is heard again."""
+        worker_id = status.worker_id
+        if status.retired:
+            self._workers.pop(worker_id, None)
             return
-        known = self._workers.get(status.name)
-        if known is not None and known[0].worker_id == status.worker_id:
-            del self._workers[status.name]
+        if worker_id not in self._workers:
+            for former, _ in list(self._workers.values()):
+                if former.name == status.name and former.started_ns < status.started_ns:
+                    del self._workers[former.worker_id]
+        self._workers[worker_id] = (status, self._clock.monotonic())
 
     def on_queue(self, status: QueueStatus) -> None:
         now_s = self._clock.monotonic()

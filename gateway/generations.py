@@ -22,6 +22,8 @@ from gateway.errors import (
 from gateway.event_ids import parse_event_id
 from gateway.event_pump import EventPump
 from gateway.http import (
+    ACCEPTED,
+    CALLER,
     JSON,
     ClientLeftError,
     Receive,
@@ -89,6 +91,10 @@ class GenerationHandler:
         finally:
             if trace is not None:
                 trace.over(status, refusal)
+            if refusal is not None and not scope.get(ACCEPTED):
+                self._gateway.refusals.note(
+                    self._endpoint.route, refusal, scope.get(CALLER), request_id
+                )
         self._gateway.metrics.requests.labels(self._endpoint.route, str(status)).inc()
 
     async def _answer(
@@ -104,8 +110,23 @@ class GenerationHandler:
             raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
-            body = await read_body(scope, receive, gateway.config.max_body_bytes)
-            prepared = await endpoint.prepare(body, caller)
+        async with gateway.entries.refusals_count(caller, request_id):
+            return await self._answer_to(caller, scope, receive, send, request_id, trace)
+
+    async def _answer_to(
+        self,
+        caller: Caller,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        trace: RequestTrace | None,
+    ) -> int:
+        gateway, endpoint = self._gateway, self._endpoint
+        with _bugs_answered(request_id):
+            body = await read_body(scope, receive, gateway.config)
+            await gateway.entries.admit(caller, request_id, len(body))
+            prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         last_event_id = header_of(scope, b"last-event-id")
         client = HttpClient(
@@ -127,6 +148,7 @@ class GenerationHandler:
                     answer = await gateway.asker.begin(
                         prepared.ask, caller, request_id, Source.HTTP, client, trace=trace
                     )
+            scope[ACCEPTED] = True  # it has a record of its own now, however it ends
             try:
                 wire = scope["extensions"][WIRE_EXTENSION]
                 return await self._deliver(prepared, answer, client, wire, send)
@@ -187,9 +209,10 @@ class GenerationHandler:
     async def _stream(
         self, answer: Answer, client: HttpClient, wire: Wire, send: Send, renderer: Renderer
     ) -> int:
-        early = [] if answer.was_resumed else await self._early_parts(answer, client)
+        goes_on = any(answer.first_indices)
+        early = [] if goes_on else await self._early_parts(answer, client)
         refusal = answer.refusal
-        if refusal is not None and not early and not answer.was_resumed:
+        if refusal is not None and not early and not goes_on:
             await self._concluded(answer, renderer)
             answer.finish()
             await send_refusal(send, refusal, answer.request_id)

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from gateway.errors import Refusal, SlowRequestError
+from gateway.body_deadline import BodyDeadline
+from gateway.errors import Refusal
+from schemas.config import GatewayConfig
 from schemas.errors import ParameterError, PayloadTooLargeError
 
 Scope = MutableMapping[str, Any]
@@ -21,9 +23,12 @@ Send = Callable[[Event], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+# Where a request's scope has whose it is, once that is known, and whether it is a job by now.
+CALLER = "millrace.caller"
+ACCEPTED = "millrace.accepted"
+REFUSED = "millrace.refused"
 JSON = (b"content-type", b"application/json")
 _HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
-_BODY_TIMEOUT_S = 60.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
 
@@ -41,20 +46,23 @@ def request_id_header(request_id: str) -> tuple[bytes, bytes]:
     return (b"x-request-id", request_id.encode())
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body.
+async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:
+    """The whole body, of ``max_body_bytes`` at most.
 
     Raises PayloadTooLargeError as soon as more than the limit is declared or has come,
     SlowRequestError if it takes too long, ParameterError for a bad Content-Length, and
     ClientLeftError.
     """
+    limit_bytes = config.max_body_bytes
     declared_bytes = content_length(scope)
     if declared_bytes is not None and declared_bytes > limit_bytes:
         raise PayloadTooLargeError(declared_bytes, limit_bytes)
     chunks: list[bytes] = []
     num_bytes = 0
+    now_s = asyncio.get_running_loop().time
+    deadline = BodyDeadline(config, now_s())
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout_at(deadline.at_s(0, now_s())) as timeout:
             while True:
                 event = await receive()
                 if event["type"] == "http.disconnect":
@@ -64,10 +72,11 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
                 if num_bytes > limit_bytes:
                     raise PayloadTooLargeError(num_bytes, limit_bytes)
                 chunks.append(chunk)
+                timeout.reschedule(deadline.at_s(num_bytes, now_s()))
                 if not event.get("more_body", False):
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
     except TimeoutError:
-        raise SlowRequestError(f"The body did not arrive within {_BODY_TIMEOUT_S:g} s.") from None
+        raise deadline.error(num_bytes) from None
 
 
 def content_length(scope: Scope) -> int | None:

@@ -19,13 +19,14 @@ _BEGUN_WITHIN_S = 3.0
 
 class Idempotency:
     """The first request with a key is answered, and its result kept; equal ones get that answer
-    from its beginning, also while it is still being made, then in the place of the one before."""
+    from its beginning, also while it is still being made: each of them its own copy."""
 
     def __init__(self, index: RequestIndex, asker: Asker, resuming: Resuming, clock: Clock) -> None:
         self._index = index
         self._asker = asker
         self._resuming = resuming
         self._clock = clock
+        self._beginning: set[str] = set()
 
     async def begin(
         self,
@@ -51,14 +52,15 @@ class Idempotency:
                 break
             if known_id != awaited_id:
                 awaited_id, give_up_s = known_id, now_s + _BEGUN_WITHIN_S
-            elif now_s >= give_up_s:
+            elif now_s >= give_up_s and known_id not in self._beginning:
                 break  # whoever claimed it died
-            answer = await self._attach(known_id, ask, caller, client, owner)
+            answer = await self._attach(known_id, caller, client, owner)
             if answer is not None:
                 if trace is not None:
                     trace.follow(answer)
                 return answer
             await self._clock.sleep(_POLL_S)
+        self._beginning.add(known_id)
         try:
             # If who claimed the key died before the queue had the job, it is asked now under the
             # same id, which the queue takes once.
@@ -76,19 +78,18 @@ class Idempotency:
             if self._asker.get(known_id) is None:  # or somebody else has begun it by now
                 await self._index.release(caller.tenant, key, known_id)
             raise
+        finally:
+            self._beginning.discard(known_id)
 
     async def release(self, answer: Answer) -> None:
         """The answer failed in a way that may pass: let the key be tried again."""
         await self._index.release(answer.caller.tenant, answer.idempotency_key, answer.request_id)
 
     async def _attach(
-        self, request_id: str, ask: Ask, caller: Caller, client: Client, owner: object
+        self, request_id: str, caller: Caller, client: Client, owner: object
     ) -> Answer | None:
         """The answer under way or done; None if it was not accepted so far."""
-        num_choices = ask.sampling.n * (1 + len(ask.other_prompts))
         try:
-            return await self._resuming.resume(
-                caller, request_id, (0,) * num_choices, client, owner=owner
-            )
+            return await self._resuming.share(caller, request_id, client, owner=owner)
         except UnknownRequestError:
             return None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
-import ipaddress
 from collections import OrderedDict
 
 import msgspec
 
+from bus.addresses import is_loopback
 from bus.clock import Clock
 from bus.redis_link import RedisAwayError, RedisLink
 from bus.tenants import TenantStore, digest_of, parse_token
 from gateway.caller import LOCAL, Caller
-from gateway.http import Scope
+from gateway.http import CALLER, Scope
+from gateway.proxies import is_forwarded
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.tenants import (
@@ -26,7 +28,8 @@ from schemas.tenants import (
 )
 
 # The script that reserves looks at the key again, so this is only for what costs nothing.
-_FRESH_S = 5.0
+_KEY_FRESH_S = 2.0
+_CONSENT_FRESH_S = 5.0
 _KNOWN_WHILE_AWAY_S = 3600.0
 _MAX_KNOWN = 10_000
 _RETRY_AFTER_S = 2.0
@@ -38,8 +41,10 @@ class AuthenticationError(MillraceError):
     code = "invalid_api_key"
     http_status = 401
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, whose: Caller | None = None) -> None:
+        """``whose`` the key was, if it was one."""
         super().__init__(message)
+        self.whose = whose
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace"')]
 
 
@@ -75,8 +80,8 @@ class Identity:
         self._clock = clock
         self.demands_keys = demands_keys(config)
         # Whoever can reach a gateway from afar is not its operator.
-        is_local = is_loopback(config.host)
-        self._keyless = LOCAL if is_local else msgspec.structs.replace(LOCAL, is_admin=False)
+        self._is_local = is_loopback(config.host)
+        self._demands_keys_from_afar = config.auth != "none"
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._consents: OrderedDict[str, tuple[bool, float]] = OrderedDict()
 
@@ -86,7 +91,7 @@ class Identity:
         if self._store is None:
             return False
         known = self._consents.get(tenant)
-        if known is not None and self._clock.monotonic() - known[1] <= _FRESH_S:
+        if known is not None and self._clock.monotonic() - known[1] <= _CONSENT_FRESH_S:
             return known[0]
         try:
             stored = await self._store.tenant(tenant)
@@ -101,14 +106,32 @@ class Identity:
             self._consents.popitem(last=False)
         return record.keep_transcripts
 
-    async def caller(self, scope: Scope) -> Caller:
-        """Whose key the request's headers hold. Raises as ``caller_of_token`` does."""
-        return await self.caller_of_token(token_of(scope))
+    def demands_key_of(self, scope: Scope) -> bool:
+        """Whether whoever sent this request has to show a key. What a proxy passed on may come from
+        anywhere, also to a gateway that only this machine can reach."""
+        return self._demands_key(forwarded=is_forwarded(scope))
 
-    async def caller_of_token(self, token: str | None) -> Caller:
-        """Raises AuthenticationError, or KeysAwayError for a key that cannot be looked up now."""
-        if not self.demands_keys and (token is None or not token.startswith(KEY_PREFIX)):
-            return self._keyless
+    def _demands_key(self, *, forwarded: bool) -> bool:
+        return self.demands_keys or (forwarded and self._demands_keys_from_afar)
+
+    async def caller(self, scope: Scope) -> Caller:
+        """Whose key the request's headers hold, which its scope tells from then on. Raises as
+        ``caller_of_token`` does."""
+        try:
+            caller = await self.caller_of_token(token_of(scope), forwarded=is_forwarded(scope))
+        except AuthenticationError as error:
+            scope[CALLER] = error.whose
+            raise
+        scope[CALLER] = caller
+        return caller
+
+    async def caller_of_token(self, token: str | None, *, forwarded: bool = False) -> Caller:
+        """Whose key this is, or whoever sends something without one. Raises AuthenticationError, or
+        KeysAwayError for a key that cannot be looked up now."""
+        is_keyless = token is None or not token.startswith(KEY_PREFIX)
+        if is_keyless and not self._demands_key(forwarded=forwarded):
+            is_near = self._is_local and not forwarded
+            return LOCAL if is_near else msgspec.structs.replace(LOCAL, is_admin=False)
         if not token:
             raise AuthenticationError(
                 "This gateway demands an API key. Send it as Authorization: Bearer mr-…"
@@ -122,13 +145,27 @@ class Identity:
         ):
             raise unknown_key()
         if known.key.revoked_ns is not None:
-            raise revoked_key(known.key.key_id)
+            raise revoked_key(known.key.key_id, self._caller(known))
         return self._caller(known)
+
+    async def check_key(self, caller: Caller) -> None:
+        """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.
+        While Redis is away it is taken at its word."""
+        if self._store is None or not caller.key_id:
+            return
+        with contextlib.suppress(RedisAwayError):
+            if await self._store.closed_keys([caller.key_id]):
+                self.forget(caller.key_id)
+                raise revoked_key(caller.key_id, caller)
+
+    def forget(self, key_id: str) -> None:
+        """What was known of a key is out of date."""
+        self._known.pop(key_id, None)
 
     async def _look_up(self, key_id: str) -> _Known | None:
         known = self._known.get(key_id)
         now_s = self._clock.monotonic()
-        if known is not None and now_s - known.looked_up_s <= _FRESH_S:
+        if known is not None and now_s - known.looked_up_s <= _KEY_FRESH_S:
             return known
         if self._store is None:
             raise KeysAwayError
@@ -186,21 +223,11 @@ def unknown_key() -> AuthenticationError:
     return AuthenticationError("The API key is not known here. Check it for typing errors.")
 
 
-def revoked_key(key_id: str) -> AuthenticationError:
+def revoked_key(key_id: str, whose: Caller | None = None) -> AuthenticationError:
     """What to tell whoever comes with a revoked key."""
-    return AuthenticationError(f"The API key {key_id} was revoked. Use another one.")
+    return AuthenticationError(f"The API key {key_id} was revoked. Use another one.", whose)
 
 
 def demands_keys(config: GatewayConfig) -> bool:
     """Whether a gateway that is set up so serves only callers with an API key."""
     return config.auth == "required" or (config.auth == "auto" and not is_loopback(config.host))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what listens there can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -11,7 +11,7 @@ from gateway.caller import Caller
 from gateway.models import ServedModelLike
 from gateway.parsing import Ask
 from gateway.services import ToolsLike
-from registry.served import MAX_INLINE_CHARACTERS
+from registry.prompt_pool import PromptPool, num_characters
 from registry.tool_formats import call_grammar
 from schemas.errors import ParameterError
 from schemas.jobs import Job
@@ -29,9 +29,10 @@ class JobMaker:
     """Tokenises, within the windows of model and caller. Raises MillraceError for what cannot be
     honoured."""
 
-    def __init__(self, tools: ToolsLike, seed_source: random.Random) -> None:
+    def __init__(self, tools: ToolsLike, seed_source: random.Random, prompts: PromptPool) -> None:
         self._tools = tools
         self._seed_source = seed_source
+        self._prompts = prompts
 
     async def jobs(self, base: Job, ask: Ask, model: ServedModelLike, caller: Caller) -> list[Job]:
         """One for each choice of each prompt, ready for a worker. Choices differ in their seeds
@@ -55,10 +56,8 @@ class JobMaker:
         with_tools = tools if job.messages is not None else ()
         job = replace(job, sampling=sampling, tools=with_tools)
         try:
-            if ask.num_prompt_characters > MAX_INLINE_CHARACTERS:
-                job = await asyncio.to_thread(model.prepare, job, self._seed_source)
-            else:
-                job = model.prepare(job, self._seed_source)
+            prepare = partial(model.prepare, job, self._seed_source)
+            job = await self._prompts.run(job.tenant, num_characters(job), prepare)
         except ParameterError as error:
             if error.param != "prompt_token_ids":
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.accounts import TICKS, Account, Standing
+from bus.limits.accounts import TICKS, Account, Standing
 from gateway.http import Headers
 
 _MS_PER_S = 1_000

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.accounts import Account, Standing
+from bus.limits.accounts import Account, Standing
 from gateway.caller import Caller
 from gateway.http import json_response
 from gateway.identity import Identity, require_admin
@@ -81,7 +81,7 @@ class LimitsApi:
             except ValueError as error:
                 raise ParameterError("tenant", f"{error}.") from error
             caller, tier = Caller(tenant=asked), None
-        accounts = await self._gateway.limiter.standing(caller)
+        accounts = await self._gateway.limiter.caller_standing(caller)
         answer = CallerLimits(
             tenant=caller.tenant,
             tier=tier,

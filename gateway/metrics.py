@@ -39,6 +39,12 @@ class Metrics:
             ["code"],
             registry=self.registry,
         )
+        self.refused_requests = Counter(
+            "millrace_refused_requests",
+            "Requests that were refused before they were jobs, by route, status and code",
+            ["route", "status", "code"],
+            registry=self.registry,
+        )
         self._generations = Counter(
             "millrace_generations",
             "Generations that ended, by model, door and outcome",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from gateway.fleet import Fleet
@@ -33,7 +35,8 @@ class ModelChoice:
         question = _question(ask, tier)
         if ask.session_id and ask.session_keep != 0:
             former = await self._sessions.last_model(tenant, ask.session_id)
-        return _with(ask, self._router.choose(ask.model, question, self._state_of, former))
+        state_of = partial(self._state_of, tenant)
+        return _with(ask, self._router.choose(ask.model, question, state_of, former))
 
     def resolve_alone(self, ask: Ask, tier: Tier) -> Ask:
         """The ask with the model that suits it, however the models stand just now: the same on
@@ -42,7 +45,7 @@ class ModelChoice:
             return ask
         return _with(ask, self._router.choose(ask.model, _question(ask, tier), self._at_rest))
 
-    def _state_of(self, model: str, tier: Tier) -> ModelState:
+    def _state_of(self, tenant: str, model: str, tier: Tier) -> ModelState:
         state = self._at_rest(model, tier)
         workers = [one for one in self._fleet.live_workers(model) if not one.draining]
         queue = self._fleet.queue(model)
@@ -51,7 +54,7 @@ class ModelChoice:
         return replace(
             state,
             num_workers=len(workers),
-            ttft_ms=queue.ttft_ms.get(tier),
+            ttft_ms=queue.ttft_ms_of(tier, tenant),
             is_full=queue.num_queued >= queue.bound,
         )
 

@@ -45,6 +45,10 @@ class ServedModelLike(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """The tokens that end a generation unless it ignores them."""
+
+    @property
     def tool_format(self) -> ToolFormat | None: ...
 
     @property

@@ -338,6 +338,8 @@ OPERATIONS = (
         name="getMetrics",
         tag="operations",
         summary="Figures for Prometheus",
+        description="Where other machines can ask, for who sends metrics.token or the key of an "
+        "administrator, unless metrics.public is set.",
         answer={"type": "string"},
         answer_type="text/plain",
         is_open=True,

@@ -83,14 +83,18 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/healthz``."""
+    """The answer of ``/healthz``. ``stores`` has those without room, and why; ``degraded``: it is
+    one that requests can do without, for a while."""
 
-    status: Literal["ok", "waiting_for_workers", "bus_unavailable", "draining"]
+    status: Literal[
+        "ok", "waiting_for_workers", "degraded", "storage_full", "bus_unavailable", "draining"
+    ]
     bus_connected: bool
     num_workers: int
     models: tuple[str, ...]
     gateway_id: str
     open_streams: int
+    stores: dict[str, str]
 
 
 class ServerTool(msgspec.Struct, frozen=True, kw_only=True):

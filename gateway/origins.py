@@ -8,11 +8,12 @@ name lead here after it was loaded: what it reads then comes without ``Origin``,
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from gateway.errors import refusal_of
+from bus.addresses import is_loopback
+from gateway.errors import Refusal, refusal_of
 from gateway.http import JSON, AsgiApp, Event, Receive, Scope, Send, header_of, refuse_handshake
-from gateway.identity import is_loopback
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 
@@ -51,13 +52,21 @@ class HostError(MillraceError):
 
 
 class OriginGuard:
-    """Refuses requests of pages that are not allowed, and answers browsers that ask beforehand."""
+    """Refuses requests of pages that are not allowed, which ``on_refused`` is told, and answers
+    browsers that ask beforehand."""
 
-    def __init__(self, app: AsgiApp, config: GatewayConfig, *, demands_keys: bool) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        config: GatewayConfig,
+        on_refused: Callable[[Refusal], None],
+        demands_key_of: Callable[[Scope], bool],
+    ) -> None:
         self._app = app
-        self._demands_keys = demands_keys
+        self._on_refused = on_refused
+        self._demands_key_of = demands_key_of
         self._host = config.host
-        self._is_private = not demands_keys and is_loopback(config.host)
+        self._is_local = is_loopback(config.host)
         self._allowed = frozenset(origin.rstrip("/") for origin in config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,16 +74,29 @@ class OriginGuard:
             await self._app(scope, receive, send)
             return
         origin, host = header_of(scope, b"origin"), header_of(scope, b"host")
-        if origin is None and host is not None and not self._is_for_us(host):
-            await _refuse(HostError(host), scope, receive, send)
+        if origin is None and host is not None and not self._is_for_us(host, scope):
+            await self._refuse(HostError(host), scope, receive, send)
         elif origin is None or self._is_own(origin, scope):
             await self._app(scope, receive, send)
         elif _ANY not in self._allowed and origin not in self._allowed:
-            await _refuse(OriginError(origin), scope, receive, send)
+            await self._refuse(OriginError(origin), scope, receive, send)
         elif scope["type"] == "http":
             await self._serve_elsewhere(origin, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _refuse(
+        self, error: MillraceError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        refusal = refusal_of(error)
+        self._on_refused(refusal)
+        if scope["type"] == "websocket":
+            await receive()
+            await refuse_handshake(scope, send, refusal)
+            return
+        headers = [JSON, *refusal.headers]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal.body})
 
     def _is_own(self, origin: str, scope: Scope) -> bool:
         """Whether the page came from here: from the host that the request is for.
@@ -88,12 +110,13 @@ class OriginGuard:
             return False
         if parts.netloc != (header_of(scope, b"host") or ""):
             return False
-        return self._demands_keys or self._is_here(parts.hostname or "")
+        return self._demands_key_of(scope) or self._is_here(parts.hostname or "")
 
-    def _is_for_us(self, host: str) -> bool:
+    def _is_for_us(self, host: str, scope: Scope) -> bool:
         """Whether a request without an origin may be for this host. Names without a dot are given
         on this machine or its network: nobody else can have them lead here."""
-        if not self._is_private or _ANY in self._allowed:
+        is_private = self._is_local and not self._demands_key_of(scope)
+        if not is_private or _ANY in self._allowed:
             return True
         if not self._allowed.isdisjoint((f"http://{host}", f"https://{host}")):
             return True
@@ -132,17 +155,6 @@ class OriginGuard:
             await send(event)
 
         await self._app(scope, receive, send_with_origin)
-
-
-async def _refuse(error: MillraceError, scope: Scope, receive: Receive, send: Send) -> None:
-    refusal = refusal_of(error)
-    if scope["type"] == "websocket":
-        await receive()
-        await refuse_handshake(scope, send, refusal)
-        return
-    headers = [JSON, *refusal.headers]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": refusal.body})
 
 
 def _is_address(name: str) -> bool:

@@ -27,6 +27,7 @@ from schemas.openai import (
     GenerationFields,
     Message,
 )
+from schemas.outline import check_outline
 from schemas.sampling import SamplingParams
 from schemas.tools import ToolChoice, ToolDefinition
 from schemas.websocket import Generate
@@ -103,6 +104,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
     """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
+    check_outline(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

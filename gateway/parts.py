@@ -9,7 +9,8 @@ from schemas.frames import TokenLogprob
 
 class TextPart(NamedTuple):
     """``num_tokens`` more tokens of a choice from ``first_index`` on, and the text that they add,
-    which may be empty. ``logprobs`` has an entry for each token if the request asked for them."""
+    which may be empty. ``logprobs`` has an entry for each token if the request asked for them, but
+    for one that ended the completion."""
 
     choice: int
     first_index: int

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
 from gateway.caller import Caller
+from gateway.entries import LONG_BODY_BYTES
 from gateway.errors import Refusal
 from gateway.parsing import Ask, decode
 from gateway.parts import Part
+from registry.prompt_pool import PromptPool
 
 if TYPE_CHECKING:
     from gateway.answer import Answer
+
+_ReadT = TypeVar("_ReadT")
 
 
 class Renderer(Protocol):
@@ -64,8 +69,17 @@ class Endpoint(ABC):
     id_prefix: str
 
     @abstractmethod
-    async def prepare(self, body: bytes, caller: Caller) -> Prepared:
-        """Raises MillraceError for a body that cannot be honoured."""
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        """Raises MillraceError for a body that cannot be honoured; a long one is read by
+        ``prompts``."""
+
+
+async def read_long(
+    prompts: PromptPool, caller: Caller, body: bytes, read: Callable[[bytes], _ReadT]
+) -> _ReadT:
+    """What ``read`` makes of a body; by ``prompts`` if that takes long."""
+    num_bytes = len(body) if len(body) > LONG_BODY_BYTES else 0
+    return await prompts.run(caller.tenant, num_bytes, partial(read, body))
 
 
 class _Request(Protocol):
@@ -94,7 +108,10 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
         self._ask_of = ask_of
         self._renderer = renderer
 
-    async def prepare(self, body: bytes, _caller: Caller) -> Prepared:
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        return await read_long(prompts, caller, body, self._read)
+
+    def _read(self, body: bytes) -> Prepared:
         request = decode(self._decoder, body)
 
         def render(answer: Answer) -> Renderer:

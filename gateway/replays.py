@@ -73,7 +73,7 @@ class Replays:
         due = not (
             stream.replaying
             or self._clock.monotonic() < stream.replay_after_s
-            or stream.cancel_reason is not None
+            or (stream.cancel_reason is not None and not stream.is_copy)
         )
         stream.replaying = stream.replaying or due
         return due

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -11,7 +11,7 @@ from gateway.caller import Caller
 from gateway.context_window import Counted, Window, count, fit
 from gateway.models import ServedModelLike
 from gateway.parsing import Ask
-from registry.served import MAX_INLINE_CHARACTERS
+from registry.prompt_pool import PromptPool
 from schemas.config import GatewayConfig
 from schemas.tools import ToolDefinition
 
@@ -22,12 +22,12 @@ async def fit_window(
     model: ServedModelLike,
     caller: Caller,
     config: GatewayConfig,
+    prompts: PromptPool,
 ) -> Ask:
     """The ask with as many of its newest messages as fit the model's window and the caller's,
     beside ``tools``. System messages and the last turn stay, even if they do not fit."""
-    if ask.num_prompt_characters > MAX_INLINE_CHARACTERS:
-        return await asyncio.to_thread(_fit, ask, tools, model, caller, config)
-    return _fit(ask, tools, model, caller, config)
+    work = partial(_fit, ask, tools, model, caller, config)
+    return await prompts.run(caller.tenant, ask.num_prompt_characters, work)
 
 
 def _fit(

@@ -18,7 +18,7 @@ from gateway.core import Gateway
 from gateway.http import json_response
 from gateway.logprobs import logprob_infos
 from gateway.parsing import Ask, decode
-from gateway.rendering import Endpoint, Prepared
+from gateway.rendering import Endpoint, Prepared, read_long
 from gateway.response_input import (
     LOGPROBS,
     ask_of,
@@ -35,6 +35,7 @@ from gateway.response_store import (
     model_of,
 )
 from gateway.response_window import fit_window
+from registry.prompt_pool import PromptPool
 from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
     Item,
@@ -67,24 +68,32 @@ class ResponsesEndpoint(Endpoint):
         self._store = ResponseStore(gateway.redis, gateway.config)
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
 
-    async def prepare(self, body: bytes, caller: Caller) -> Prepared:
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
         """Raises MillraceError for a body that cannot be honoured."""
-        request = decode(self._decoder, body)
-        check_fields(request)
+        request, given = await read_long(prompts, caller, body, self._read)
         previous = await self._previous(request.previous_response_id, caller)
         earlier = () if previous is None else conversation_of(previous)
-        given = given_items(request.input)
         items = (*earlier, *given)
-        ask = ask_of(request, messages_of(items, request.instructions))
+        ask = await read_long(
+            prompts,
+            caller,
+            body,
+            lambda _body: ask_of(request, messages_of(items, request.instructions)),
+        )
         tools = self._all_tools(ask)
         former = "" if previous is None else model_of(previous)
         ask = await self._gateway.choice.resolve(ask, caller.tenant, tier_of(ask, caller), former)
         if request.truncation == "auto":
             model = await self._gateway.models.get(ask.model)
-            ask = await fit_window(ask, tools, model, caller, self._gateway.config)
+            ask = await fit_window(ask, tools, model, caller, self._gateway.config, prompts)
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
         return Prepared(ask=ask, stream=bool(request.stream), render=render)
+
+    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item, ...]]:
+        request = decode(self._decoder, body)
+        check_fields(request)
+        return request, given_items(request.input)
 
     def _all_tools(self, ask: Ask) -> tuple[ToolDefinition, ...]:
         """Those of the client and those of the gateway."""

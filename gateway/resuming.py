@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from weakref import WeakValueDictionary
+
 from msgspec.structs import replace
 
 from bus.api import Bus
@@ -37,7 +41,8 @@ class UnknownRequestError(MillraceError):
 
 
 class Resuming:
-    """``resume`` takes an answer over from whoever held it; ``hand_over`` gives one away."""
+    """``resume`` takes an answer over from whoever held it, ``hand_over`` gives one away, ``share``
+    reads one beside whoever holds it."""
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Resuming:
         streams: StreamTable,
         models: Models,
         clock: Clock,
+        check_key: Callable[[Caller], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._gateway_id = gateway_id
@@ -56,6 +62,8 @@ class Resuming:
         self._streams = streams
         self._models = models
         self._clock = clock
+        self._check_key = check_key
+        self._sharing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def resume(
         self,
@@ -69,8 +77,10 @@ class Resuming:
         """The answer from ``next_indices`` on, one for each choice. Whoever had it before gets
         nothing more of it.
 
-        Raises UnknownRequestError, ParameterError for indices that cannot be, RedisAwayError.
+        Raises UnknownRequestError, ParameterError for indices that cannot be, RedisAwayError, and
+        AuthenticationError for a key that was revoked since it was shown.
         """
+        await self._check_key(caller)
         state = await self._state_of(request_id)
         if state is None or state.tenant != caller.tenant:
             raise UnknownRequestError(request_id)
@@ -126,6 +136,57 @@ class Resuming:
             answer.hold(None, "failed")
             raise
         return answer
+
+    async def share(
+        self, caller: Caller, request_id: str, client: Client, *, owner: object = None
+    ) -> Answer:
+        """The answer from its beginning, for one more client; those who read it go on reading.
+        Where nobody holds it any more, this one does from now on.
+
+        Raises UnknownRequestError and RedisAwayError.
+        """
+        lock = self._sharing.setdefault(request_id, asyncio.Lock())
+        # Of several at once, who finds nobody to hold it is the one that the others find.
+        async with lock:
+            state = await self._state_of(request_id)
+            if state is None or state.tenant != caller.tenant:
+                raise UnknownRequestError(request_id)
+            await self._check_key(caller)
+            num_choices = state.ask.sampling.n * (1 + len(state.ask.other_prompts))
+            if self._asker.get(request_id) is None and not await self._is_held_elsewhere(state):
+                indices = (0,) * num_choices
+                return await self.resume(caller, request_id, indices, client, owner=owner)
+        model = await self._models.get(state.ask.model)
+        answer = Answer(
+            self._asker,
+            state.ask,
+            caller,
+            model,
+            request_id,
+            state.created_ns // _NS_PER_S,
+            session=state.session,
+            idempotency_key=state.idempotency_key,
+            first_indices=(0,) * num_choices,
+            owner=owner,
+            is_copy=True,
+        )
+        is_foreign = None if self._asker.get(request_id) else state.origin != self._gateway_id
+        for index in range(num_choices):
+            job = self._job(state, job_id(request_id, index, 0), keep_transcript=False)
+            stream = self._streams.copy(job, client, answer, is_foreign=is_foreign)
+            answer.choices.append(self._asker.choice(answer, index, stream))
+        self._asker.copies.add(answer)
+        return answer
+
+    async def _is_held_elsewhere(self, state: RequestState) -> bool:
+        if state.holder == self._gateway_id:
+            return False
+        try:
+            return await self._bus.control.is_gateway_there(
+                state.holder, state.request_id, _HANDOVER_TIMEOUT_S
+            )
+        except (MillraceError, TimeoutError):
+            return False
 
     async def _follow(self, answer: Answer, state: RequestState, *, is_dead: bool) -> None:
         """Have the frames come here; ``is_dead``: the holder is not there any more."""

@@ -34,6 +34,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.1
+_LOOK_S = 2.0
+_LOOK_TIMEOUT_S = 0.5
+
+
+class AnswerLostError(MillraceError):
+    """Whoever made the answer is gone before it was whole."""
+
+    code = "answer_lost"
+    retryable = True
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__("The gateway that ran this answer's tools is gone. Ask again.")
+
 
 class Rounds:
     """Runs tools and queues rounds for the answers of one gateway; owns nothing of them."""
@@ -107,6 +122,8 @@ class Rounds:
     async def _run_tool(self, answer: Answer, call: ToolCall) -> ToolOutcome:
         """What a tool gives; it is remembered for whoever goes on with the answer, who does not run
         it again."""
+        if answer.is_copy:
+            return await self._awaited_step(answer, call)
         if answer.was_resumed:
             known = await self._index.get_step(answer.request_id, call.id)
             if known is not None:
@@ -116,9 +133,39 @@ class Rounds:
         await self._index.put_step(answer.request_id, call.id, outcome)
         return outcome
 
+    async def _awaited_step(self, answer: Answer, call: ToolCall) -> ToolOutcome:
+        """What a tool gave to whoever holds the answer. Raises AnswerLostError if that gateway is
+        gone, or nobody wants to know any more."""
+        look_s = self._clock.monotonic() + _LOOK_S
+        while answer.is_served:
+            known = await self._index.get_step(answer.request_id, call.id)
+            if known is not None:
+                return known
+            now_s = self._clock.monotonic()
+            if now_s >= look_s:
+                look_s = now_s + _LOOK_S
+                if not await self._is_held(answer):
+                    break
+            await self._clock.sleep(_POLL_S)
+        raise AnswerLostError
+
+    async def _is_held(self, answer: Answer) -> bool:
+        if answer.is_held_here:
+            return True
+        state = await self._index.get(answer.request_id)
+        if state is None or state.holder == self._gateway_id:
+            return False
+        return await self._bus.control.is_gateway_there(
+            state.holder, answer.request_id, _LOOK_TIMEOUT_S
+        )
+
     async def _publish(self, answer: Answer, choice: Choice) -> OpenStream | None:
         """The stream of a choice's next round; None if nobody here wants it any more. Raises
         MillraceError: nothing was stored then."""
+        if answer.is_copy:
+            request_id = job_id(answer.request_id, choice.index, choice.round + 1)
+            job = replace(choice.stream.job, request_id=request_id)
+            return self._streams.copy(job, choice.stream.client, answer)
         job = await self._job(answer, choice)
         if answer.trace is not None:
             job = answer.trace.attach(job)
@@ -139,7 +186,7 @@ class Rounds:
             go_on_from(stream, seen, self._clock)
         since_ns = self._clock.now_ns()
         try:
-            published = await self._bus.jobs.publish(job)
+            published = await self._bus.jobs.publish(job, reserved=True)
         except BaseException:
             self._streams.discard(stream)
             self._give_back(answer, job)

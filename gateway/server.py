@@ -9,6 +9,7 @@ import gc
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -18,6 +19,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from gateway.app import build_app
 from gateway.batch_runner import BatchRunner
+from gateway.caller import Caller
+from gateway.certificate import Certificate, certificate_of
 from gateway.core import Gateway
 from gateway.errors import Refusal, SlowRequestError, refusal_of
 from gateway.http import JSON, new_request_id, request_id_header
@@ -26,6 +29,7 @@ from gateway.wires import WIRE_EXTENSION, chunk, text_frames
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 
+_CONNECTION = "connection"
 _BACKLOG = 4_096
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1
@@ -77,7 +81,7 @@ class Server:
         self._tune = tune
         config = uvicorn.Config(
             build_app(gateway),
-            http=_HttpProtocol,
+            http=_http_protocol(partial(gateway.refusals.note, _CONNECTION)),
             ws=_WebSocketProtocol,
             ws_max_size=gateway.config.max_ws_message_bytes,
             ws_per_message_deflate=False,
@@ -91,11 +95,20 @@ class Server:
             timeout_graceful_shutdown=_LAST_WORDS_S,
             server_header=False,
         )
+        self._certificate = certificate_of(gateway.config)
+        if self._certificate is not None:
+            config.load()
+            config.ssl = self._certificate.context
         self._server = _QuietServer(config)
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What it shows in handshakes; None without TLS."""
+        return self._certificate
 
     @property
     def num_streams(self) -> int:
@@ -107,9 +120,14 @@ class Server:
         await self._batches.start()
         if self._tune:
             tune_gc()
+        following = None
+        if self._certificate is not None:
+            following = asyncio.create_task(self._certificate.follow(), name="certificate")
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
+            if following is not None:
+                following.cancel()
             await self._batches.close()
             await self._gateway.close()
 
@@ -151,6 +169,7 @@ class _HttpProtocol(HttpToolsProtocol):
     """Bounds a request's head in size and time, which the server does not, and lends handlers the
     transport. What is no HTTP is refused as everything else is."""
 
+    _note: Callable[[Refusal, Caller | None], None]
     _head_bytes: int | None = None  # of the head that is being received; None: none is
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -229,6 +248,7 @@ class _HttpProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answer what cannot be read as a request, unless it came in the midst of an answer, and
         close."""
+        self._note(refusal, None)
         cycle = self.cycle
         is_answering = cycle is not None and cycle.response_started and not cycle.response_complete
         if not (is_answering or self.pipeline):
@@ -241,6 +261,15 @@ class _HttpProtocol(HttpToolsProtocol):
             head = STATUS_LINE[refusal.status] + b"".join(b"%b: %b\r\n" % one for one in headers)
             self.transport.write(head + b"\r\n" + refusal.body)
         self.transport.close()
+
+
+def _http_protocol(note: Callable[[Refusal, Caller | None], None]) -> type[_HttpProtocol]:
+    """The protocol of one gateway's connections, which tells what it refuses."""
+
+    class Protocol(_HttpProtocol):
+        _note = staticmethod(note)
+
+    return Protocol
 
 
 class _HttpWire:

@@ -21,10 +21,9 @@ from gateway.session_store import (
     Session,
     SessionStore,
     Turn,
-    off_loop,
 )
 from gateway.summaries import Generate, Summaries
-from registry.served import MAX_INLINE_CHARACTERS
+from registry.prompt_pool import PromptPool
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import ChatMessage
@@ -74,12 +73,14 @@ class Sessions:
         models: Models,
         generate: Generate,
         definitions: Definitions,
+        prompts: PromptPool,
     ) -> None:
         self._store = SessionStore(link, config, clock)
         self._config = config
         self._clock = clock
         self._models = models
         self._definitions = definitions
+        self._prompts = prompts
         self._summaries = Summaries(self._store, config, clock, generate)
         self._late: set[asyncio.Task[None]] = set()
 
@@ -108,7 +109,7 @@ class Sessions:
         )
         self._store.check_room(session, turn)
         tools = (*ask.tools, *self._definitions(ask.server_tools))
-        turn, fitted = await _fit(base, turn, window, model, tools)
+        turn, fitted = await self._fit(caller.tenant, base, turn, window, model, tools)
         await self._store.put_turn(caller.tenant, ask.session_id, request_id, turn)
         num_summarised = base.num_summarised if fitted.with_summary else 0
         info = SessionInfo(
@@ -198,7 +199,7 @@ class Sessions:
         turn = await self._store.turn(tenant, session_id, request_id)
         if turn is None:
             return
-        counted = await self._counted([Counted(message) for message in answer], turn.model)
+        counted = await self._counted(tenant, [Counted(message) for message in answer], turn.model)
         turn = replace(turn, messages=(*turn.messages, *counted))
         session = await self._store.append(tenant, session_id, turn, request_id)
         if session is not None:
@@ -218,7 +219,9 @@ class Sessions:
                 _lost(request_id, error)
             return
 
-    async def _counted(self, messages: Sequence[Counted], name: str) -> Sequence[Counted]:
+    async def _counted(
+        self, tenant: str, messages: Sequence[Counted], name: str
+    ) -> Sequence[Counted]:
         """As they are if the model cannot be had here: they are counted when they are needed."""
         try:
             model = await self._models.get(name)
@@ -226,9 +229,35 @@ class Sessions:
             _log.warning("an answer was not counted", extra={"model": name, "code": error.code})
             return messages
         num_characters = sum(len(one.message.content) for one in messages)
-        return await off_loop(
-            num_characters > MAX_INLINE_CHARACTERS, lambda: _count(messages, name, model)
+        return await self._prompts.run(
+            tenant, num_characters, lambda: _count(messages, name, model)
         )
+
+    async def _fit(
+        self,
+        tenant: str,
+        base: Session,
+        turn: Turn,
+        window: Window,
+        model: ServedModelLike,
+        tools: Sequence[ToolDefinition],
+    ) -> tuple[Turn, Fitted]:
+        """The turn, counted, and its prompt."""
+
+        def work() -> tuple[Turn, Fitted]:
+            tokenizer = model.tokenizer
+            counted = replace(turn, messages=_count(turn.messages, turn.model, model))
+            history, new = continue_with(base.messages, counted.messages)
+            return counted, fit(
+                _count(history, turn.model, model),
+                new,
+                base.summary,
+                window,
+                lambda messages: tokenizer.encode_chat(messages, tools),
+            )
+
+        num_characters = sum(len(one.message.content) for one in (*base.messages, *turn.messages))
+        return await self._prompts.run(tenant, num_characters, work)
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         self._late.discard(task)
@@ -256,31 +285,6 @@ def _says_something(message: ChatMessage) -> bool:
 
 def _lost(request_id: str, error: MillraceError) -> None:
     _log.error("a turn is not in its session", extra={"request_id": request_id, "code": error.code})
-
-
-async def _fit(
-    base: Session,
-    turn: Turn,
-    window: Window,
-    model: ServedModelLike,
-    tools: Sequence[ToolDefinition],
-) -> tuple[Turn, Fitted]:
-    """The turn, counted, and its prompt."""
-
-    def work() -> tuple[Turn, Fitted]:
-        tokenizer = model.tokenizer
-        counted = replace(turn, messages=_count(turn.messages, turn.model, model))
-        history, new = continue_with(base.messages, counted.messages)
-        return counted, fit(
-            _count(history, turn.model, model),
-            new,
-            base.summary,
-            window,
-            lambda messages: tokenizer.encode_chat(messages, tools),
-        )
-
-    num_characters = sum(len(one.message.content) for one in (*base.messages, *turn.messages))
-    return await off_loop(num_characters > MAX_INLINE_CHARACTERS, work)
 
 
 def _count(messages: Sequence[Counted], name: str, model: ServedModelLike) -> tuple[Counted, ...]:

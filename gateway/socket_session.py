@@ -14,6 +14,7 @@ from gateway.answer import Answer
 from gateway.caller import Caller
 from gateway.errors import Refusal, refusal_of
 from gateway.http import new_request_id
+from gateway.identity import AuthenticationError
 from gateway.parsing import socket_ask
 from gateway.request_index import digest_of
 from gateway.socket_messages import Generation, encode_message
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+KEY_REVOKED = "key_revoked"
+_LAST_WORDS_S = 1.0
 _MAX_ID_CHARACTERS = 256
 _ROUTE = "/v1/ws"
 
@@ -63,6 +66,7 @@ class SocketSession(Client):
         self._holds = False
         self._is_going_away = False
         self._parting = ""
+        self._last_words = b""  # behind what there is to say of generations
         self.dropped = ""
 
     # What streams call.
@@ -82,6 +86,15 @@ class SocketSession(Client):
         self._parting = reason
         self._ask_for_pulse()
 
+    def expel(self, why: AuthenticationError) -> None:
+        """The client's key opens nothing any more: tell it, and part with it, also if it does not
+        read that."""
+        if self._parting:
+            return
+        self._last_words = encode_message(Error(code=why.code, message=why.message))
+        self.drop_when_said(KEY_REVOKED)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.drop, KEY_REVOKED)
+
     async def wait_dropped(self) -> None:
         await self._dropped_event.wait()
 
@@ -92,13 +105,13 @@ class SocketSession(Client):
 
     # What the client asks for.
 
-    def generate(self, message: Generate) -> Error | None:
+    def generate(self, message: Generate) -> None:
         """Start a generation in the background; or say why not."""
-        return self._begin(message.id, partial(self._answer_to, message))
+        self._begin(message.id, partial(self._answer_to, message))
 
-    def resume(self, message: Resume) -> Error | None:
+    def resume(self, message: Resume) -> None:
         """Go on with a request of another socket; or say why not."""
-        return self._begin(message.id, partial(self._resumed, message))
+        self._begin(message.id, partial(self._resumed, message))
 
     def runs(self, generation_id: str) -> bool:
         return generation_id in self._generations
@@ -108,11 +121,22 @@ class SocketSession(Client):
         generation = self._generations.get(generation_id)
         if generation is None:
             text = f"No generation with the id {generation_id!r} runs on this socket."
-            self.say(Error(code="unknown_id", message=text, param="id", id=generation_id))
+            self.refuse(Error(code="unknown_id", message=text, param="id", id=generation_id), 404)
             return
         generation.cancelled = True
         if generation.answer is not None:
             generation.answer.cancel(CancelReason.CLIENT)
+
+    def refuse(self, error: Error, status: int, limit: str = "") -> None:
+        """Say why a message is refused, which over HTTP would have had that status."""
+        self.note_refusal(Refusal(status=status, code=error.code, message="", limit=limit))
+        self.say(error)
+
+    def note_refusal(
+        self, refusal: Refusal, request_id: str = "", caller: Caller | None = None
+    ) -> None:
+        """Have it counted."""
+        self._gateway.refusals.note(_ROUTE, refusal, caller or self.caller, request_id)
 
     def say(self, message: ServerMessage) -> None:
         if isinstance(message, Error):
@@ -137,28 +161,33 @@ class SocketSession(Client):
 
     # From a message to an accepted answer.
 
-    def _begin(self, generation_id: str, start: _Start) -> Error | None:
+    def _begin(self, generation_id: str, start: _Start) -> None:
         limit = self._gateway.config.max_generations_per_socket
-        if not 0 < len(generation_id) <= _MAX_ID_CHARACTERS:
+        if self._parting:
+            text = "This socket is being closed."
+            self.refuse(Error(code="invalid_api_key", message=text, id=generation_id), 401)
+        elif not 0 < len(generation_id) <= _MAX_ID_CHARACTERS:
             text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
-            return Error(code="invalid_parameter", message=text, param="id")
-        if generation_id in self._generations:
+            self.refuse(Error(code="invalid_parameter", message=text, param="id"), 400)
+        elif generation_id in self._generations:
             # Without its id, which would end the one that runs.
             text = f"A generation with the id {generation_id!r} runs on this socket."
-            return Error(code="duplicate_id", message=text, param="id")
-        if len(self._generations) >= limit:
+            self.refuse(Error(code="duplicate_id", message=text, param="id"), 409)
+        elif len(self._generations) >= limit:
             text = f"{limit} generations run on this socket; wait for one to end."
-            return Error(code="too_many_generations", message=text, id=generation_id)
-        generation = Generation(generation_id, new_request_id("chatcmpl"))
-        self._generations[generation_id] = generation
-        self._spawn(self._start(generation, start), generation)
-        return None
+            error = Error(code="too_many_generations", message=text, id=generation_id)
+            self.refuse(error, 429, "max_generations_per_socket")
+        else:
+            generation = Generation(generation_id, new_request_id("chatcmpl"))
+            self._generations[generation_id] = generation
+            self._spawn(self._start(generation, start), generation)
 
     async def _answer_to(self, message: Generate, generation: Generation) -> Answer:
         gateway, caller = self._gateway, self._known_caller()
         if gateway.traces is not None:
             generation.trace = gateway.traces.begin(self._traceparent, _ROUTE, "GET")
-        ask = socket_ask(message)
+        num_items = len(message.messages or message.prompt or ())
+        ask = await gateway.prompts.run(caller.tenant, num_items, partial(socket_ask, message))
         if not message.idempotency_key:
             return await gateway.asker.begin(
                 ask,
@@ -197,10 +226,13 @@ class SocketSession(Client):
         return self.caller
 
     async def _start(self, generation: Generation, start: _Start) -> None:
+        caller, entries = self._known_caller(), self._gateway.entries
         try:
-            answer = await start(generation)
+            async with entries.refusals_count(caller, generation.request_id):
+                answer = await start(generation)
         except MillraceError as error:
             refusal = refusal_of(error)
+            self.note_refusal(refusal, generation.request_id)
             self._forget(generation, refusal)
             self._say_refusal(generation, refusal)
             return
@@ -219,10 +251,10 @@ class SocketSession(Client):
         outcome = self.dropped or "disconnect"
         if answer.trace is not None:
             answer.trace.over(error=outcome)
-        if self._holds:
-            answer.hold(self._gateway.config.resume_grace_s, outcome)
-        elif answer.is_kept:
+        if answer.is_kept:
             answer.hold(None, outcome)
+        elif self._holds:
+            answer.hold(self._gateway.config.resume_grace_s, outcome)
         else:
             answer.leave(outcome)
 
@@ -240,6 +272,8 @@ class SocketSession(Client):
         self._forget(generation, failed)
         if generation.answer is not None:
             generation.answer.leave("failed")
+        else:
+            self.note_refusal(failed, generation.request_id)
         self._say_refusal(generation, failed)
 
     def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
@@ -263,6 +297,9 @@ class SocketSession(Client):
         ready, self._ready = self._ready, []
         for stream in ready:
             self._collect(stream, now_s, payloads)
+        if self._last_words:
+            payloads.append(self._last_words)
+            self._last_words = b""
         if payloads:
             self._wire.write(payloads)
         if self._is_going_away and not self._generations:

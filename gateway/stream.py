@@ -53,6 +53,9 @@ class OpenStream:
     has to be asked for. While it is ``unattended`` it waits for somebody, at most until
     ``held_until_s``, and what is taken of it nobody sees.
 
+    One that ``is_copy`` is read beside the stream itself, for somebody else who asked the same:
+    nothing is settled, recorded or cancelled because of it.
+
     What the client saw is counted over all connections that it had (``gateway.seen``): from
     ``received_s``, which may be before this gateway was asked, to ``last_delivery_s``, in the terms
     of ``DeliveryRecord``. ``num_delivered`` are only the tokens that were given out here.
@@ -67,6 +70,7 @@ class OpenStream:
         "foreign",
         "from_index",
         "held_until_s",
+        "is_copy",
         "is_ready",
         "job",
         "last_delivery_s",
@@ -106,6 +110,7 @@ class OpenStream:
         self.foreign = False
         self.held_until_s: float | None = None
         self.unattended = False
+        self.is_copy = False
         self.from_index = from_index
         self.reader = StreamReader(from_index)
         self.accepted = False

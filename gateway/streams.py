@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import chain
 from typing import Any
 
 from bus.api import Bus, Subscription
@@ -13,6 +14,7 @@ from bus.reader import Outcome
 from gateway.fleet import Fleet
 from gateway.replays import GenerationIndex, Replays
 from gateway.stream import Client, OpenStream
+from gateway.stream_copies import StreamCopies
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.errors import MillraceError
@@ -42,7 +44,7 @@ _NOT_YET = _NotYet()
 
 
 class StreamTable:
-    """Owns every open stream of this gateway.
+    """Owns every open stream of this gateway, and the copies that others read.
 
     A stream leaves the table when its client has taken its end (``finish``); once the client is
     gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed; or when another
@@ -69,6 +71,7 @@ class StreamTable:
             bus, gateway_id, fleet, clock, generations, self.on_frame, self._end
         )
         self._streams: dict[str, OpenStream] = {}
+        self._copies = StreamCopies()
         self._subscriptions: list[Subscription] = []
         self._stand_ins: dict[str, dict[str, Subscription]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,14 +85,12 @@ class StreamTable:
         return self._replays.num_asked
 
     def __iter__(self) -> Iterator[OpenStream]:
-        return iter(self._streams.values())
+        return chain(self._streams.values(), self._copies)
 
     @property
     def num_served(self) -> int:
         """Streams whose client is still there."""
-        return sum(
-            not (stream.client_gone or stream.unattended) for stream in self._streams.values()
-        )
+        return sum(not (stream.client_gone or stream.unattended) for stream in self)
 
     async def start(self) -> None:
         """Listen for frames and for questions about streams; probe after every reconnect."""
@@ -140,6 +141,20 @@ class StreamTable:
         stream = OpenStream(job, client, now_s, owner=owner, from_index=from_index)
         stream.accepted = True
         self._streams[job.request_id] = stream
+        return stream
+
+    def copy(
+        self, job: Job, client: Client, owner: object, *, is_foreign: bool | None = None
+    ) -> OpenStream:
+        """A stream for another client of a job that was published before, from its first token on;
+        who has the job's stream keeps it. ``is_foreign`` None: as that stream, which is here."""
+        main = self._streams.get(job.request_id)
+        if is_foreign is None:
+            is_foreign = main is None or main.foreign
+        stream = OpenStream(job, client, self._clock.monotonic(), owner=owner)
+        stream.accepted = True
+        self._copies.add(stream)
+        self.follow(stream, is_foreign=is_foreign)
         return stream
 
     def follow(self, stream: OpenStream, *, is_foreign: bool = True) -> None:
@@ -198,7 +213,7 @@ class StreamTable:
 
     def finish(self, stream: OpenStream) -> None:
         """The client has the end of it, or is gone and the end is known: record it."""
-        if self._remove(stream):
+        if self._remove(stream) and not stream.is_copy:
             self._on_end(stream)
 
     def discard(self, stream: OpenStream) -> None:
@@ -207,6 +222,8 @@ class StreamTable:
 
     def _remove(self, stream: OpenStream) -> bool:
         """Whether it was there: another one of the same request may have taken its place."""
+        if stream.is_copy:
+            return self._copies.remove(stream)
         if self._streams.get(stream.request_id) is not stream:
             return False
         del self._streams[stream.request_id]
@@ -226,15 +243,21 @@ class StreamTable:
         if stream.client_gone:
             return
         stream.leave(outcome)
-        if not stream.ended:
+        if stream.is_copy:
+            self._remove(stream)
+        elif not stream.ended:
             self.cancel(stream, CancelReason.DISCONNECT)
         elif stream.accepted:
             self.finish(stream)
 
     def on_frame(self, request_id: str, frame: Frame) -> None:
         stream = self._streams.get(request_id)
-        if stream is None:
-            return
+        if stream is not None:
+            self._feed(stream, frame)
+        for copy in self._copies.of(request_id):
+            self._feed(copy, frame)
+
+    def _feed(self, stream: OpenStream, frame: Frame) -> None:
         outcome = stream.feed(frame, self._clock.monotonic())
         if outcome is Outcome.GAP:
             self._ask_replay(stream)
@@ -253,7 +276,7 @@ class StreamTable:
     def sweep(self) -> None:
         """Look after the streams that frames alone do not move on."""
         now_s = self._clock.monotonic()
-        for stream in list(self._streams.values()):
+        for stream in list(self):
             try:
                 self._look_after(stream, now_s)
             except Exception:  # noqa: BLE001 (it is told, and the others go on)
@@ -270,7 +293,11 @@ class StreamTable:
             stream.client.drop("slow_client")
         elif stream.ended:
             return
-        elif stream.held_until_s is not None and now_s >= stream.held_until_s:
+        elif (
+            stream.held_until_s is not None
+            and now_s >= stream.held_until_s
+            and not self._copies.of(stream.request_id)
+        ):
             self.leave(stream, "disconnect")
         elif stream.cancel_reason is not None:
             self._sweep_cancelled(stream, now_s)
@@ -307,6 +334,8 @@ class StreamTable:
         if now_s >= stream.remove_at_s:
             self._end(stream, Cancelled(num_tokens=stream.reader.next_index))
         elif now_s >= stream.replay_after_s:
+            if stream.is_copy:
+                self._ask_replay(stream)  # its end may have been sent to the others only
             self._send_cancel(stream)
 
     def _end(self, stream: OpenStream, frame: TerminalFrame) -> None:
@@ -333,7 +362,7 @@ class StreamTable:
             )
 
     def _on_reconnect(self) -> None:
-        for stream in list(self._streams.values()):
+        for stream in list(self):
             stream.must_probe = True
             self._ask_replay(stream)
 
@@ -351,7 +380,7 @@ class StreamTable:
         """Stop standing in for gateways none of whose streams is left."""
         for gateway_id in list(self._stand_ins):
             # Asked for each anew: while one is closed, a stream of another may be taken over.
-            if any(stream.job.reply == gateway_id for stream in self._streams.values()):
+            if any(stream.job.reply == gateway_id for stream in self):
                 continue
             for subscription in self._stand_ins.pop(gateway_id).values():
                 await self._close_stand_in(subscription)

@@ -119,12 +119,12 @@ class CompletionRenderer:
         answer = self._answer
         prompt = answer.prompt_of(index)
         tokenizer = answer.model.tokenizer
-        if isinstance(prompt, str):
-            text, token_ids = prompt, tokenizer.encode(prompt)
-        else:
-            text, token_ids = tokenizer.decode(prompt), list(prompt)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        if answer.ask.sampling.prompt_logprobs is None:
+            return text, None
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         logprobs = answer.prompt_logprobs(index)
-        if answer.ask.sampling.prompt_logprobs is None or len(logprobs) != len(token_ids):
+        if len(logprobs) != len(token_ids):
             return text, None
         return text, completion_logprobs(tokenizer, token_ids, logprobs, 0)
 

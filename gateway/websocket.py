@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.errors import InvalidJsonError, refusal_of
-from gateway.http import Receive, Scope, Send, header_of, refuse_handshake
+from gateway.errors import InvalidJsonError, Refusal, refusal_of
+from gateway.http import CALLER, Receive, Scope, Send, header_of, refuse_handshake
 from gateway.identity import token_of
 from gateway.parsing import decode
-from gateway.socket_session import SocketSession
+from gateway.proxies import is_forwarded
+from gateway.socket_session import KEY_REVOKED, SocketSession
 from gateway.tracing import TRACEPARENT
 from gateway.wires import WIRE_EXTENSION, Wire
 from schemas.errors import MillraceError, ParameterError
@@ -58,6 +59,7 @@ class WebSocketHandler:
         except MillraceError as error:
             refusal = refusal_of(error)
             self._gateway.metrics.requests.labels(ROUTE, str(refusal.status)).inc()
+            self._gateway.refusals.note(ROUTE, refusal, scope.get(CALLER))
             await refuse_handshake(scope, send, refusal)
             return
         subprotocol = SUBPROTOCOL if scope["subprotocols"] else None
@@ -83,7 +85,7 @@ class WebSocketHandler:
         limit = gateway.config.max_sockets_per_address
         if limit and self._per_address[address] >= limit:
             raise TooManySocketsError(limit)
-        if gateway.identity.demands_keys and token_of(scope) is None:
+        if gateway.identity.demands_key_of(scope) and token_of(scope) is None:
             return None
         return await gateway.identity.caller(scope)
 
@@ -99,7 +101,7 @@ class WebSocketHandler:
             session.announce_going_away()
         hold = True
         try:
-            code = await self._read(receive, session)
+            code = await self._read(scope, receive, session)
             hold = code not in _NORMAL_CODES
         finally:
             wire.on_writable = None
@@ -114,7 +116,7 @@ class WebSocketHandler:
                 }
             )
 
-    async def _read(self, receive: Receive, session: SocketSession) -> int:
+    async def _read(self, scope: Scope, receive: Receive, session: SocketSession) -> int:
         """Handle messages until the client leaves or is dropped; the code that it closed with, 0 if
         it did not."""
         dropped = asyncio.create_task(session.wait_dropped())
@@ -131,41 +133,42 @@ class WebSocketHandler:
                     code: int = event.get("code", 1005)
                     return code
                 text = event.get("text")
-                await self._handle(text if text is not None else event["bytes"], session)
+                await self._handle(text if text is not None else event["bytes"], scope, session)
         finally:
             late.cancel()
             dropped.cancel()
 
-    async def _handle(self, payload: str | bytes, session: SocketSession) -> None:
+    async def _handle(self, payload: str | bytes, scope: Scope, session: SocketSession) -> None:
         try:
             message = decode(self._decoder, payload)
         except MillraceError as error:
-            session.say(self._malformed(payload, error, session))
+            session.refuse(self._malformed(payload, error, session), 400)
             return
-        refused = None
         if isinstance(message, Authenticate):
-            await self._authenticate(message, session)
+            await self._authenticate(message, scope, session)
         elif session.caller is None:
             text = "This gateway demands an API key: send authenticate first."
-            session.say(
-                Error(code="invalid_api_key", message=text, id=getattr(message, "id", None))
-            )
+            error_id = getattr(message, "id", None)
+            session.refuse(Error(code="invalid_api_key", message=text, id=error_id), 401)
         elif isinstance(message, Generate):
-            refused = session.generate(message)
+            session.generate(message)
         elif isinstance(message, Resume):
-            refused = session.resume(message)
+            session.resume(message)
         elif isinstance(message, CancelGeneration):
             session.cancel(message.id)
         else:
             session.say_payload(_PONG)
-        if refused is not None:
-            session.say(refused)
 
-    async def _authenticate(self, message: Authenticate, session: SocketSession) -> None:
+    async def _authenticate(
+        self, message: Authenticate, scope: Scope, session: SocketSession
+    ) -> None:
         try:
-            caller = await self._gateway.identity.caller_of_token(message.token)
+            caller = await self._gateway.identity.caller_of_token(
+                message.token, forwarded=is_forwarded(scope)
+            )
         except MillraceError as error:
             refusal = refusal_of(error)
+            session.note_refusal(refusal, caller=getattr(error, "whose", None))
             session.say(
                 Error(
                     code=refusal.code,
@@ -201,6 +204,7 @@ class TooManySocketsError(MillraceError):
     code = "too_many_sockets"
     retryable = True
     http_status = 429
+    limit = "max_sockets_per_address"
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -209,11 +213,16 @@ class TooManySocketsError(MillraceError):
         )
 
 
-_CODES = {"going_away": _SERVICE_RESTART, _UNAUTHENTICATED: _POLICY_VIOLATION}
+_CODES = {
+    "going_away": _SERVICE_RESTART,
+    _UNAUTHENTICATED: _POLICY_VIOLATION,
+    KEY_REVOKED: _POLICY_VIOLATION,
+}
 
 
 def _drop_stranger(session: SocketSession) -> None:
     if session.caller is None:
+        session.note_refusal(Refusal(status=401, code="invalid_api_key", message=""))
         session.drop(_UNAUTHENTICATED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -13,15 +14,12 @@ from registry.catalogue import Catalogue, ModelEntry
 from registry.checkpoint import ModelConfig, read_model_config
 from registry.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
-from registry.tokenizer import Tokenizer
+from registry.tokenizer import TextTooLongError, Tokenizer
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
 from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.tools import ToolFormat
-
-# Beyond this much text, preparing a job takes long enough to leave the event loop for a thread.
-MAX_INLINE_CHARACTERS = 4_096
 
 _DEFAULTS = SamplingParams()
 
@@ -126,19 +124,36 @@ class ServedModel:
             )
 
     def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
+        """Raises ContextLengthError for a prompt that fills the window and more: mostly before it
+        is tokenised."""
+        window_tokens = self.context_window_tokens
+        token_ids: Sequence[int] = ()
         if job.prompt_token_ids is not None:
             field, token_ids = "prompt_token_ids", job.prompt_token_ids
-        elif job.messages is not None:
-            field = "messages"
-            token_ids = tuple(self.tokenizer.encode_chat(job.messages, job.tools))
-        else:
-            field = "prompt"
-            token_ids = tuple(self.tokenizer.encode(job.prompt)) if job.prompt else ()
+            if len(token_ids) > window_tokens:
+                raise self._too_long(job, len(token_ids))
+        try:
+            if job.messages is not None:
+                field, chat = "messages", self.tokenizer.encode_chat
+                token_ids = chat(job.messages, job.tools, max_tokens=window_tokens)
+            elif job.prompt_token_ids is None:
+                field, prompt = "prompt", job.prompt or ""
+                if prompt:
+                    token_ids = self.tokenizer.encode(prompt, max_tokens=window_tokens)
+        except TextTooLongError as error:
+            raise self._too_long(job, error.num_tokens, is_exact=error.is_exact) from None
         if not token_ids:
             raise ParameterError(field, f"{field} must not be empty")
         self._check_token_id(field, min(token_ids))
         self._check_token_id(field, max(token_ids))
-        return token_ids
+        return tuple(token_ids)
+
+    def _too_long(
+        self, job: Job, num_prompt_tokens: int, *, is_exact: bool = True
+    ) -> ContextLengthError:
+        wanted = None if job.pooling is not None else job.sampling.max_tokens
+        window_tokens = self.context_window_tokens
+        return ContextLengthError(num_prompt_tokens, wanted, window_tokens, is_exact=is_exact)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
         if not 0 <= token_id < self.config.vocab_size:

@@ -15,12 +15,14 @@ from functools import partial
 import msgspec
 import uvloop
 
-from bus import nats
 from bus.clock import SystemClock
-from bus.generations import GenerationIndex
+from bus.entrance import enter
+from bus.limits.keeper import LimitKeeper
 from bus.logs import configure_logging
 from bus.metrics import Monitor, monitored
+from bus.nats.permissions import Part
 from bus.process import exit_code_of
+from bus.redis_link import RedisLink
 from bus.settings import load_config
 from bus.tracing import open_tracing
 from registry.catalogue import load_catalogue
@@ -32,6 +34,7 @@ from schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
+_LAST_SETTLEMENTS_S = 0.5
 
 logger = logging.getLogger("scheduler")
 
@@ -53,8 +56,9 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
     scheduler_id = config.scheduler.scheduler_id or f"scheduler-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "scheduler", scheduler_id)
     clock = SystemClock()
-    bus = await nats.connect(config.nats, scheduler_id)
-    index = GenerationIndex(config.redis)
+    bus, index = await enter(config, scheduler_id, Part.SCHEDULER)
+    redis = RedisLink(config.redis)
+    limits = LimitKeeper(redis, config.gateway.tiers, clock, remembers=True)
     try:
         scheduler = Scheduler(
             bus,
@@ -65,6 +69,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             index,
             catalogue.router(config.scheduler.tiers),
             None if tracing is None else JobTraces(tracing, clock),
+            limits,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.trouble = lambda: "" if bus.connected else "the message bus is away"
@@ -74,6 +79,8 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         logger.info("ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.lanes)})
         await scheduler.run(stopping)
     finally:
+        await limits.close(_LAST_SETTLEMENTS_S)
+        await redis.close()
         await index.close()
         await bus.close()
         if tracing is not None:

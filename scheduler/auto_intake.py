@@ -79,14 +79,16 @@ def router_of(
     return AutoRouter(router, _state_of(outlooks, parts), choices)
 
 
-def _state_of(outlooks: Mapping[str, Outlook], parts: Parts) -> Callable[[str, Tier], ModelState]:
-    def state_of(model: str, tier: Tier) -> ModelState:
+def _state_of(
+    outlooks: Mapping[str, Outlook], parts: Parts
+) -> Callable[[str, Tier, str], ModelState]:
+    def state_of(model: str, tier: Tier, tenant: str) -> ModelState:
         outlook = outlooks.get(model)
         if outlook is None:
             return ModelState()
         return ModelState(
             num_workers=parts.fleet.num_taking(model),
-            ttft_ms=outlook.ttft_ms().get(tier),
+            ttft_ms=outlook.ttft_ms_of(tier, tenant),
             is_full=outlook.num_queued >= parts.config.max_queued_jobs,
             context_window_tokens=placement.longest_tokens(parts.fleet.of_model(model)),
         )

@@ -119,6 +119,12 @@ class Backlog:
         """Nobody knows whether there was anything."""
         self._of(line).is_pulled = False
 
+    def doubt_others(self) -> None:
+        """What others had may be in the queue again: count anew."""
+        for state in self._lines.values():
+            state.num_others = 0
+            state.num_waiting = max(state.total - state.num_ours, state.num_told, 0)
+
     # --- what becomes of ours ---
 
     def took(self, entry: Entry) -> None:
@@ -146,7 +152,8 @@ class Backlog:
         return self._of(line).num_here
 
     def num_waiting(self, line: Line) -> int:
-        return self._of(line).num_waiting
+        state = self._lines.get(line)
+        return 0 if state is None else state.num_waiting
 
     def lines(self) -> list[Line]:
         """All that are known."""

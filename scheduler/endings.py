@@ -14,6 +14,7 @@ from bus.api import Bus
 from bus.clock import Clock
 from bus.ends import record_of, result_of
 from registry.pricing import PriceBook, device_cost
+from scheduler.door import Door
 from scheduler.entry import Entry
 from scheduler.tracing import JobTraces
 from scheduler.verdicts import Verdict
@@ -48,6 +49,7 @@ class Endings:
         generations: Generations,
         prices: Callable[[str], PriceBook],
         traces: JobTraces | None = None,
+        door: Door | None = None,
     ) -> None:
         """``prices`` of a model."""
         self._bus = bus
@@ -55,6 +57,7 @@ class Endings:
         self._generations = generations
         self._prices = prices
         self._traces = traces
+        self._door = door
         self.num_ended: Counter[tuple[str, Status, str]] = Counter()
 
     async def end(self, entry: Entry, verdict: Verdict) -> None:
@@ -100,6 +103,8 @@ class Endings:
             self._traces.recorded(job, now_ns)
         if job.store_result:
             await self._bus.results.store(_result(job, verdict, now_ns))
+        if self._door is not None:
+            await self._door.give_back(entry)
         await self._tell(job, verdict, epoch)
         await self._generations.finish(job.request_id, NOBODY, epoch)
         self._count(job, verdict)
@@ -118,6 +123,8 @@ class Endings:
         none; what is known of the time that they took was ours to pay."""
         job = entry.job
         record = record_of(job, verdict.status, verdict.code, entry.next_epoch, now_ns)
+        if verdict.limit:
+            record = replace(record, error_code=verdict.code)
         if not entry.lives:
             return record
         entry.lives.end(now_ns)

@@ -13,7 +13,7 @@ from scheduler.inquest import Inquest
 from scheduler.lives import Lives
 from scheduler.need import Need
 from scheduler.prompt_keys import NO_KEYS, PromptKeys
-from schemas.control import EPOCHS_PER_DELIVERY
+from schemas.control import EPOCHS_PER_DELIVERY, Reservation
 from schemas.jobs import Job
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ class Entry:
     to take; ``charged_tokens`` is what its tenant was charged for the run that goes on.
     ``told_position`` is the last that its client was told. ``strikes`` are the deaths of workers
     that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the tokens
-    that the client had when the last run began; ``lives`` are its runs so far.
+    that the client had when the last run began; ``lives`` are its runs so far. ``is_suspect``: an
+    engine died under it, and nobody knows of a token that it has made since. ``reservation`` is
+    what was set aside for a job that no gateway let in, ``is_reserved_here`` whether that is within
+    this process.
     """
 
     job: Job
@@ -76,10 +79,13 @@ class Entry:
     prefix_keys: PromptKeys = NO_KEYS
     strikes: float = 0.0
     inquest: Inquest | None = None
+    is_suspect: bool = False
     num_delivered: int = 0
     lives: Lives = field(default_factory=Lives)
     stored_ns: int = 0
     trace: JobTrace | None = None
+    reservation: Reservation | None = None
+    is_reserved_here: bool = False
 
     @classmethod
     def of(cls, leased: LeasedJob, backlog: Backlog, now_s: float) -> Entry:

@@ -12,6 +12,7 @@ _PRIOR_ANSWERS = 4.0
 # Lengths are counted in buckets that grow by this factor.
 _BUCKET_FACTOR = 1.5
 _NUM_BUCKETS = 32
+_NUM_SHARES = 8
 _LOG_FACTOR = math.log(_BUCKET_FACTOR)
 
 
@@ -60,6 +61,15 @@ class Estimates:
         if lengths.num_answers < _PRIOR_ANSWERS:
             return min(self._prior_tokens, max(max_tokens, 0))
         return min(lengths.quantile(share), max(max_tokens, 0))
+
+    def spread(self) -> tuple[float, ...]:
+        """Of all tenants together, lengths over their mean at evenly spaced shares: all 1 if they
+        are alike, or little is known."""
+        if self._all.num_answers < _PRIOR_ANSWERS:
+            return (1.0,) * _NUM_SHARES
+        found = [self._all.quantile((n + 0.5) / _NUM_SHARES) for n in range(_NUM_SHARES)]
+        mean = sum(found) / _NUM_SHARES
+        return tuple(length / mean for length in found)
 
 
 class _Lengths:

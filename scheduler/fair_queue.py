@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from scheduler.entry import Entry
 from scheduler.lazy_min import LazyMin
+from scheduler.need import TIER_RANKS
 from scheduler.virtual_tokens import VirtualTokens
 from schemas.config import SchedulerConfig, TierPolicies
 from schemas.jobs import Tier
@@ -156,7 +157,8 @@ class FairQueue:
         here all the same."""
         self._passed[entry] = None
         if entry not in self._on_shelf:
-            heapq.heappop(self._returning)
+            self._returning = [item for item in self._returning if item[3] is not entry]
+            heapq.heapify(self._returning)
             return
         tenant = tenant_of(entry)
         shelf = self._shelves[tenant]
@@ -174,17 +176,28 @@ class FairQueue:
             if entry in self._members:
                 self._line_up(entry)
 
-    def head(self) -> Entry | None:
-        """Who is next; it stays until it is removed."""
-        returning = self._top_returning()
+    def head(self, above: Tier | None = None) -> Entry | None:
+        """Who is next, or would be if there were none but the tiers above one; it stays until it
+        is removed."""
+        returning = self._top_returning() if above is None else self._returning_above(above)
         if returning is not None and returning.job.tier is not Tier.BATCH:
             return returning
-        tiers = [tier for tier in INTERACTIVE if len(self._ready[tier])]
+        among = INTERACTIVE if above is None else INTERACTIVE[: TIER_RANKS[above]]
+        tiers = [tier for tier in among if len(self._ready[tier])]
         if tiers:
             return self._top(min(tiers, key=self._tiers.counter))
-        if returning is not None:
+        if returning is not None or above is not None:
             return returning
         return self._top(Tier.BATCH) if len(self._ready[Tier.BATCH]) else None
+
+    def _returning_above(self, tier: Tier) -> Entry | None:
+        valid = [
+            item
+            for item in self._returning
+            if self._members.get(item[3]) == item[2]
+            and TIER_RANKS[item[3].job.tier] < TIER_RANKS[tier]
+        ]
+        return min(valid)[3] if valid else None
 
     def _top_returning(self) -> Entry | None:
         while self._returning:
@@ -233,6 +246,10 @@ class FairQueue:
         """By which the tenants of a tier are next to be served."""
         return self._tenants[tier]
 
+    def lead(self, tier: Tier, over: Tier) -> float:
+        """Tokens that a tier was served more than another one, each for its weight."""
+        return self.standing(tier) - self.standing(over)
+
     def num_wanting(self, tier: Tier) -> int:
         """Tenants of a tier with jobs here or in the queue."""
         return self._num_wanting[tier]
@@ -246,12 +263,32 @@ class FairQueue:
     def in_order(self) -> list[Entry]:
         """All that wait here, in the order in which they would be sent if nothing else came and
         each took what is expected of it."""
-        returning = sorted(
-            item for item in self._returning if self._members.get(item[3]) == item[2]
-        )
-        first = [entry for is_batch, _, _, entry in returning if not is_batch]
-        last = [entry for is_batch, _, _, entry in returning if is_batch]
+        returning = self.returning()
+        first = [entry for entry in returning if entry.job.tier is not Tier.BATCH]
+        last = [entry for entry in returning if entry.job.tier is Tier.BATCH]
         return [*first, *self._rounds(INTERACTIVE), *last, *self._rounds((Tier.BATCH,))]
+
+    def returning(self) -> list[Entry]:
+        """Those whose run was interrupted, in their order."""
+        found = [item for item in self._returning if self._members.get(item[3]) == item[2]]
+        return [entry for _, _, _, entry in sorted(found)]
+
+    def by_tenant(self) -> dict[Tenant, list[Entry]]:
+        """The others, of each tenant in its order."""
+        return {
+            Tenant(tier, name): self._in_line(Tenant(tier, name))
+            for tier in Tier
+            for name in self._ready[tier]
+        }
+
+    def _in_line(self, tenant: Tenant) -> list[Entry]:
+        heap = self._shelves[tenant].heap
+        found = sorted(item for item in heap if self._members.get(item[2]) == item[1])
+        return [entry for _, _, entry in found]
+
+    def standing(self, tier: Tier) -> float:
+        """Tokens that a tier was served for its weight, or where it would begin now."""
+        return self._tiers.standing(tier)
 
     def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[Entry]:
         by_tier = [
@@ -274,10 +311,7 @@ class FairQueue:
         tenants: list[tuple[float, int, Iterator[Entry]]] = []
         for number, name in enumerate(self._ready[tier]):
             tenant = Tenant(tier, name)
-            heap = self._shelves[tenant].heap
-            waiting = sorted(item for item in heap if self._members.get(item[2]) == item[1])
-            entries = iter([entry for _, _, entry in waiting])
-            tenants.append((self._counter(tenant), number, entries))
+            tenants.append((self._counter(tenant), number, iter(self._in_line(tenant))))
         heapq.heapify(tenants)
         while tenants:
             counter, number, entries = tenants[0]

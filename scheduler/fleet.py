@@ -38,42 +38,56 @@ class Fleet:
 
     A worker is alive from its first fresh heartbeat until it is silent for
     ``heartbeat_timeout_s``, retires, or a new life with its name shows up. One that was only
-    silent may come back; an ended life never does.
+    silent may come back. So may one whose name a new life has, if it is heard again
+    ``heartbeat_timeout_s`` later: then two that run have the same name. One that retired never
+    does.
     """
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         self._timeout_s = heartbeat_timeout_s
         self._workers: dict[str, WorkerView] = {}
         self._by_model: dict[str, dict[str, WorkerView]] = {}
-        self._lives: dict[str, str] = {}
+        self._lives: dict[str, set[str]] = {}
         self._stale: OrderedDict[str, int] = OrderedDict()
-        self._past: OrderedDict[str, None] = OrderedDict()
+        self._past: OrderedDict[str, float] = OrderedDict()
 
     # --- what heartbeats say ---
 
     def observe(self, status: WorkerStatus, now_s: float, now_ns: int) -> list[Departed]:
         """Take in a heartbeat; the lives that it ends are returned."""
         worker_id = status.worker_id
-        if worker_id in self._past:
+        if now_s < self._past.get(worker_id, float("-inf")):
             return []
         if status.retired:
-            self._remember(worker_id)
+            self._past_until(worker_id, float("inf"))
             return self._depart(worker_id, Departure.RETIRED)
-        departed: list[Departed] = []
-        former = self._workers.get(self._lives.get(status.name, ""))
-        if former is not None and former.worker_id != worker_id:
-            if status.started_ns < former.status.started_ns:
-                self._remember(worker_id)
-                return self._depart(worker_id, Departure.RESTARTED)
-            self._remember(former.worker_id)
-            departed = self._depart(former.worker_id, Departure.RESTARTED)
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.observe(status, now_s)
-        elif self._is_fresh(status, now_ns):
+            return []
+        departed: list[Departed] = []
+        if worker_id not in self._past:
+            if self._is_former(status):
+                self._past_until(worker_id, now_s + self._timeout_s)
+                return []
+            departed = self._end_former(status, now_s)
+        if self._is_fresh(status, now_ns):
             view = self._workers[worker_id] = WorkerView(status, now_s)
             self._by_model.setdefault(status.model, {})[worker_id] = view
-            self._lives[status.name] = worker_id
+            self._lives.setdefault(status.name, set()).add(worker_id)
+        return departed
+
+    def _is_former(self, status: WorkerStatus) -> bool:
+        """Whether a later life of the name is alive."""
+        lives = [self._workers[worker_id] for worker_id in self._lives.get(status.name, ())]
+        return any(status.started_ns < life.status.started_ns for life in lives)
+
+    def _end_former(self, status: WorkerStatus, now_s: float) -> list[Departed]:
+        """A new life of the name is there, so those before it are over as far as anybody knows."""
+        departed: list[Departed] = []
+        for worker_id in sorted(self._lives.get(status.name, ())):
+            self._past_until(worker_id, now_s + self._timeout_s)
+            departed += self._depart(worker_id, Departure.RESTARTED)
         return departed
 
     def _is_fresh(self, status: WorkerStatus, now_ns: int) -> bool:
@@ -98,6 +112,10 @@ class Fleet:
         ]
         return [gone for worker_id in silent for gone in self._depart(worker_id, Departure.SILENT)]
 
+    def give_up(self, worker_id: str) -> list[Departed]:
+        """A worker has been silent for too long, counting from before it was known here."""
+        return self._depart(worker_id, Departure.SILENT)
+
     def forgive(self, now_s: float) -> None:
         """It was us who could not hear: everybody's silence starts now."""
         for worker in self._workers.values():
@@ -108,12 +126,16 @@ class Fleet:
         if worker is None:
             return []
         del self._by_model[worker.status.model][worker_id]
-        if self._lives.get(worker.status.name) == worker_id:
+        lives = self._lives[worker.status.name]
+        lives.discard(worker_id)
+        if not lives:
             del self._lives[worker.status.name]
         return [Departed(worker_id, worker.status.name, why, tuple(worker.runs))]
 
-    def _remember(self, worker_id: str) -> None:
-        self._past[worker_id] = None
+    def _past_until(self, worker_id: str, until_s: float) -> None:
+        """What is heard of it before then was on its way."""
+        self._past[worker_id] = until_s
+        self._past.move_to_end(worker_id)
         while len(self._past) > _MAX_PAST_LIVES:
             self._past.popitem(last=False)
 
@@ -190,11 +212,11 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.is_doubtful]
 
     def check_integrity(self) -> None:
-        """A live worker is its name's one life; AssertionError otherwise."""
-        assert len(self._lives) == len(self._workers), "a name with two lives"
-        for name, worker_id in self._lives.items():
-            assert self._workers[worker_id].status.name == name, "a life under another's name"
-            assert worker_id not in self._past, "a past life is alive"
+        """A live worker is among its name's lives; AssertionError otherwise."""
+        named = {(name, worker_id) for name, lives in self._lives.items() for worker_id in lives}
+        assert named == {(one.status.name, one.worker_id) for one in self._workers.values()}
+        for worker_id in self._workers:
+            assert self._past.get(worker_id) != float("inf"), "one that retired is alive"
         indexed = [view for views in self._by_model.values() for view in views.values()]
         assert sorted(map(id, indexed)) == sorted(map(id, self._workers.values()))
         for worker in self._workers.values():

@@ -74,6 +74,13 @@ class Intake:
             self._want(line)
             self._wake.set()
 
+    def leases_released(self) -> None:
+        """Jobs that others had are in the queue again."""
+        self.backlog.doubt_others()
+        for line in self.backlog.lines():
+            self._want(line)
+        self._wake.set()
+
     def counted(self, totals: dict[Line, int]) -> None:
         """What the queue has of each line."""
         self.backlog.counted(totals, self._parts.clock.monotonic())
@@ -207,8 +214,9 @@ class Intake:
         """Tell the queues who has jobs behind those that are here, where the line says so."""
         if line.tenant is None:
             return
+        num_waiting = self.backlog.num_waiting(line) + self.backlog.num_waiting(line.twin)
         for lane in self._lanes:
-            is_more = bool(self.backlog.num_waiting(line))
+            is_more = bool(num_waiting)
             lane.queue.want(_tenant_of(line), is_more, self.model)
 
     # --- what was pulled ---
@@ -262,12 +270,13 @@ class Intake:
             verdict = parts.unwanted(entry)
         if entry.is_ended:
             return
+        if verdict is None and entry.uncertain and not entry.ran_before:
+            entry.ran_before = await self._sender.is_known(entry)
+        if verdict is None and parts.door is not None:
+            verdict = await parts.door.let_in(entry)
         if verdict is not None:
             lane.end(entry, verdict)
-            return
-        if entry.uncertain and not entry.ran_before:
-            entry.ran_before = await self._sender.is_known(entry)
-        if entry.ran_before:
+        elif entry.ran_before:
             await self._make_ready_again(entry, lane)
         elif entry.state is State.PREPARING:
             lane.enqueue(entry)

@@ -7,21 +7,23 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from scheduler.arrivals import Arrivals
 from scheduler.counts import LaneCounts, Rerun
 from scheduler.entry import Entry, State
 from scheduler.estimates import Estimates
 from scheduler.fair_queue import FairQueue, Tenant, tenant_of
 from scheduler.inquest import Inquest
 from scheduler.moves import Moves
+from scheduler.overtaking import Overtaking
 from scheduler.parts import Parts
 from scheduler.places import Places
 from scheduler.prompt_keys import PromptKeys
 from scheduler.sender import Result, Sender, Sent
 from scheduler.throughput import Throughput
-from scheduler.verdicts import Verdict, failed, poisonous, refused
+from scheduler.verdicts import Verdict, failed, poisonous
 from scheduler.worker_view import WorkerView
 from schemas.control import Cancel, Served
-from schemas.errors import BusUnavailableError, ContextLengthError, MillraceError
+from schemas.errors import BusUnavailableError, MillraceError
 from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,12 @@ class Lane:
         self.throughput = Throughput()
         self.queue = FairQueue(parts.config)
         self.estimates = Estimates()
+        self.arrivals = Arrivals(parts.clock.monotonic())
         self.counts = LaneCounts()
         self._parts = parts
         self._sender = Sender(parts)
         self._moves = Moves(parts, model, self._move)
+        self._overtaking = Overtaking(parts, model, self.queue, self.pump)
         self._num_preparing = dict.fromkeys(Tier, 0)
         self._stopped = False
 
@@ -100,6 +104,7 @@ class Lane:
         entry.expected_output_tokens = expected
         entry.expected_tokens = self._service(entry.need.num_context_tokens, expected)
         entry.prefix_keys = PromptKeys.of_job(entry.job)
+        self.arrivals.note(entry, self._parts.clock.monotonic())
 
     def _leave_preparation(self, entry: Entry) -> None:
         if entry.state is State.PREPARING:
@@ -120,28 +125,37 @@ class Lane:
         if entry.inquest is not None:
             entry.inquest.report(entry, progressed=True)
         self._parts.table.drop(entry, error)
+        if self._parts.door is not None:
+            self._parts.door.left(entry)
         self._wake()
 
     def pump(self) -> None:
         """Send what has room, in the order of the queue.
 
         One that is too large for what is free lets others go, but to other workers than the one
-        that it waits for.
+        that it waits for. One for whose tier there is no room lets those of higher tiers go.
         """
-        places = Places(self._parts, self.model)
+        overtaking = self._overtaking
+        overtaking.begin_round()
+        places = Places(self._parts, self.model, overtaking)
         while self._parts.bus.connected and not self._stopped:
-            entry = self.queue.head()
+            entry = self.queue.head(overtaking.above)
             if entry is None:
                 break
             verdict = self._parts.unwanted(entry)
             if verdict is not None:
                 self.end(entry, verdict)
+            elif not overtaking.may_go(entry):
+                break
             elif (place := places.find(entry)) is not None:
                 self._send(entry, *place)
-            elif not self._end_if_too_long(entry, places.longest_tokens()):
-                if not places.keep_for(entry):
-                    break
+            elif (verdict := places.too_long(entry)) is not None:
+                self.end(entry, verdict)
+            elif places.keep_for(entry):
                 self.queue.pass_over(entry)
+            else:
+                overtaking.hold_up(entry)
+        overtaking.end_round()
         self.queue.look_again()
         self._wake()
 
@@ -151,6 +165,7 @@ class Lane:
         entry.state = State.DISPATCHING
         entry.place(worker.worker_id, num_cached_tokens)
         entry.charged_tokens = entry.expected_tokens - num_cached_tokens
+        self._overtaking.has_turn(entry.job.tier)
         self.queue.charge(tenant_of(entry), entry.charged_tokens)
         self._parts.fleet.reserve(
             worker.worker_id,
@@ -171,15 +186,6 @@ class Lane:
         if entry.charged_tokens:
             self.queue.charge(tenant_of(entry), -entry.charged_tokens)
             entry.charged_tokens = 0.0
-
-    def _end_if_too_long(self, entry: Entry, longest: int | None) -> bool:
-        if longest is None or entry.need.total_tokens <= longest:
-            return False
-        job = entry.job
-        max_tokens = job.sampling.max_tokens if job.pooling is None else None
-        error = ContextLengthError(len(job.prompt_token_ids or ()), max_tokens, longest)
-        self.end(entry, refused(error))
-        return True
 
     # --- ends ---
 
@@ -209,6 +215,8 @@ class Lane:
         entry = self._parts.table.get(served.request_id)
         if entry is not None and entry.worker_id == worker_id:
             self._refund(entry)
+        elif entry is None:
+            self._overtaking.has_turn(served.tier)
         self.queue.charge(Tenant(served.tier, served.tenant), tokens)
         if served.completion_tokens:
             self.estimates.observe(served.tenant, served.completion_tokens)
@@ -372,7 +380,7 @@ class Lane:
         self._take_back(entry)
 
     def move(self, worker: WorkerView) -> None:
-        """Have others go on with what a worker runs that drains."""
+        """Have others go on with what a worker runs that drains, or whose engine is down."""
         if not self._stopped and self._parts.bus.connected:
             self._moves.begin(worker)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from bus.api import Bus
 from bus.clock import Clock
 from scheduler.cancels import CancelMemory
+from scheduler.door import Door
 from scheduler.endings import Endings
 from scheduler.entry import Entry, Table
 from scheduler.fleet import Fleet
@@ -44,6 +45,10 @@ class Generations(Protocol):
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""
 
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        """The leases of what a worker runs, by request id, as far as anybody can say. Of some
+        another may be the holder by now."""
+
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         """The model that was first chosen for a request, and why: this one, if none was or nobody
         can say."""
@@ -51,7 +56,7 @@ class Generations(Protocol):
 
 @dataclass
 class Parts:
-    """One of each. ``tasks`` owns the work on single jobs."""
+    """One of each. ``tasks`` owns the work on single jobs; without a ``door`` all are let in."""
 
     bus: Bus
     config: SchedulerConfig
@@ -63,6 +68,7 @@ class Parts:
     cancels: CancelMemory
     endings: Endings
     traces: JobTraces | None = None
+    door: Door | None = None
     table: Table = field(default_factory=Table)
     tasks: Tasks = field(default_factory=Tasks)
     lanes: dict[str, Lane] = field(default_factory=dict)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from scheduler import placement
 from scheduler.entry import Entry
+from scheduler.overtaking import Overtaking
 from scheduler.parts import Parts
+from scheduler.verdicts import Verdict, refused
 from scheduler.worker_view import WorkerView
+from schemas.errors import ContextLengthError
 
 # Jobs that fit nowhere just now, and yet let others go, in a round.
 _MAX_KEPT_FOR = 16
@@ -13,18 +16,20 @@ _MAX_KEPT_FOR = 16
 
 class Places:
     """Finds the worker for each job. One that is too large for what is free anywhere may have a
-    worker kept for it: that one's requests end, and it gets no others meanwhile."""
+    worker kept for it: that one's requests end, and it gets no others meanwhile but those that may
+    go before it."""
 
-    def __init__(self, parts: Parts, model: str) -> None:
+    def __init__(self, parts: Parts, model: str, overtaking: Overtaking | None = None) -> None:
         self._parts = parts
         self._model = model
-        self._kept: set[str] = set()
+        self._overtaking = overtaking
+        self._kept: dict[str, list[Entry]] = {}
         self._num_kept_for = 0
 
     def find(self, entry: Entry) -> tuple[WorkerView, int] | None:
         """The worker for a job, and how many of its tokens are in that one's cache."""
         parts, need = self._parts, entry.need
-        workers = self._workers()
+        workers = self._workers(entry)
         if not any(worker.fits(need) for worker in workers):
             return None
         cached = parts.prefixes.cached_tokens(workers, entry.prefix_keys)
@@ -41,7 +46,7 @@ class Places:
     def keep_for(self, entry: Entry) -> bool:
         """Keep a worker for a job that fits nowhere just now; whether others have places that are
         too small for it, so that it need not hold up those who come after it."""
-        workers = self._workers()
+        workers = self._workers(entry)
         if self._num_kept_for == _MAX_KEPT_FOR or not any(
             worker.room_for(entry.job.tier) for worker in workers
         ):
@@ -49,13 +54,27 @@ class Places:
         self._num_kept_for += 1
         best = placement.soonest(workers, entry.need)
         if best is not None:
-            self._kept.add(best.worker_id)
+            self._kept.setdefault(best.worker_id, []).append(entry)
         return True
 
-    def longest_tokens(self) -> int | None:
-        """The longest request that any worker can ever hold; None: no limit, or nobody to ask."""
-        return placement.longest_tokens(self._parts.fleet.of_model(self._model))
+    def too_long(self, entry: Entry) -> Verdict | None:
+        """Why no worker that there is can ever hold a job, if so."""
+        longest = placement.longest_tokens(self._parts.fleet.of_model(self._model))
+        if longest is None or entry.need.total_tokens <= longest:
+            return None
+        job = entry.job
+        max_tokens = job.sampling.max_tokens if job.pooling is None else None
+        return refused(ContextLengthError(len(job.prompt_token_ids or ()), max_tokens, longest))
 
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self, entry: Entry) -> list[WorkerView]:
         workers = self._parts.fleet.of_model(self._model)
-        return [worker for worker in workers if worker.worker_id not in self._kept]
+        if not self._kept:
+            return list(workers)
+        return [worker for worker in workers if self._is_open_to(entry, worker.worker_id)]
+
+    def _is_open_to(self, entry: Entry, worker_id: str) -> bool:
+        kept_for = self._kept.get(worker_id, ())
+        overtaking = self._overtaking
+        return not kept_for or (
+            overtaking is not None and all(overtaking.may_pass(entry, one) for one in kept_for)
+        )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from bus.api import Line
 from scheduler.autoscaler import Autoscaler, Signals
-from scheduler.fair_queue import weights_of
+from scheduler.fair_queue import Tenant, weights_of
 from scheduler.intake import Intake
 from scheduler.lane import Lane
 from scheduler.outlook import Outlook
@@ -93,15 +93,16 @@ class QueueWatch:
                 unrouted = intake.backlog.waiting()
                 waiting |= unrouted
                 num_queued += sum(unrouted.values())
-        per_s = lane.throughput.per_s(parts.clock.monotonic())
+        outlook = self._outlooks[model]
+        outlook.waiting = _by_tenant(waiting)
+        per_s = outlook.per_s()
         num_shed = 0
         if num_queued > bound:
             num_shed = await self._shed(model, waiting, num_queued, per_s)
             num_queued -= num_shed
-        outlook = self._outlooks[model]
         outlook.num_queued = num_queued
         outlook.look()
-        ttft_ms, oldest_wait_s = outlook.ttft_ms(), outlook.oldest_wait_s()
+        (ttft_ms, tenant_ttft_ms), oldest_wait_s = outlook.ttfts_ms(), outlook.oldest_wait_s()
         signals = Signals(
             num_workers=parts.fleet.num_taking(model),
             num_queued=num_queued,
@@ -121,6 +122,7 @@ class QueueWatch:
                 num_workers=parts.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
                 ttft_ms=ttft_ms,
+                tenant_ttft_ms=tenant_ttft_ms,
                 oldest_wait_s=oldest_wait_s,
                 desired_workers=self._autoscalers[model].desired(signals, parts.clock.monotonic()),
                 sent_ns=parts.clock.now_ns(),
@@ -161,3 +163,11 @@ class QueueWatch:
         for line in lines:
             if await self._parts.bus.jobs.forget_line(line):
                 intake.backlog.forget(line)
+
+
+def _by_tenant(waiting: Mapping[Line, int]) -> dict[Tenant, int]:
+    found: dict[Tenant, int] = {}
+    for line, count in waiting.items():
+        tenant = Tenant(line.tier, line.tenant or "")
+        found[tenant] = found.get(tenant, 0) + count
+    return found

@@ -20,10 +20,11 @@ class Choices(Protocol):
 
 
 class AutoRouter:
-    """Chooses by what a job asks and how the models stand, as ``state_of`` tells for a tier."""
+    """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
+    tells."""
 
     def __init__(
-        self, router: Router, state_of: Callable[[str, Tier], ModelState], choices: Choices
+        self, router: Router, state_of: Callable[[str, Tier, str], ModelState], choices: Choices
     ) -> None:
         self._router = router
         self._state_of = state_of
@@ -54,7 +55,11 @@ class AutoRouter:
         question = question_of(
             job.prompt, job.messages, job.sampling, job.tier, has_tools=bool(job.tools)
         )
-        return routed(job, self._router.choose(job.model, question, self._state_of))
+
+        def state_of(model: str, tier: Tier) -> ModelState:
+            return self._state_of(model, tier, job.tenant)
+
+        return routed(job, self._router.choose(job.model, question, state_of))
 
     async def settled(self, job: Job) -> Job:
         """A routed job with the model that was first chosen for it, by whichever scheduler. Its

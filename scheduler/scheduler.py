@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from bus.api import Bus, Line, Subscription
 from bus.clock import Clock
+from bus.limits.keeper import LimitKeeper
 from registry.routing import Router
 from scheduler.auto_intake import AutoIntake, router_of
 from scheduler.cancels import CancelMemory
+from scheduler.door import Door
 from scheduler.endings import Endings
 from scheduler.entry import Entry, State
 from scheduler.fleet import Departed, Departure, Fleet
@@ -24,6 +26,7 @@ from scheduler.queue_watch import QueueWatch
 from scheduler.routing import AutoRouter
 from scheduler.shelf import Preparer, Shelf
 from scheduler.strays import Strays
+from scheduler.takeover import Takeover
 from scheduler.tasks import Tasks
 from scheduler.tracing import JobTraces
 from scheduler.verdicts import cancelled
@@ -43,7 +46,9 @@ class Scheduler:
     """Binds jobs to workers, late. Several may run side by side: the queue gives each job to one.
 
     ``load_model`` may block. ``known_models`` is the whole catalogue; those in ``config.models``,
-    or all of them, are served. Raises ModelNotFoundError if one of them is not in the catalogue.
+    or all of them, are served. Jobs that no gateway let in count against the ``limits`` of their
+    tenants; without them, against none. Raises ModelNotFoundError if one of the models is not in
+    the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
     not look alive.
@@ -59,6 +64,7 @@ class Scheduler:
         generations: Generations,
         router: Router | None = None,
         traces: JobTraces | None = None,
+        limits: LimitKeeper | None = None,
     ) -> None:
         unknown = set(config.models) - set(known_models)
         if unknown:
@@ -67,6 +73,7 @@ class Scheduler:
                 f"not have. The models are: {', '.join(sorted(known_models))}."
             )
         shelf = Shelf(load_model)
+        door = None if limits is None else Door(limits, shelf.prices, clock)
         self.parts = Parts(
             bus=bus,
             config=config,
@@ -76,8 +83,9 @@ class Scheduler:
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock, generations, shelf.prices, traces),
+            endings=Endings(bus, clock, generations, shelf.prices, traces, door),
             traces=traces,
+            door=door,
         )
         models = config.models or tuple(sorted(known_models))
         self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
@@ -98,6 +106,7 @@ class Scheduler:
         self._watchman = Watchman(
             self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
         )
+        self._takeover = Takeover(self.parts, self._on_silent, self._on_leases_released)
         self._warmed: set[str] = set()
 
     def _add_routes(self, router: AutoRouter) -> None:
@@ -119,6 +128,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._strays.run(), "look for strays"))
             loops.append(self._services.spawn(self._watchman.run(), "watch"))
+            self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
             await _until_set(stopping, loops)
             for lane in self.lanes.values():
@@ -130,6 +140,7 @@ class Scheduler:
             await self._pulls.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
+            self.parts.shelf.close()
             for subscription in subscriptions:
                 await subscription.close()
 
@@ -146,6 +157,7 @@ class Scheduler:
                 logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
                 await self.parts.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
+                self._takeover.started()
                 return
 
     async def _give_back(self) -> None:
@@ -165,6 +177,7 @@ class Scheduler:
 
     def _on_status(self, status: WorkerStatus) -> None:
         parts = self.parts
+        self._takeover.note(status)
         known = parts.fleet.get(status.worker_id) is not None
         departed = parts.fleet.observe(status, parts.clock.monotonic(), parts.clock.now_ns())
         if not known and parts.fleet.get(status.worker_id) is not None:
@@ -178,9 +191,16 @@ class Scheduler:
         if lane is not None:
             self._warm(status.model)
             worker = parts.fleet.get(status.worker_id)
-            if worker is not None and status.draining:
+            if worker is not None and (status.draining or status.engine_down):
                 lane.move(worker)
             lane.pump()
+
+    def _on_silent(self, worker_id: str) -> None:
+        self._on_departed(self.parts.fleet.give_up(worker_id))
+
+    def _on_leases_released(self) -> None:
+        for intake in self.intakes.values():
+            intake.leases_released()
 
     def _on_published(self, line: Line) -> None:
         intake = self.intakes.get(line.model)

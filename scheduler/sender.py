@@ -156,6 +156,7 @@ class Sender:
             resume_token_ids=entry.resume_token_ids,
             lives=entry.lives.before(worker_id),
             sent_ns=sent_ns,
+            reservation=entry.reservation,
         )
         try:
             reply = await self._bus.control.command(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from registry.pricing import UNPRICED, PriceBook
-from registry.served import MAX_INLINE_CHARACTERS
+from registry.prompt_pool import PromptPool, num_characters
 from schemas.jobs import Job
-
-# Beyond this many token ids, checking them leaves the event loop.
-_MAX_INLINE_TOKENS = 4_096
 
 
 class Preparer(Protocol):
@@ -25,10 +23,12 @@ class Preparer(Protocol):
 
 
 class Shelf:
-    """Loads each model once. ``load`` may block: it runs in a thread."""
+    """Loads each model once. ``load`` may block: it runs in a thread. Owns the threads that read
+    long prompts; ``close`` ends them."""
 
     def __init__(self, load: Callable[[str], Preparer]) -> None:
         self._load = load
+        self._prompts = PromptPool()
         self._models: dict[str, asyncio.Task[Preparer]] = {}
 
     async def prepare(self, job: Job) -> Job:
@@ -39,9 +39,8 @@ class Shelf:
         """
         model = await self._get(job.model)
         seed_source = random.Random(job.request_id)
-        if _is_short(job):
-            return model.prepare(job, seed_source)
-        return await asyncio.to_thread(model.prepare, job, seed_source)
+        prepare = partial(model.prepare, job, seed_source)
+        return await self._prompts.run(job.tenant, num_characters(job), prepare)
 
     def prices(self, model: str) -> PriceBook:
         """A model's prices; none if it is not loaded."""
@@ -49,6 +48,9 @@ class Shelf:
         if loading is None or not loading.done() or loading.cancelled() or loading.exception():
             return UNPRICED
         return loading.result().prices
+
+    def close(self) -> None:
+        self._prompts.close()
 
     async def warm(self, model: str) -> None:
         """Load a model before the first job asks for it."""
@@ -68,13 +70,3 @@ class Shelf:
             if self._models.get(model) is loading:
                 del self._models[model]
             raise
-
-
-def _is_short(job: Job) -> bool:
-    if job.tools:
-        return False  # Schemas may be long, and are rendered each.
-    if job.prompt_token_ids is not None:
-        return len(job.prompt_token_ids) <= _MAX_INLINE_TOKENS
-    if job.prompt is not None:
-        return len(job.prompt) <= MAX_INLINE_CHARACTERS
-    return sum(len(message.content) for message in job.messages or ()) <= MAX_INLINE_CHARACTERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from bus.limits.errors import RateLimitError
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
 from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
@@ -11,13 +12,15 @@ from schemas.records import Status
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked."""
+    """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
+    the one of its tenant that it is over, if that is why."""
 
     status: Status
     code: str = ""
     message: str = ""
     retryable: bool = False
     retry_after_s: float = 0.0
+    limit: str = ""
 
     def frame(self, epoch: int) -> TerminalFrame:
         match self.status:
@@ -26,7 +29,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             case Status.EXPIRED:
                 return Expired(epoch=epoch)
             case Status.SHED:
-                return Shed(epoch=epoch, retry_after_s=self.retry_after_s)
+                return Shed(
+                    epoch=epoch,
+                    retry_after_s=self.retry_after_s,
+                    limit=self.limit,
+                    message=self.message if self.limit else "",
+                )
             case _:
                 return Failed(
                     epoch=epoch, code=self.code, message=self.message, retryable=self.retryable
@@ -52,6 +60,18 @@ def shed(retry_after_s: float) -> Verdict:
         message=f"The queue is full. Try again in {retry_after_s:.1f} s.",
         retryable=True,
         retry_after_s=retry_after_s,
+    )
+
+
+def over_limit(error: RateLimitError) -> Verdict:
+    """Its tenant uses as much as it may: for now, or for this month, or for ever."""
+    return Verdict(
+        status=Status.SHED if error.comes_back else Status.FAILED,
+        code=error.code,
+        message=error.message,
+        retryable=error.comes_back,
+        retry_after_s=error.retry_after_s or 0.0,
+        limit=error.limit,
     )
 
 

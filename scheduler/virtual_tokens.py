@@ -66,6 +66,10 @@ class VirtualTokens(Generic[Member]):
             return self._wanting.value(member)
         return self._idle.get(member, self._floor())
 
+    def standing(self, member: Member) -> float:
+        """Where it stands among those who want, or would if it began to want now."""
+        return max(self.counter(member), self._floor())
+
     def spread(self) -> float:
         """How much more the one of those who want was served than another, at most."""
         values = [self._wanting.value(member) for member in self._wanting]

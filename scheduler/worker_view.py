@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +21,12 @@ _MAX_HELD_FACTOR = 2
 _NUM_TIERS = len(Tier)
 # The longest that it takes to hear of an end and to send another request.
 _REFILL_S = 0.1
+# What is left at least of an answer that has become longer than expected, as a share of that.
+_LEAST_LEFT = 0.1
+_SHUFFLE = 5
 # Of an expected answer that nobody can estimate.
 DEFAULT_OUTPUT_TOKENS = 128.0
+_turns = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -30,6 +37,7 @@ class _Run:
     num_prompt_tokens: int
     rank: int
     expected_output_tokens: float
+    begun_s: float
     confirmed: bool = False
     seen: bool = False
 
@@ -49,14 +57,17 @@ class WorkerView:
     to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
     that comes now: as reported, and what was sent since, less what the worker will have done
     meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
-    with one more request (0: nothing was measured so far). ``joined_s`` is when it was first heard
-    of. Reading costs O(1), whatever is held.
+    with one more request, ``usual_step_s`` one with half of its slots taken (0: nothing was
+    measured so far). ``joined_s`` is when it was first heard of. ``last_turn`` grows with each
+    request that any worker is given: the least is that of the one which had none for longest.
+    Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
         self.runs: dict[str, _Run] = {}
         self.pending_prompt_tokens = 0.0
-        self.prefill_token_s = self.decode_step_s = 0.0
+        self.prefill_token_s = self.decode_step_s = self.usual_step_s = 0.0
+        self.last_turn = 0
         self._steps = StepTimes()
         self.joined_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
@@ -97,6 +108,7 @@ class WorkerView:
             num_slots = status.max_num_sequences
             batch = status.num_running or num_slots // 2
             self._steps.observe(batch, status.decode_step_ms / 1e3, num_slots)
+            self.usual_step_s = self._steps.at(num_slots / 2)
         self._count_others(reported)
         if reported >= num_seen:
             self._short_since_s = None
@@ -133,8 +145,9 @@ class WorkerView:
         assert request_id not in self.runs, "a worker runs a request once"
         blocks = need.num_blocks(self.status.block_size_tokens)
         prompt_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
-        run = _Run(blocks, prompt_tokens, need.rank, expected_output_tokens)
+        run = _Run(blocks, prompt_tokens, need.rank, expected_output_tokens, self._advanced_s)
         self.runs[request_id] = run
+        self.last_turn = next(_turns)
         self._expected_output_tokens += expected_output_tokens
         self.pending_prompt_tokens += run.num_prompt_tokens
         self._promised_blocks += blocks
@@ -189,6 +202,10 @@ class WorkerView:
         return self._num_held
 
     @property
+    def num_held_per_slot(self) -> float:
+        return self._num_held / max(self.status.max_num_sequences, 1)
+
+    @property
     def num_others(self) -> int:
         """Requests that other schedulers sent here."""
         return sum(self._others)
@@ -196,6 +213,12 @@ class WorkerView:
     def num_ahead(self, rank: int) -> int:
         """Requests held that do not make way for one of this rank."""
         return sum(self._own[: rank + 1]) + sum(self._others[: rank + 1])
+
+    def num_running_of(self, rank: int) -> int:
+        """Requests of a rank that run, since none above them needs their slots."""
+        num_above = self.num_ahead(rank - 1) if rank else 0
+        num_slots_left = self.status.max_num_sequences - num_above
+        return max(0, min(self.num_ahead(rank) - num_above, num_slots_left))
 
     @property
     def num_free_blocks(self) -> int:
@@ -230,7 +253,8 @@ class WorkerView:
                 blocks += (status.num_blocks - free) * (held - ahead) // held
             free_blocks.append(blocks)
             is_short = bool(status.num_blocks and held and blocks <= 0)
-            if status.draining or is_short or rank >= self._refused_rank:
+            takes_none = status.draining or status.engine_down or is_short
+            if takes_none or rank >= self._refused_rank:
                 room.append(0)
             else:
                 room.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
@@ -261,6 +285,45 @@ class WorkerView:
         """The request would fit if the worker were empty."""
         limit = self.status.max_tokens_per_request
         return limit == 0 or need.num_context_tokens + need.num_new_tokens <= limit
+
+    # --- when it has a slot ---
+
+    @property
+    def is_measured(self) -> bool:
+        """It has said how long its steps take."""
+        return self.decode_step_s > 0
+
+    def run_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """How long a request takes in a full batch, each slot of which gets another prompt
+        meanwhile. Of a worker that is measured."""
+        num_slots = max(self.status.max_num_sequences, 1)
+        step_s = self._steps.at(num_slots)
+        return output_tokens * step_s + num_slots * prompt_tokens * self.prefill_token_s
+
+    def slots_free_s(self, now_s: float, spread: Sequence[float] = (1.0,)) -> list[float]:
+        """Seconds until each of its slots is free; those who wait here go first. ``spread``: by how
+        much lengths differ from what is expected of them, from the least to the most."""
+        ends_s: list[float] = []
+        for number, run in enumerate(self.runs.values()):
+            took_s = self.run_s(run.num_prompt_tokens, run.expected_output_tokens)
+            since_s = now_s - run.begun_s
+            possible = [factor for factor in spread if factor * took_s > since_s]
+            if possible:
+                # Each one of the lengths that it may have still, all of them equally often.
+                factor = possible[number * _SHUFFLE % len(possible)]
+                ends_s.append(factor * took_s - since_s)
+            else:
+                ends_s.append(_LEAST_LEFT * took_s)
+        mean_s = self.run_s(0, self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS)
+        others = self.num_others
+        ends_s += [mean_s * (number + 1) / (others + 1) for number in range(others)]
+        ends_s.sort()
+        num_slots = max(self.status.max_num_sequences, 1)
+        free_s = ends_s[:num_slots] + [0.0] * (num_slots - len(ends_s))
+        heapq.heapify(free_s)
+        for _ in ends_s[num_slots:]:
+            heapq.heapreplace(free_s, free_s[0] + mean_s)
+        return free_s
 
     # --- doubts ---
 

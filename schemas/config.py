@@ -6,19 +6,41 @@ from typing import Literal
 
 import msgspec
 
+from schemas.redaction import Secret, shown
 from schemas.tenants import TierLimits
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+    def __repr__(self) -> str:
+        return shown(self)
 
 
-class NatsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``url`` may list several servers, comma separated. ``ack_wait_s`` is the lease: how long a
-    dead holder's job waits before it is delivered again. ``files_ttl_s`` is how long uploaded
-    files, batches and their answers are kept."""
+class _TlsFiles(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PEM files of a connection: the authorities that may have signed the server's certificate
+    (none: those of this machine), and our own certificate with its key, for servers that demand
+    one. Any of them demands TLS."""
+
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+
+
+class NatsConfig(_TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``url`` may list several servers, comma separated; ``tls://`` demands TLS, as the PEM files
+    do. One of ``user`` with ``password``, ``token``, ``nkey_seed`` and ``creds_file`` (a user's JWT
+    and seed, read again at each connect) says who we are.
+
+    ``ack_wait_s`` is the lease: how long a dead holder's job waits before it is delivered again.
+    ``files_ttl_s`` is how long uploaded files, batches and their answers are kept. Answers to us
+    come to subjects below ``inbox_prefix``, which the server may let only one user read (empty:
+    that of the part; see ``bus.nats.permissions``)."""
 
     url: str = "nats://127.0.0.1:4222"
+    user: str = ""
+    password: Secret = ""
+    token: Secret = ""
+    nkey_seed: Secret = ""
+    creds_file: str = ""
     replicas: int = 1
     ack_wait_s: float = 6.0
     max_deliver: int = 8
@@ -27,30 +49,50 @@ class NatsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     files_ttl_s: float = 30 * 86_400.0
     outbox_max_age_s: float = 7 * 86_400.0
     connect_timeout_s: float = 5.0
+    inbox_prefix: str = ""
 
 
-class RedisConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RedisConfig(_TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``rediss://`` demands TLS, as the PEM files do. ``user`` is one of Redis's access control
+    list; without it a ``password`` is that of the default user.
+
+    With ``sentinels`` (``host:port``, several), these say which server is the master of the name
+    ``sentinel_master`` now, and ``url`` is used for its database and TLS only."""
+
     url: str = "redis://127.0.0.1:6379/0"
+    user: str = ""
+    password: Secret = ""
+    sentinels: tuple[str, ...] = ()
+    sentinel_master: str = ""
+    sentinel_user: str = ""
+    sentinel_password: Secret = ""
 
 
-class KafkaConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``partitions`` and ``replication_factor`` are used when the topics are created."""
+class KafkaConfig(_TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``tls`` demands TLS, as the PEM files do. With a ``sasl_mechanism``, ``user`` and
+    ``password`` say who we are; PLAIN shows the password to whoever reads along, so it wants TLS.
+    ``partitions`` and ``replication_factor`` are used when the topics are created."""
 
     bootstrap_servers: str = "127.0.0.1:9092"
+    tls: bool = False
+    sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = ""
+    user: str = ""
+    password: Secret = ""
     partitions: int = 3
     replication_factor: int = 1
     group: str = "millrace-sink"
 
 
-class ClickHouseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rows go: ``url`` of a server, or ``path`` of an embedded store that the telemetry
-    process owns and serves to others on ``serve_host:serve_port``."""
+class ClickHouseConfig(_TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rows go: ``url`` of a server (``https://`` for TLS, by the PEM files), or ``path`` of
+    an embedded store that the telemetry process owns and serves to others on
+    ``serve_host:serve_port``."""
 
     url: str = ""
     path: str = ""
     database: str = "millrace"
     username: str = "default"
-    password: str = ""
+    password: Secret = ""
     serve_host: str = "127.0.0.1"
     serve_port: int = 8123
 
@@ -68,7 +110,12 @@ class SessionContexts(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``gateway_id`` empty: one is drawn at start. ``auth`` "auto" demands API keys unless ``host``
     is loopback, "required" always does, "none" never does; ``tiers`` are the limits of tenants of
-    each tier (see ``schemas.tenants``). Sizes bound what one client may send or make us hold.
+    each tier (see ``schemas.tenants``). With ``certificate_file`` and
+    ``key_file`` (PEM) it speaks TLS, and reads them again when they change. ``trusted_proxies``
+    are the addresses or networks whose ``X-Forwarded-For`` and ``-Proto`` are believed; where only
+    callers of this machine need no key, a request that was forwarded needs one. Sizes bound
+    what one client may send or make us hold. A body must be whole after ``body_timeout_s``, and as
+    much later as what has come of it takes at ``body_bytes_per_s``.
     ``max_file_bytes`` is for an uploaded file, ``max_stored_file_bytes`` for all of a tenant's,
     which are ``max_stored_files`` at most.
 
@@ -98,10 +145,15 @@ class GatewayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     host: str = "127.0.0.1"
     port: int = 8000
+    certificate_file: str = ""
+    key_file: str = ""
+    trusted_proxies: tuple[str, ...] = ()
     gateway_id: str = ""
     auth: Literal["auto", "required", "none"] = "auto"
     tiers: TierLimits = TierLimits()
     max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    body_bytes_per_s: int = 32 * 1024
     max_ws_message_bytes: int = 1024 * 1024
     max_generations_per_socket: int = 64
     max_sockets_per_address: int = 4_096
@@ -267,13 +319,15 @@ class EngineConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``max_num_waiting`` is how many jobs beyond the running ones a worker takes, so that a free
-    slot never waits for the bus. ``prefixes_per_tenant`` keeps what is cached of one tenant's
-    prompts from speeding up another's, who could learn from that what they begin with.
-    ``prefix_report_s`` is how often the schedulers are told what is cached (0: never), all of it
-    every ``prefix_whole_s``, at most ``max_reported_prefixes`` blocks."""
+    """``name`` is this worker's alone, and stays over restarts where something gives it one; empty:
+    one is drawn at start. ``max_num_waiting`` is how many jobs beyond the running ones a worker
+    takes, so that a free slot never waits for the bus. ``prefix_scope`` "tenant" keeps what is
+    cached of one tenant's prompts from speeding up another's, who could learn from that what they
+    begin with; "shared" lets all tenants use it. Callers without a key are one tenant.
+    ``prefix_report_s`` is how often the schedulers are told what is cached (0: never), all of
+    it every ``prefix_whole_s``, at most ``max_reported_prefixes`` blocks."""
 
-    name: str = "worker-1"
+    name: str = ""
     model: str = "demo"
     flush_interval_ms: float = 15.0
     heartbeat_s: float = 0.5
@@ -282,7 +336,7 @@ class WorkerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replay_memory_s: float = 120.0
     sample_interval_s: float = 1.0
     drain_timeout_s: float = 8.0
-    prefixes_per_tenant: bool = False
+    prefix_scope: Literal["tenant", "shared"] = "tenant"
     prefix_report_s: float = 0.1
     prefix_whole_s: float = 10.0
     max_reported_prefixes: int = 16_384
@@ -298,12 +352,33 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     rollup_interval_s: float = 2.0
 
 
+class StorageConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Room on the disks of the stores. ``nats_dir``, ``redis_dir``, ``kafka_dir`` and
+    ``clickhouse_dir`` are the folders of those whose disk this process can see (``millrace up``
+    knows them). While the disk of NATS has less than ``min_free_bytes`` free, gateways accept
+    nothing new; what is left is for what was accepted. With less than half of it the queue itself
+    refuses jobs, whoever publishes them. Everything is looked at every ``check_interval_s``."""
+
+    nats_dir: str = ""
+    redis_dir: str = ""
+    kafka_dir: str = ""
+    clickhouse_dir: str = ""
+    min_free_bytes: int = 128 * 1024 * 1024
+    check_interval_s: float = 1.0
+
+
 class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a process shows ``/metrics`` to Prometheus, and ``/healthz`` (``port`` 0: nowhere). A
-    gateway shows them on its own port, too, which several gateways may share."""
+    gateway shows them on its own port, too, which several gateways may share.
+
+    Whoever asks for ``/metrics`` has to send ``token`` (``Authorization: Bearer …``), if there is
+    one. On an address that other machines can reach there has to be one, unless ``public`` says
+    that whoever reaches it may read it. ``/healthz`` is open to all."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    token: Secret = ""
+    public: bool = False
 
 
 class TracingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -329,5 +404,6 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    storage: StorageConfig = StorageConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()

@@ -24,6 +24,15 @@ class CancelReason(StrEnum):
     SUPERSEDED = "superseded"
 
 
+class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was set aside in Redis for a job that no gateway let in. Whoever ends the job settles
+    it, under ``reservation_id``; if nothing is known of it there, what the job cost counts among
+    what its tenant has spent, ``spent_key``."""
+
+    reservation_id: str
+    spent_key: str
+
+
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="dispatch"):
     """Run this job and hold its lease from now on.
 
@@ -31,6 +40,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
     delivered to the client: prefill them behind the prompt and go on from the next index.
     ``lives`` are the runs before this one, ``sent_ns`` is when the scheduler sent it.
+    ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
     """
 
     job: Job
@@ -39,6 +49,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     resume_token_ids: tuple[int, ...] = ()
     lives: tuple[Life, ...] = ()
     sent_ns: int = 0
+    reservation: Reservation | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
@@ -151,10 +162,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     with a known name and a new id says that the former life is over. ``max_tokens_per_request``
     is the longest prompt + completion that its KV cache can ever hold; ``max_num_waiting`` is how
     many requests it takes beyond those that can run; those of a lower tier do not count, as they
-    make way. ``num_held_by_tier`` counts what runs and waits here. ``outstanding_tokens`` are
+    make way. ``num_held_by_tier`` counts what runs and waits here, ``num_ending`` what is over and
+    whose record or acknowledgement is not stored so far. ``outstanding_tokens`` are
     still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
     and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
+    ``engine_down``: its engine has ended and the next one is loading, so that what it holds stands
+    still, and goes on sooner at a worker with room.
     """
 
     worker_id: str
@@ -171,13 +185,26 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     outstanding_tokens: int = 0
     outstanding_prompt_tokens: int = 0
     num_held_by_tier: dict[Tier, int] = {}
+    num_ending: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
     prefix_salted: bool = False
     draining: bool = False
+    engine_down: bool = False
     retired: bool = False
     started_ns: int = 0
     sent_ns: int = 0
+
+
+class NameLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who holds a worker's name, in the bucket ``workers`` under ``name.<name>``.
+
+    ``holder`` is unique to one life of a process, and empty once it has given the name back. It
+    writes the entry anew every ``renew_s``; one that is the same for several times as long is that
+    of a holder that is no more."""
+
+    holder: str
+    renew_s: float = 0.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,7 +226,8 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How a model's queue stands, from the schedulers to the gateways a few times a second.
 
     ``ttft_ms`` is what a job of each tier that comes now is predicted to wait for its first token
-    (absent: nobody can say). ``desired_workers`` is how many the autoscaler wants."""
+    (absent: nobody can say), ``tenant_ttft_ms`` that of tenants for whom it is longer, since they
+    have jobs waiting. ``desired_workers`` is how many the autoscaler wants."""
 
     model: str
     num_queued: int
@@ -208,9 +236,14 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_workers: int = 0
     eta_s: float | None = None
     ttft_ms: dict[Tier, float] = {}
+    tenant_ttft_ms: dict[Tier, dict[str, float]] = {}
     oldest_wait_s: float = 0.0
     desired_workers: int = 0
     sent_ns: int = 0
+
+    def ttft_ms_of(self, tier: Tier, tenant: str) -> float | None:
+        """What is predicted for a job of a tenant; None: nobody can say."""
+        return self.tenant_ttft_ms.get(tier, {}).get(tenant, self.ttft_ms.get(tier))
 
 
 class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -53,9 +53,17 @@ class ContextLengthError(MillraceError):
     http_status = 400
 
     def __init__(
-        self, num_prompt_tokens: int, max_tokens: int | None, context_window_tokens: int
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        context_window_tokens: int,
+        *,
+        is_exact: bool = True,
     ) -> None:
+        """``is_exact`` False: the prompt has at least so many, nobody has counted them all."""
         asked = f"{num_prompt_tokens} tokens in the prompt"
+        if not is_exact:
+            asked = f"at least {asked}"
         if max_tokens is not None:
             asked += f" and {max_tokens} in the completion"
         super().__init__(
@@ -101,6 +109,42 @@ class BusUnavailableError(MillraceError):
     http_status = 503
 
 
+class BusForbiddenError(BusUnavailableError):
+    """The server's permissions do not let this process use a subject."""
+
+    code = "bus_forbidden"
+    retryable = False
+
+
+class StoreFullError(BusUnavailableError):
+    """A store that accepted work needs has no room; nothing was accepted. ``store`` names it, and
+    ``retry_after_s`` says when to come back."""
+
+    code = "storage_full"
+
+    def __init__(self, store: str, why: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(
+            f"Nothing new is accepted: the store {store} {why}. What was accepted goes on. Try "
+            "again when there is room."
+        )
+        self.store = store
+        self.retry_after_s = retry_after_s
+
+
+class UntrustedServerError(MillraceError):
+    """A server's certificate is not trusted, or it has no TLS where TLS is demanded."""
+
+    code = "untrusted_server"
+    http_status = 503
+
+
+class CredentialsRefusedError(MillraceError):
+    """A server does not take our user, password, token, key or certificate."""
+
+    code = "credentials_refused"
+    http_status = 503
+
+
 class MalformedMessageError(MillraceError):
     """A message on the bus is not what its subject carries."""
 
@@ -108,10 +152,32 @@ class MalformedMessageError(MillraceError):
     http_status = 400
 
 
+class ForeignTenantError(MalformedMessageError):
+    """A job names another tenant than the subject that it was published under, which says whose it
+    is."""
+
+    code = "tenant_mismatch"
+    http_status = 403
+
+
 class ConfigError(MillraceError):
     """A configuration file or variable has an unknown key or a bad value."""
 
     code = "invalid_configuration"
+
+
+class NameTakenError(ConfigError):
+    """Another worker of that name is running."""
+
+    code = "name_taken"
+
+    def __init__(self, name: str, holder: str) -> None:
+        super().__init__(
+            f"Another worker named {name!r} is running ({holder}). Give each worker a name of its "
+            "own (worker.name, MILLRACE_WORKER__NAME), or none: then it draws one."
+        )
+        self.name = name
+        self.holder = holder
 
 
 class CheckpointError(MillraceError):

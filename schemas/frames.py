@@ -110,9 +110,12 @@ class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expire
 
 
 class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
-    """Refused for overload; come back after ``retry_after_s``."""
+    """Refused for overload, or for a limit of its tenant, which ``limit`` names as
+    ``schemas.tenants.LimitSet`` does; come back after ``retry_after_s``."""
 
     retry_after_s: float
+    limit: str = ""
+    message: str = ""
 
 
 class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):

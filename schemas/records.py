@@ -169,4 +169,35 @@ class TranscriptRecord(msgspec.Struct, frozen=True, kw_only=True, tag="transcrip
     version: int = RECORD_VERSION
 
 
-Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord
+class RefusalRecord(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+    """``count`` requests that one gateway refused for one reason between ``first_ns`` and
+    ``last_ns``, UTC epoch: they never were jobs, so there is no other record of them.
+
+    ``tenant`` and ``key_id`` are empty for who was not known. ``door`` is the route that was asked,
+    ``status`` the HTTP status, or the one that would say the same on a WebSocket, ``code`` the
+    error's, and ``limit`` the limit that was reached, if one was. ``request_id`` is that of the
+    first of them, if it had one. Nothing that a client wrote is in it. Of a flood of many kinds,
+    those on top of a bound have the door ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
+
+    A record is known by ``gateway_id``, ``recorded_ns`` and ``number``.
+    """
+
+    gateway_id: str
+    number: int
+    recorded_ns: int
+    tenant: str
+    key_id: str
+    door: str
+    status: int
+    code: str
+    count: int
+    limit: str = ""
+    first_ns: int = 0
+    last_ns: int = 0
+    request_id: str = ""
+    version: int = RECORD_VERSION
+
+
+OTHER_REFUSALS = "others"
+
+Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord | RefusalRecord

@@ -181,6 +181,18 @@ def check_tenant(tenant: str) -> None:
         )
 
 
+def own_reply(tenant: str, name: str) -> str:
+    """The listener that a tenant's service calls ``name``: no other tenant's can have that one, as
+    tenants' names have no slash."""
+    return f"{tenant}/{name}"
+
+
+def may_reply_to(tenant: str, reply: str) -> bool:
+    """Whether a tenant's service may have its frames sent there. ``local`` may name anybody: it is
+    for whoever needs no key."""
+    return tenant == LOCAL_TENANT or reply in ("", tenant) or reply.startswith(f"{tenant}/")
+
+
 def to_nano(money: Decimal) -> int:
     """Money in billionths of its unit, rounded up."""
     return int(money.scaleb(9).to_integral_value(ROUND_CEILING))

@@ -17,6 +17,7 @@ from bus.clock import SystemClock
 from bus.logs import configure_logging
 from bus.metrics import Monitor, monitored
 from bus.nats import connect
+from bus.nats.permissions import Part
 from bus.process import exit_code_of
 from bus.settings import load_config
 from bus.tracing import open_tracing
@@ -72,12 +73,12 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
         http = service.serve_http()
         if http is not None:
             tasks.append(asyncio.create_task(http.run(), name="http"))
-        bus = await _unless(stopping, connect(config.nats, "telemetry"))
+        bus = await _unless(stopping, connect(config.nats, "telemetry", part=Part.TELEMETRY))
         if bus is None:
             return
         connected = bus
         monitor.registry.register(TelemetryMetrics(service))
-        monitor.trouble = lambda: "" if connected.connected else "the message bus is away"
+        monitor.trouble = lambda: _trouble(service, connected)
         tasks.append(asyncio.create_task(service.run(bus), name="service"))
         logger.info("telemetry is ready", extra={"clickhouse": http.url if http else "server"})
         waiting = asyncio.create_task(stopping.wait(), name="signals")
@@ -95,6 +96,13 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
         await service.close()
         if tracing is not None:
             await tracing.close()
+
+
+def _trouble(service: TelemetryService, bus: Bus) -> str:
+    """Why records do not move just now, if so."""
+    if not bus.connected:
+        return "the message bus is away"
+    return "; ".join(f"{store} {why}" for store, why in service.stores.troubles().items())
 
 
 async def _open(config: Config) -> TelemetryService:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import KafkaError
 
 from bus import subjects
 from bus.api import Bus, OutboxMessage
@@ -37,6 +38,7 @@ _CHECK_INTERVAL_S = 2.0
 _COMPACTION_INTERVAL_S = 60.0
 _BACKLOG_POLL_S = 0.02
 _WATCH_INTERVAL_S = 1.0
+_SLOW_S = 5.0
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +84,18 @@ class Bridge:
         self.num_bridged = 0
         self.num_dead = 0
         self.num_waiting = 0
+        self._failure = ""
+        self._sending_since_s: float | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why Kafka takes nothing; empty while it does."""
+        if self._failure:
+            return f"takes no records ({self._failure})"
+        since_s = self._sending_since_s
+        if since_s is not None and self._clock.monotonic() - since_s > _SLOW_S:
+            return f"has taken no records for more than {_SLOW_S:.0f} s"
+        return ""
 
     def stop(self) -> None:
         """End after the batch in hand."""
@@ -89,12 +103,22 @@ class Bridge:
 
     async def run(self) -> None:
         """Bridge until ``stop``; raises what Kafka, the bus or the store raises."""
+        try:
+            await self._run()
+        except (KafkaError, OSError) as error:
+            self._failure = type(error).__name__
+            raise
+        finally:
+            self._sending_since_s = None
+
+    async def _run(self) -> None:
         async with self._watching():
             is_durable = await ensure_topics(self._config)
             producer = make_producer(self._config)
             await producer.start()
             try:
                 await self._begin(producer)
+                self._failure = ""
                 await self._move(producer, is_durable=is_durable)
             finally:
                 await stop_client(producer)
@@ -187,7 +211,10 @@ class Bridge:
                 letters.append(_letter(message, reason))
                 continue
             await shipment.add(topic, message)
+        # An idempotent producer tries for ever: that a broker is gone is not told.
+        self._sending_since_s = self._clock.monotonic()
         landed = await shipment.send()
+        self._sending_since_s = None
         self._backlog.add(landed)
         for partition, load in landed.items():
             self._ends[partition] = max(self._ends.get(partition, 0), load.end)

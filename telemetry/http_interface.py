@@ -1,7 +1,8 @@
 """A small, read-only part of ClickHouse's HTTP interface over the embedded store.
 
 ``GET /ping``; ``GET`` or ``POST`` on ``/`` with SQL in ``query``, in the body, or the first half in
-one and the rest in the other. Output goes through as the engine made it.
+one and the rest in the other. Output goes through as the engine made it. All but ``/ping`` is for
+who has the password (see ``door``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
+from telemetry.door import Door, Refusal, header_of
 from telemetry.reading import (
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
@@ -68,14 +70,19 @@ _ACCEPTED = frozenset(
 class HttpInterface:
     """A bare ASGI application."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, config: ClickHouseConfig) -> None:
+        """Raises ConfigError where there is no password to ask for."""
         self._reader = reader
+        self._door = Door(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         path, method = scope["path"], scope["method"]
-        if path == "/ping" and method in {"GET", "HEAD"}:
+        refusal = self._door.refusal_of_origin(scope)
+        if refusal is not None:
+            await _refuse(send, refusal)
+        elif path == "/ping" and method in {"GET", "HEAD"}:
             await _answer(send, 200, b"Ok.\n")
         elif path not in {"/", "/query"}:
             await _answer(send, 404, b"There is no handle for this path. Use /ping or /?query=\n")
@@ -85,16 +92,20 @@ class HttpInterface:
             await self._query(scope, receive, send)
 
     async def _query(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = dict(parse_qsl(scope["query_string"].decode(), keep_blank_values=True))
+        arguments = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        refusal = self._door.refusal_of_user(scope, arguments)
+        if refusal is not None:
+            await _refuse(send, refusal)
+            return
         query_id = arguments.get("query_id") or str(uuid.uuid4())
         headers = {
             "X-ClickHouse-Query-Id": query_id,
             "X-ClickHouse-Server-Display-Name": "millrace",
             "X-ClickHouse-Timezone": "UTC",
         }
-        database = _header(scope, b"x-clickhouse-database") or arguments.get("database")
+        database = header_of(scope, b"x-clickhouse-database") or arguments.get("database")
         output_format = (
-            _header(scope, b"x-clickhouse-format")
+            header_of(scope, b"x-clickhouse-format")
             or arguments.get("default_format")
             or "TabSeparated"
         )
@@ -117,12 +128,13 @@ class HttpServer:
     """Serves the interface until it is told to stop."""
 
     def __init__(self, reader: Reader, config: ClickHouseConfig) -> None:
+        interface = HttpInterface(reader, config)
         self._socket = _listen(config.serve_host, config.serve_port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
         self._server = _QuietServer(
             uvicorn.Config(
-                HttpInterface(reader),
+                interface,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -217,13 +229,6 @@ def _status(number: int) -> int:
     return 500 if number == UNKNOWN_ERROR else 400
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return ""
-
-
 def _content_type(output_format: str) -> str:
     if output_format.startswith("JSONEachRow"):
         return "application/x-ndjson; charset=UTF-8"
@@ -238,6 +243,13 @@ def _content_type(output_format: str) -> str:
         if output_format.startswith("Pretty")
         else ("application/octet-stream")
     )
+
+
+async def _refuse(send: Send, refusal: Refusal) -> None:
+    headers = {"X-ClickHouse-Exception-Code": str(refusal.number)}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="Millrace", charset="UTF-8"'
+    await _answer(send, refusal.status, f"{refusal.message}\n".encode(), headers)
 
 
 async def _answer(

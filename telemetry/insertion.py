@@ -31,7 +31,7 @@ class Insertion:
     """Writes to a store for as long as it takes; ``stop`` ends the waiting.
 
     ``tables`` tells of the inserts that landed, by table; ``num_failures`` counts writes that were
-    tried again.
+    tried again; ``is_full`` while the store refuses for want of room.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -39,6 +39,7 @@ class Insertion:
         self._clock = clock
         self._stopping = asyncio.Event()
         self.num_failures = 0
+        self.is_full = False
         self.tables: dict[str, Inserts] = {}
 
     def stop(self) -> None:
@@ -68,6 +69,7 @@ class Insertion:
                 await write()
             except StoreUnavailableError as error:
                 self.num_failures += 1
+                self.is_full = error.is_full
                 if self._stopping.is_set():
                     raise
                 logger.warning(
@@ -77,6 +79,7 @@ class Insertion:
                 await self._wait(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MOST_S)
             else:
+                self.is_full = False
                 return
 
     async def _insert_whole(self, table: Table[Any], rows: Sequence[Row]) -> None:

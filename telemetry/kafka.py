@@ -14,10 +14,11 @@ from aiokafka import (
     TopicPartition,
 )
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaConnectionError, TopicAlreadyExistsError, for_code
 
 from bus import subjects
 from schemas.config import KafkaConfig
+from telemetry.kafka_security import connection_options, why_refused
 
 SEQUENCE_HEADER = "outbox-sequence"
 SUBJECT_HEADER = "subject"
@@ -39,6 +40,7 @@ def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
     """
     return AIOKafkaProducer(
         bootstrap_servers=config.bootstrap_servers,
+        **connection_options(config),
         enable_idempotence=True,
         acks="all",
         max_batch_size=256 * 1024,
@@ -57,6 +59,7 @@ async def start_consumer(
     """
     consumer = AIOKafkaConsumer(
         bootstrap_servers=config.bootstrap_servers,
+        **connection_options(config),
         group_id=config.group,
         enable_auto_commit=False,
         auto_offset_reset="earliest",
@@ -91,10 +94,18 @@ async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
 async def ensure_topics(config: KafkaConfig) -> bool:
     """Create the topics that are missing; whether this is a broker that manages topics and groups.
 
-    The embedded cluster has no controller to ask: its topics come into being on first use.
+    The embedded cluster has no controller to ask: its topics come into being on first use. Raises
+    KafkaError, or UntrustedServerError or CredentialsRefusedError if that is why no server answers.
     """
-    admin = AIOKafkaAdminClient(bootstrap_servers=config.bootstrap_servers)
-    await admin.start()
+    admin = AIOKafkaAdminClient(
+        bootstrap_servers=config.bootstrap_servers, **connection_options(config)
+    )
+    try:
+        await admin.start()
+    except KafkaConnectionError as error:
+        await admin.close()
+        refusal = await why_refused(config)
+        raise refusal or error from error
     try:
         cluster = await admin.describe_cluster()
         nodes = {broker["node_id"] for broker in cluster["brokers"]}
@@ -145,7 +156,9 @@ class Incarnation:
 
     async def look(self) -> tuple[bool, dict[TopicPartition, int]]:
         """Whether the cluster is known, and where its record topics end now."""
-        consumer = AIOKafkaConsumer(bootstrap_servers=self._config.bootstrap_servers)
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._config.bootstrap_servers, **connection_options(self._config)
+        )
         await consumer.start()
         try:
             ends = await consumer.end_offsets([_MARKER])

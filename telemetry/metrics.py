@@ -8,6 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bus.storage import CLICKHOUSE, KAFKA
+from bus.store_watch import StoreMetrics
 from telemetry.service import TelemetryService
 
 
@@ -16,12 +18,15 @@ class TelemetryMetrics(Collector):
 
     def __init__(self, service: TelemetryService) -> None:
         self._service = service
+        stores = service.stores
+        self._stores = StoreMetrics((KAFKA, CLICKHOUSE), stores.troubles, lambda: stores.watch.free)
 
     def collect(self) -> Iterator[Metric]:
         yield from self._behind()
         yield from self._bridge()
         yield from self._sink()
         yield from self._inserts()
+        yield from self._stores.collect()
 
     def _behind(self) -> Iterator[Metric]:
         lag = GaugeMetricFamily(
@@ -50,13 +55,13 @@ class TelemetryMetrics(Collector):
         bridge = self._service.bridge
         waiting = GaugeMetricFamily(
             "millrace_telemetry_outbox_waiting_records",
-            "Records in the outbox that are not in Kafka so far",
+            "Records that are not in Kafka so far: in the outbox, or on their way into it",
         )
         bridged = CounterMetricFamily(
             "millrace_telemetry_bridged_records", "Records that went from the outbox to Kafka"
         )
         if bridge is not None:
-            waiting.add_metric([], bridge.num_waiting)
+            waiting.add_metric([], bridge.num_waiting + self._service.unstored.count())
             bridged.add_metric([], bridge.num_bridged)
         yield from (waiting, bridged)
 

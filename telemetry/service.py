@@ -21,6 +21,7 @@ from telemetry.prices import record_prices
 from telemetry.rollups import Rollups
 from telemetry.sink import Sink
 from telemetry.store import Store
+from telemetry.stores import RecordStores, UnstoredRecords
 from telemetry.supervision import keep_running
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class TelemetryService:
         self.sink = Sink(
             config.kafka, config.telemetry, store, self.ledger, clock, self.rollups.touched
         )
+        self.stores = RecordStores(config.storage, clock, self.sink.insertion)
+        self.unstored = UnstoredRecords(clock)
 
     @classmethod
     async def open(cls, config: Config, clock: Clock) -> TelemetryService:
@@ -73,7 +76,7 @@ class TelemetryService:
 
     async def run(self, bus: Bus) -> None:
         """Move records and answer questions until ``stop``; a part that fails starts again."""
-        bridge = self.bridge = Bridge(
+        bridge = self.bridge = self.stores.bridge = Bridge(
             bus=bus,
             config=self._config.kafka,
             ledger=self.ledger,
@@ -89,11 +92,23 @@ class TelemetryService:
             finally:
                 await subscription.close()
 
+        async def count_unstored() -> None:
+            subscription = await self.unstored.watch(bus)
+            try:
+                await self._stop.wait()
+            finally:
+                await subscription.close()
+
         async with AsyncExitStack() as stack:
+            self.stores.watch.start()
+            stack.push_async_callback(self.stores.watch.close)
             parts = [
                 self._part(stack, "bridge", keep_running("bridge", bridge.run, self._clock)),
                 self._part(stack, "sink", keep_running("sink", self.sink.run, self._clock)),
                 self._part(stack, "answers", keep_running("answers", answer, self._clock)),
+                self._part(
+                    stack, "unstored", keep_running("unstored", count_unstored, self._clock)
+                ),
             ]
             rollups = self._part(
                 stack, "rollups", keep_running("rollups", self.rollups.run, self._clock)

@@ -1,19 +1,26 @@
-"""A look at SQL before the engine sees it: one statement, and one that only reads.
+"""A look at SQL before the engine runs it: one statement, and one that only reads.
 
-The engine's own readonly mode refuses writes, DDL, and table functions that reach out. What it
-lets through is refused here: INTO OUTFILE, KILL, and functions of files and of the host's Python.
+The engine's own grants and read-only mode keep it from writing and from reaching out
+(``embedded_engine``, ``deploy/clickhouse``). What an embedded engine does outside them is refused
+here, in the engine's own spelling of the statement: kinds of statements that are not listed, INTO
+OUTFILE, and whatever bears the name of a function of files or of the host's Python.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from telemetry.reading import QueryError
 
 READONLY = 164
 EMPTY_QUERY = 62
 _READING = frozenset({"select", "with", "show", "describe", "desc", "explain", "exists"})
-_REACHING_OUT = frozenset({"file", "python", "executable", "catboostevaluate"})
+# A function may be called without brackets behind its name, as APPLY(f) and arrayMap(f, …) do: the
+# name alone is refused.
+_REACHING_OUT = frozenset({"file", "python", "executable", "arrowstream", "eval"})
+_NAME_PARAMETER = re.compile(r"\{\s*(\w+)\s*:\s*Identifier\s*\}")
+_PLAIN_NAME = re.compile(r"[\w.]+")
 
 _TOKEN = re.compile(
     r"""
@@ -33,7 +40,6 @@ def require_reading(sql: str) -> str:
 
     Raises QueryError with ClickHouse's code for anything that is not one reading statement.
     """
-    words: list[tuple[str, int]] = []
     following: list[str] = []
     start: int | None = None
     end = 0
@@ -41,8 +47,6 @@ def require_reading(sql: str) -> str:
     previous = ""
     for match in _TOKEN.finditer(sql):
         kind, text = match.lastgroup, match.group()
-        if kind == "tag":
-            kind = "heredoc"
         if kind == "space":
             continue
         if text == ";":
@@ -53,23 +57,33 @@ def require_reading(sql: str) -> str:
         if start is None:
             start = match.start()
         end = match.end()
-        name = text.strip('"`').lower() if kind == "quoted" else text.lower()
-        if text == "(" and previous in _REACHING_OUT:
-            raise _refuse(f"the function {previous} reaches out of the database")
-        if kind == "word":
-            words.append((name, match.start()))
-            if name == "outfile" and previous == "into":
-                raise _refuse("INTO OUTFILE writes a file")
-        previous = name if kind in {"word", "quoted"} else ""
+        name = text.strip('"`').lower() if kind in {"word", "quoted"} else ""
+        if name in _REACHING_OUT:
+            raise _refuse(f"the function {name} reaches out of the database")
+        if (previous, name, kind) == ("into", "outfile", "word"):
+            raise _refuse("INTO OUTFILE writes a file")
+        previous = name
         following.append(text)
     if start is None:
         raise QueryError(EMPTY_QUERY, f"Code: {EMPTY_QUERY}. DB::Exception: Empty query.")
     first = next((text for text in following if text != "("), "").lower()
     if first not in _READING:
         raise _refuse(
-            f"{first.upper()} is not one of SELECT, WITH, SHOW, DESCRIBE, EXPLAIN, EXISTS"
+            f"{first.upper():.100} is not one of SELECT, WITH, SHOW, DESCRIBE, EXPLAIN, EXISTS"
         )
     return sql[start:end]
+
+
+def require_plain_names(statement: str, parameters: Mapping[str, object]) -> None:
+    """Raises QueryError if a parameter that stands for a name brings in one that
+    ``require_reading`` refuses."""
+    for name in _NAME_PARAMETER.findall(statement):
+        value = str(parameters.get(name, ""))
+        if not _PLAIN_NAME.fullmatch(value):
+            raise _refuse(f"the parameter {name} is not a plain name")
+        for part in value.lower().split("."):
+            if part in _REACHING_OUT:
+                raise _refuse(f"the function {part} reaches out of the database")
 
 
 def _refuse(why: str) -> QueryError:

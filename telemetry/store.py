@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import clickhouse_connect
 import msgspec
@@ -22,23 +21,32 @@ from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MillraceError
+from schemas.redaction import redact_urls
+from telemetry.clickhouse_server import raise_refusal, server_connect
 from telemetry.reading import Reader, ReadLimits, ServerReader
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
 # too large (128, 131), a NULL (349), an overflow (321, 407), a constraint (469), a throwIf (395).
 _REFUSALS = frozenset({6, 27, 38, 41, 53, 69, 70, 72, 117, 128, 131, 321, 349, 395, 407, 469})
+_NOT_ENOUGH_SPACE = 243
+_NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
 
 T = TypeVar("T")
 Parameters = Mapping[str, str | int | float]
 
 
 class StoreUnavailableError(MillraceError):
-    """ClickHouse did not take it; the same call may succeed later."""
+    """ClickHouse did not take it; the same call may succeed later. ``is_full``: for want of room on
+    its disk."""
 
     code = "store_unavailable"
     retryable = True
     http_status = 503
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class RejectedRowsError(MillraceError):
@@ -87,7 +95,8 @@ class Store:
         """Connect and create the database if it is not there.
 
         Raises ConfigError for a configuration that names no store or two, StoreUnavailableError
-        when the store cannot be opened (a path that another process owns, a server that is away).
+        when the store cannot be opened (a path that another process owns, a server that is away),
+        UntrustedServerError or CredentialsRefusedError if the server shows that it never will be.
         """
         limits = limits or ReadLimits()
         if bool(config.url) == bool(config.path):
@@ -95,11 +104,9 @@ class Store:
         connect: Callable[..., Client]
         if config.path:
             await asyncio.to_thread(Path(config.path).mkdir, parents=True, exist_ok=True)
-            connect = functools.partial(
-                clickhouse_connect.get_client, interface="chdb", path=config.path
-            )
+            connect = functools.partial(_connect_embedded, config)
         else:
-            connect = _server_connect(config)
+            connect = server_connect(config)
         try:
             client = await asyncio.to_thread(connect)
             try:
@@ -111,7 +118,6 @@ class Store:
             connect_to_database = functools.partial(connect, database=config.database)
             reader: Reader
             if config.path:
-                # The engine is an extra, which a telemetry process on a server does without.
                 from telemetry.reading_embedded import EmbeddedReader
 
                 # The writer opens first: the engine lives as long as one connection does.
@@ -128,8 +134,10 @@ class Store:
                 "clickhouse.url to a server."
             ) from error
         except (ClickHouseError, OSError, RuntimeError) as error:
+            if config.url:
+                await asyncio.to_thread(raise_refusal, error, config)
             where = f"the store at {config.path} (one process may have it)"
-            what = where if config.path else f"ClickHouse at {config.url}"
+            what = where if config.path else f"ClickHouse at {redact_urls(config.url)}"
             raise StoreUnavailableError(f"cannot open {what}: {error}") from error
         store = cls(connect_to_database, reader, config.database)
         store._client = writing
@@ -190,7 +198,16 @@ class Store:
                 self._client = self._connect()
             return work(self._client)
         except (ClickHouseError, OSError) as error:
-            raise StoreUnavailableError(f"ClickHouse did not take it: {error}") from error
+            raise StoreUnavailableError(
+                f"ClickHouse did not take it: {error}", is_full=_is_full(error)
+            ) from error
+
+
+def _is_full(error: Exception) -> bool:
+    if getattr(error, "code", None) == _NOT_ENOUGH_SPACE:
+        return True
+    text = str(error)
+    return any(words in text for words in _NO_ROOM)
 
 
 def quote(identifier: str) -> str:
@@ -199,17 +216,11 @@ def quote(identifier: str) -> str:
     return f"`{escaped}`"
 
 
-def _server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
-    parts = urlsplit(config.url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"clickhouse.url must look like http://host:8123, got {config.url!r}")
-    return functools.partial(
-        clickhouse_connect.get_client,
-        host=parts.hostname,
-        port=parts.port or (8443 if parts.scheme == "https" else 8123),
-        secure=parts.scheme == "https",
-        username=config.username,
-        password=config.password,
-        # Without a session, calls of several threads do not shut one another out.
-        autogenerate_session_id=False,
-    )
+def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:
+    # The engine is an extra, which a telemetry process on a server does without.
+    from telemetry.embedded_engine import engine_options
+
+    with engine_options(config.database) as restrictions:
+        return clickhouse_connect.get_client(
+            interface="chdb", path=config.path, chdb_options=restrictions, **options
+        )

@@ -13,12 +13,13 @@ from schemas.records import (
     DeliveryRecord,
     Life,
     Record,
+    RefusalRecord,
     RequestRecord,
     TranscriptRecord,
     WorkerSample,
 )
 
-R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord)
+R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord, RefusalRecord)
 
 _STRING = "LowCardinality(String)"
 _TIME = "DateTime64(6, 'UTC')"
@@ -79,12 +80,13 @@ def table_of(record: Record) -> Table[Any]:
             return WORKER_SAMPLES
         case TranscriptRecord():
             return TRANSCRIPTS
+        case RefusalRecord():
+            return REFUSALS
 
 
 def check(record: Record) -> None:
     """Raises MalformedMessageError, naming the field, for a value that its column cannot hold."""
-    identity = record.worker_id if isinstance(record, WorkerSample) else record.request_id
-    if not identity:
+    if not _identity(record):
         raise MalformedMessageError("the record does not say what it is about: its id is empty")
     fields = _FIELDS[type(record)]
     _check_counts(record, fields.counts)
@@ -99,6 +101,16 @@ def check(record: Record) -> None:
         amount = getattr(record, name)
         if not (amount.is_finite() and abs(amount) < _MAX_COST):
             raise MalformedMessageError(f"{name} is not an amount of money: {amount}")
+
+
+def _identity(record: Record) -> str:
+    match record:
+        case WorkerSample():
+            return record.worker_id
+        case RefusalRecord():
+            return record.gateway_id
+        case _:
+            return record.request_id
 
 
 def _check_counts(
@@ -134,12 +146,12 @@ def _limit(name: str) -> int:
         return _MAX_TIME_NS
     if name.endswith(("_us", "_bytes")):
         return _MAX_WIDE
-    return _MAX_UINT16 if name == "version" else _MAX_UINT32
+    return _MAX_UINT16 if name in ("version", "status") else _MAX_UINT32
 
 
 _FIELDS = {
     kind: _Fields.of(kind)
-    for kind in (RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord)
+    for kind in (RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord, RefusalRecord)
 }
 _LIFE_COUNTS = _Fields.of(Life).counts
 
@@ -278,6 +290,26 @@ TRANSCRIPTS: Table[TranscriptRecord] = Table(
         Column("prompt", "String", lambda r: r.prompt),
         Column("completion", "String", lambda r: r.completion),
         Column("done_at", _TIME, _micros("done_ns")),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)
+
+REFUSALS: Table[RefusalRecord] = Table(
+    "refusals",
+    (
+        Column("recorded_at", _TIME, _micros("recorded_ns")),
+        Column("gateway", _STRING, lambda r: r.gateway_id),
+        Column("number", "UInt32", lambda r: r.number),
+        Column("tenant", _STRING, lambda r: r.tenant),
+        Column("api_key", _STRING, lambda r: r.key_id),
+        Column("door", _STRING, lambda r: r.door),
+        Column("status", "UInt16", lambda r: r.status),
+        Column("code", _STRING, lambda r: r.code),
+        Column("limit_reached", _STRING, lambda r: r.limit),
+        Column("requests", "UInt32", lambda r: r.count),
+        Column("first_at", _TIME, _micros("first_ns")),
+        Column("last_at", _TIME, _micros("last_ns")),
+        Column("request_id", "String", lambda r: r.request_id),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )

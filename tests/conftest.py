@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
 from tests.support.nats_streams import delete_streams
+from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
 
 # Read when a kernel is defined: kernels for GPUs then run on the CPU, one program after the other.

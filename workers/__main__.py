@@ -3,6 +3,9 @@
 SIGTERM lets others take over what runs, or finishes it (``drain_timeout_s``); a second one gives it
 back to the queue at once.
 
+It has its name (``worker.name``, or one that is drawn) to itself: while another worker of that name
+is running, it does not start.
+
 With a simulated engine, ``--count N`` runs N of them in this process, named worker-1-1 to
 worker-1-N if the configuration says worker-1.
 """
@@ -21,19 +24,23 @@ from collections.abc import Awaitable, Callable
 import uvloop
 from msgspec.structs import replace
 
-from bus import nats
 from bus.api import Bus
 from bus.clock import Clock, SystemClock
+from bus.entrance import enter
 from bus.generations import GenerationIndex
+from bus.limits.settling import Settlements
 from bus.logs import configure_logging
 from bus.metrics import Monitor, monitored
+from bus.nats.permissions import Part
 from bus.process import exit_code_of
+from bus.redis_link import RedisLink
 from bus.settings import load_config
 from bus.tracing import Tracing, open_tracing
+from bus.worker_names import WorkerName, new_worker_name
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from schemas.config import Config, WorkerConfig
-from schemas.errors import ConfigError, MillraceError
+from schemas.errors import ConfigError, MillraceError, NameTakenError
 from workers.engine_keeper import EngineKeeper
 from workers.engine_process import EngineClient, EngineLike
 from workers.metrics import WorkerMetrics
@@ -42,6 +49,8 @@ from workers.worker import Worker
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
+_LAST_SETTLEMENTS_S = 0.5
+_GOODBYE_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("workers")
 
@@ -61,10 +70,12 @@ async def serve(config: Config, count: int = 1) -> None:
 
 
 class _Stop:
-    """What signals say to the ``workers`` of this process: to drain; told once more, to hurry."""
+    """What signals say to the ``workers`` of this process: to drain; told once more, to hurry.
+    ``reason`` is what else ends them."""
 
     def __init__(self) -> None:
         self.told = asyncio.Event()
+        self.reason: MillraceError | None = None
         self.workers: list[Worker] = []
 
     def tell(self) -> None:
@@ -79,23 +90,67 @@ async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> N
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
     tracing = open_tracing(config.tracing, "worker", config.worker.name)
-    bus = await nats.connect(config.nats, config.worker.name)
+    bus, index = await enter(config, config.worker.name, Part.WORKER)
+    clock = SystemClock()
+    own_name = WorkerName(bus.workers, clock, config.worker.name, config.worker.heartbeat_s)
     metrics = WorkerMetrics()
     monitor.registry.register(metrics)
     monitor.trouble = lambda: _trouble(bus, metrics, count)
-    index = GenerationIndex(config.redis)
+    redis = RedisLink(config.redis)
+    settlements = Settlements(redis, clock)
     try:
         async with asyncio.TaskGroup() as group:
-            for settings in _each(config.worker, count):
-                life = _live(bus, settings, served_model, index, stop, metrics, tracing)
-                group.create_task(life, name=settings.name)
+            holding = group.create_task(_hold_name(own_name, stop), name="hold the name")
+            lives = [
+                group.create_task(
+                    _live(
+                        bus,
+                        settings,
+                        served_model,
+                        index,
+                        settlements,
+                        stop,
+                        metrics,
+                        tracing,
+                        own_name,
+                    ),
+                    name=settings.name,
+                )
+                for settings in _each(config.worker, count)
+            ]
+            await asyncio.wait(lives)
+            holding.cancel()
+        if stop.reason is not None:
+            raise stop.reason
     except* MillraceError as failed:
         raise _first(failed) from None
     finally:
+        await _give_back(own_name)
+        await settlements.close(_LAST_SETTLEMENTS_S)
+        await redis.close()
         await index.close()
         await bus.close()
         if tracing is not None:
             await tracing.close()
+
+
+async def _hold_name(own_name: WorkerName, stop: _Stop) -> None:
+    """Raises NameTakenError if another has it; one that is lost later ends the workers in order."""
+    await own_name.claim()
+    try:
+        await own_name.run()
+    except NameTakenError as error:
+        logger.warning("another worker has the name of this one", extra={"holder": error.holder})
+        stop.reason = error
+        stop.tell()
+
+
+async def _give_back(own_name: WorkerName) -> None:
+    try:
+        async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+            await own_name.give_back()
+    except (MillraceError, TimeoutError):
+        logger.warning("the name could not be given back; it is free in a moment")
 
 
 def _each(config: WorkerConfig, count: int) -> list[WorkerConfig]:
@@ -109,9 +164,11 @@ async def _live(
     config: WorkerConfig,
     served_model: ServedModel,
     index: GenerationIndex,
+    settlements: Settlements,
     stop: _Stop,
     metrics: WorkerMetrics,
     tracing: Tracing | None,
+    own_name: WorkerName,
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
@@ -120,7 +177,8 @@ async def _live(
         return
     engine = EngineKeeper(first, start, clock)
     try:
-        worker = Worker(bus, config, served_model, engine, clock, index, tracing)
+        await own_name.held.wait()
+        worker = Worker(bus, config, served_model, engine, clock, index, tracing, settlements)
         stop.workers.append(worker)
         metrics.watch(config.name, served_model.entry.name, engine, worker)
         gc.collect()
@@ -159,8 +217,14 @@ async def _unless_told(
     """The engine with its weights loaded; None if the worker was told to stop meanwhile."""
     starting = asyncio.ensure_future(start())
     told = asyncio.create_task(stopping.wait())
-    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
+    try:
+        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        starting.cancel()
+        await asyncio.wait((starting,))
+        raise
+    finally:
+        told.cancel()
     if starting.done():
         return starting.result()
     starting.cancel()
@@ -192,6 +256,8 @@ def main() -> int:
         if arguments.engine is not None:
             engine = replace(config.worker.engine, kind=arguments.engine)
             config = replace(config, worker=replace(config.worker, engine=engine))
+        if not config.worker.name:
+            config = replace(config, worker=replace(config.worker, name=new_worker_name()))
         configure_logging(config.worker.name, config.log_level)
         uvloop.run(serve(config, arguments.count))
 

@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable
 
 from bus.api import Bus
 from bus.clock import Clock
+from bus.limits.settling import Settlement, Settlements
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import JobResult
 from schemas.records import RequestRecord, TranscriptRecord
+from schemas.tenants import to_nano
 from workers.flusher import Flusher
 from workers.generation import Generation
 from workers.records import job_result, smaller_results
@@ -35,7 +37,8 @@ class _NotOursError(Exception):
 
 class Endings:
     """Ends generations whose last frames are posted: result, transcript if it is to be kept,
-    record, ack, in this order. The record waits for ``device_time_told``.
+    record, what was set aside of its tenant's limits, ack, in this order. The record waits for
+    ``device_time_told``. Without ``settlements`` nothing is settled.
 
     A task each, so that a slow one delays no other; a step that the bus refuses is tried again
     until it succeeds. The lease is acknowledged only when all before it is stored, so a process
@@ -56,6 +59,7 @@ class Endings:
         confirm: Callable[[Generation], Awaitable[Standing]],
         on_acked: Callable[[Generation], None],
         on_lost: Callable[[Generation], None],
+        settlements: Settlements | None = None,
     ) -> None:
         self._bus = bus
         self._flusher = flusher
@@ -66,6 +70,7 @@ class Endings:
         self._confirm = confirm
         self._on_acked = on_acked
         self._on_lost = on_lost
+        self._settlements = settlements
         self._ending: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
@@ -116,6 +121,8 @@ class Endings:
                 )
                 if generation.trace is not None:
                     generation.trace.recorded(generation)
+                if generation.reservation is not None:
+                    await self._insist(lambda: self._settle(generation, record), generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
                 self._on_acked(generation)
             except _NotOursError as error:
@@ -133,6 +140,24 @@ class Endings:
                 logger.exception(
                     "a request could not be ended", extra={"request_id": generation.request_id}
                 )
+
+    async def _settle(self, generation: Generation, record: RequestRecord) -> None:
+        """Once, whoever ends the job how often: it is remembered. While Redis is away it is tried
+        again in the background, which the lease does not wait for."""
+        reservation = generation.reservation
+        if reservation is None or self._settlements is None:
+            return
+        num_tokens = record.prompt_tokens + record.completion_tokens
+        await self._settlements.settle(
+            Settlement(
+                request_id=reservation.reservation_id,
+                num_tokens=num_tokens if generation.started_ns else None,
+                cost_nano=to_nano(record.cost) if generation.started_ns else 0,
+                since_s=self._clock.monotonic(),
+                spent_keys=(reservation.spent_key,),
+                remember=True,
+            )
+        )
 
     async def _keep(self, transcript: TranscriptRecord, generation: Generation) -> None:
         try:

@@ -91,6 +91,11 @@ class EngineKeeper:
         """That of the CUDA device, by which its driver knows it; empty without one."""
         return "" if self._engine is None else self._engine.device_uuid
 
+    @property
+    def is_down(self) -> bool:
+        """An engine has ended, and the next one is not there yet."""
+        return self._engine is None
+
     def add(self, request: EngineRequest) -> None:
         """Generate for a request."""
         if self._engine is not None:

@@ -112,6 +112,7 @@ class Generation:
         "pieces",
         "prompt_logprobs",
         "prompt_token_ids",
+        "reservation",
         "routes",
         "started_ns",
         "token_ids",
@@ -128,6 +129,7 @@ class Generation:
         self.prompt_token_ids = job.prompt_token_ids
         self.epoch = self.first_epoch = dispatch.epoch
         self.lease = dispatch.lease
+        self.reservation = dispatch.reservation
         self.lives = {life.epoch: life for life in dispatch.lives}
         self.dispatched_ns = dispatch.sent_ns
         # Another run of the same request may still have outputs on their way.
@@ -264,6 +266,7 @@ class Generation:
         }
         self.epoch = dispatch.epoch
         self.lease = dispatch.lease
+        self.reservation = dispatch.reservation
         self.vouched_s = vouched_s
         self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
         self._preface_flushed = False

@@ -16,7 +16,9 @@ class Generations(Protocol):
     """The index as a worker uses it; ``bus.generations`` is the one. Calls never raise: while
     the index is away nothing is known, and heartbeats and leases decide."""
 
-    async def start(self, request_id: str, worker_id: str, epoch: int) -> None: ...
+    async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
+
+    async def drop(self, request_id: str, worker_id: str) -> None: ...
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
 
@@ -32,9 +34,13 @@ class IndexWriter:
         self._pending: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_PENDING)
         self._has_pending = asyncio.Event()
 
-    def start(self, request_id: str, epoch: int) -> None:
-        """This worker runs the request."""
-        self._add(lambda: self._generations.start(request_id, self._worker_id, epoch))
+    def start(self, request_id: str, epoch: int, lease: str) -> None:
+        """This worker runs the request, under a lease."""
+        self._add(lambda: self._generations.start(request_id, self._worker_id, epoch, lease))
+
+    def drop(self, request_id: str) -> None:
+        """This worker runs the request no more, and has not answered it."""
+        self._add(lambda: self._generations.drop(request_id, self._worker_id))
 
     def finish(self, request_id: str, epoch: int) -> None:
         """The request is answered."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from bus.api import Bus
 from bus.clock import Clock
+from bus.limits.settling import Settlements
 from registry.served import ServedModel
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
@@ -40,12 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """Owns the generations of one life of a worker.
-
-    One is running from its dispatch until its outcome is known, then ending until its lease is
-    acknowledged; it is remembered for replays from its outcome on. ``held_leases`` are those of
-    the running and the ending. ``on_room`` is called when there may be more room than before.
-    """
+    """Owns the generations of one life of a worker: each runs from its dispatch until its outcome
+    is known, ends until its lease is acknowledged, and is remembered for replays then. ``on_room``
+    is called when there may be more room."""
 
     def __init__(
         self,
@@ -61,6 +59,7 @@ class Requests:
         notices: EndedNotices,
         on_room: Callable[[], None],
         traces: RunTraces | None = None,
+        settlements: Settlements | None = None,
     ) -> None:
         self.draining = False
         self._bus = bus
@@ -74,7 +73,7 @@ class Requests:
         self._on_room = on_room
         self._traces = traces
         self._room = Room(config.engine.max_num_sequences + config.max_num_waiting)
-        self._prefixes_per_tenant = config.prefixes_per_tenant
+        self._prefix_scope = config.prefix_scope
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
         self.tenure = Tenure(
@@ -91,6 +90,7 @@ class Requests:
             self.tenure.confirm,
             self._on_acked,
             self._on_lost,
+            settlements,
         )
         self._finished = FinishedGenerations(clock, config.replay_memory_s)
         self._floors = EpochFloors()
@@ -169,12 +169,12 @@ class Requests:
             self._end(generation, EXPIRED)
         else:
             self._readmission.add(generation)
-            self._index.start(job.request_id, dispatch.epoch)
+            self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
         """Another delivery of a job that runs or ran here: go on with it under the new lease."""
         generation.adopt(dispatch, self._worker_id, self._clock.monotonic())
-        self._index.start(generation.request_id, dispatch.epoch)
+        self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
         if generation.ended:
             self._flusher.flush_now(generation, *generation.closing_frames())
             self._endings.begin(generation)
@@ -283,7 +283,7 @@ class Requests:
         self._on_room()
 
     def _admit(self, generation: Generation) -> None:
-        salt = generation.job.tenant if self._prefixes_per_tenant else ""
+        salt = generation.job.tenant if self._prefix_scope == "tenant" else ""
         self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 
     # --- ends ---
@@ -325,6 +325,7 @@ class Requests:
         """Another run has the request: stop without a word, and leave the lease alone."""
         self._cancel_in_engine(generation)
         self._drop(generation)
+        self._index.drop(generation.request_id)
         self._flusher.forget(generation)
         self._endings.abandon(generation.request_id)
         self._finished.discard(generation.request_id)

@@ -41,8 +41,10 @@ class StatusReporter:
         context_window_tokens: int,
         clock: Clock,
         engine_stats: Callable[[], EngineStats],
+        engine_is_down: Callable[[], bool],
         num_live: Callable[[], int],
         num_held_by_tier: Callable[[], dict[Tier, int]],
+        num_ending: Callable[[], int],
         prices: PriceBook,
         device: DeviceWatch,
     ) -> None:
@@ -53,8 +55,10 @@ class StatusReporter:
         self._context_window_tokens = context_window_tokens
         self._clock = clock
         self._engine_stats = engine_stats
+        self._engine_is_down = engine_is_down
         self._num_live = num_live
         self._num_held_by_tier = num_held_by_tier
+        self._num_ending = num_ending
         self._prices = prices
         self._device = device
         self._started_ns = clock.now_ns()
@@ -97,6 +101,7 @@ class StatusReporter:
             num_running=num_running,
             num_waiting=num_live - num_running,
             num_held_by_tier=self._num_held_by_tier(),
+            num_ending=self._num_ending(),
             block_size_tokens=self._config.engine.block_size_tokens,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
@@ -105,8 +110,9 @@ class StatusReporter:
             outstanding_prompt_tokens=stats.outstanding_prompt_tokens,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
-            prefix_salted=self._config.prefixes_per_tenant,
+            prefix_salted=self._config.prefix_scope == "tenant",
             draining=self._draining,
+            engine_down=self._engine_is_down(),
             retired=retired,
             started_ns=self._started_ns,
             sent_ns=self._clock.now_ns(),

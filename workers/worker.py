@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.api import Bus, Subscription
 from bus.clock import Clock
+from bus.limits.settling import Settlements
 from bus.tracing import Tracing
 from registry.served import ServedModel
 from schemas.config import WorkerConfig
@@ -46,6 +47,7 @@ class Worker:
         clock: Clock,
         generations: Generations,
         tracing: Tracing | None = None,
+        settlements: Settlements | None = None,
     ) -> None:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
@@ -73,6 +75,7 @@ class Worker:
             self._notices,
             lambda: self._status.note_capacity(),
             None if tracing is None else RunTraces(tracing, clock, self.worker_id),
+            settlements,
         )
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
@@ -86,8 +89,10 @@ class Worker:
             served_model.context_window_tokens,
             clock,
             lambda: engine.stats,
+            lambda: engine.is_down,
             lambda: self.requests.num_running,
             self.requests.num_held_by_tier,
+            lambda: self.requests.num_ending,
             served_model.entry.prices,
             self.device,
         )
@@ -112,8 +117,8 @@ class Worker:
         self._engine.on_outputs = self.requests.on_outputs
         self._engine.on_prefixes = self._prefixes.note
         self._engine.on_device_times = self.requests.on_device_times
-        self._engine.on_lost = self.requests.on_engine_lost
-        self._engine.on_replaced = self.requests.on_engine_replaced
+        self._engine.on_lost = self._on_engine_lost
+        self._engine.on_replaced = self._on_engine_replaced
         self._bus.on_reconnect(self._leases.hurry)
         self._bus.on_reconnect(self._status.hurry)
         self._bus.on_reconnect(self._prefixes.report_whole)
@@ -169,6 +174,14 @@ class Worker:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)
+
+    def _on_engine_lost(self) -> None:
+        self.requests.on_engine_lost()
+        self._status.hurry()
+
+    def _on_engine_replaced(self) -> None:
+        self.requests.on_engine_replaced()
+        self._status.hurry()
 
     async def _watch(self) -> None:
         while True:

@@ -89,7 +89,8 @@ class _Subscribers:
 
 class MemoryBroker:
     """A server in memory. ``stop`` and ``start`` play an outage: stored work stays, core messages
-    published meanwhile are lost, leases run on. ``life`` counts the starts."""
+    published meanwhile are lost, leases run on. ``life`` counts the starts. A stream put among
+    ``failed_streams``, with a cause, takes nothing until the next start."""
 
     def __init__(
         self,
@@ -108,6 +109,8 @@ class MemoryBroker:
         self.journal = StoredJournal(self.clock, self.config.files_ttl_s)
         self.outbox = OutboxLog(self.clock, self.config.outbox_max_age_s)
         self.workers = Entries(self.clock)
+        self.failed_streams: dict[str, str] = {}
+        self.admits_jobs = True
         self.on_start: list[Callable[[], None]] = []
         self._subscribers = _Subscribers()
         self._numbers = itertools.count()
@@ -121,6 +124,7 @@ class MemoryBroker:
         """``lost_deliveries``: it was killed before it had written down which jobs are held."""
         self.up = True
         self.life += 1
+        self.failed_streams = {}
         if lost_deliveries:
             self.jobs.lose_deliveries()
         self.jobs.wake()
@@ -132,6 +136,12 @@ class MemoryBroker:
         """Raises BusUnavailableError while the broker is stopped."""
         if not self.up:
             raise BusUnavailableError("The message bus cannot be reached. Try again later.")
+
+    def require_store(self, stream: str) -> None:
+        """Raises BusUnavailableError while the broker is stopped or has given the stream up."""
+        self.require_up()
+        if stream in self.failed_streams:
+            raise BusUnavailableError("The message bus cannot be reached: no answer in time.")
 
     def require_fits(self, size_bytes: int) -> None:
         """Raises PayloadTooLargeError."""

@@ -28,6 +28,7 @@ from bus.memory.journal import MemoryJournal
 from bus.objects import JournalObjects
 from bus.refusals import Refusals
 from bus.results import watch_results
+from bus.storage import Storage
 from bus.transport import Message, OnMessage
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -98,6 +99,18 @@ class _MemoryBucket:
         self._broker.require_up()
         return self._broker.workers.all()
 
+    async def ages(self) -> Sequence[tuple[bytes, float]]:
+        self._broker.require_up()
+        return self._broker.workers.ages()
+
+    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        self._broker.require_up()
+        return self._broker.workers.put_after(subject, payload, after)
+
+    async def get(self, subject: str) -> tuple[bytes, int] | None:
+        self._broker.require_up()
+        return self._broker.workers.get(subject)
+
 
 class _MemoryResults:
     """See ``bus.api.Results``."""
@@ -109,7 +122,7 @@ class _MemoryResults:
     async def store(self, result: JobResult) -> None:
         payload = codec.encode_json(result)
         self._broker.require_fits(len(payload))
-        self._broker.require_up()
+        self._broker.require_store(subjects.RESULTS_STREAM)
         subject = subjects.result(result.tenant, result.request_id)
         self._broker.results.add(subject, payload)
         self._broker.publish(subject, payload)
@@ -133,7 +146,7 @@ class _MemoryOutbox:
         del patience_s  # company makes nothing cheaper here
         payload = codec.encode(record)
         self._broker.require_fits(len(payload))
-        self._broker.require_up()
+        self._broker.require_store(subjects.OUTBOX_STREAM)
         identity = subjects.record_identity(record)
         self._broker.outbox.add(subjects.record(record), payload, identity)
 
@@ -173,6 +186,21 @@ class _MemoryOutbox:
         return self._broker.outbox.num_waiting
 
 
+class _MemoryStorage:
+    """See ``bus.storage.Storage``."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    async def failed_streams(self) -> dict[str, str]:
+        self._broker.require_up()
+        return dict(self._broker.failed_streams)
+
+    async def admit_jobs(self, *, admit: bool) -> None:
+        self._broker.require_up()
+        self._broker.admits_jobs = admit
+
+
 class MemoryBus:
     """See ``bus.api.Bus``. Closing it ends its own subscriptions only."""
 
@@ -188,6 +216,7 @@ class MemoryBus:
         self.objects: Objects = JournalObjects(
             self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )
+        self.storage: Storage = _MemoryStorage(broker)
         refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
         self.jobs: JobQueue = MemoryJobQueue(broker, self._transport, refusals)
         self._closed = False

@@ -11,8 +11,9 @@ from bus.lines import watch_stored_jobs
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
 from bus.refusals import Refusals
+from bus.storage import NATS
 from bus.transport import Transport
-from schemas.errors import MalformedMessageError, QueueFullError
+from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,9 @@ class MemoryJobQueue:
         # By subject: the server's life in which the line was opened, and the newest job then.
         self._opened: dict[str, tuple[int, int]] = {}
 
-    async def publish(self, job: Job) -> PublishedJob:
+    async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         payload = codec.encode(job)
-        subject = subjects.job(Line.of(job))
+        subject = subjects.job(Line.of(job, reserved=reserved))
         return self.publish_raw(subject, payload, None, subjects.token(job.request_id))
 
     def publish_raw(
@@ -41,7 +42,9 @@ class MemoryJobQueue:
         """Store a message as another service would publish it."""
         broker = self._broker
         broker.require_fits(len(payload))
-        broker.require_up()
+        broker.require_store(subjects.JOBS_STREAM)
+        if not broker.admits_jobs:
+            raise StoreFullError(NATS, "has no room")
         if broker.jobs.is_full and not broker.jobs.is_duplicate(message_id):
             raise QueueFullError("The queue is full. Try again later.", RETRY_AFTER_FULL_S)
         sequence, duplicate = broker.jobs.add(subject, payload, content_type, message_id)
@@ -79,7 +82,7 @@ class MemoryJobQueue:
                 stored.subject, stored.payload, stored.content_type, stored.stored_ns
             )
         except MalformedMessageError as error:
-            await self._refuse_unreadable(stored, error.message)
+            await self._refuse_unreadable(stored, error)
             return None
         if stored.num_deliveries > self._broker.config.max_deliver:
             message = f"The job was delivered {stored.num_deliveries - 1} times without an answer."
@@ -98,11 +101,11 @@ class MemoryJobQueue:
             stored_ns=stored.stored_ns,
         )
 
-    async def _refuse_unreadable(self, stored: StoredJob, cause: str) -> None:
+    async def _refuse_unreadable(self, stored: StoredJob, error: MalformedMessageError) -> None:
         owner = intake.read_owner(stored.subject, stored.payload, stored.content_type)
-        self._bury_stored(stored, intake.MALFORMED, cause, owner.request_id)
+        self._bury_stored(stored, intake.MALFORMED, error.message, owner.request_id)
         await self._refusals.refuse_unreadable(
-            stored.subject, stored.payload, stored.content_type, cause
+            stored.subject, stored.payload, stored.content_type, error
         )
 
     def _bury_stored(self, stored: StoredJob, reason: str, message: str, request_id: str) -> None:
@@ -139,7 +142,7 @@ class MemoryJobQueue:
     async def _refuse_misfits(self, subject: str) -> None:
         """A subject that names no line, which nobody can pull from."""
         while (stored := self._broker.jobs.take_newest(subject)) is not None:
-            await self._refuse_unreadable(stored, intake.NOT_A_LINE)
+            await self._refuse_unreadable(stored, MalformedMessageError(intake.NOT_A_LINE))
 
     async def forget_line(self, line: Line) -> bool:
         self._broker.require_up()
@@ -169,7 +172,7 @@ class MemoryJobQueue:
                     stored.subject, stored.payload, stored.content_type, stored.stored_ns
                 )
             except MalformedMessageError as error:
-                await self._refuse_unreadable(stored, error.message)
+                await self._refuse_unreadable(stored, error)
                 continue
             shed.append(job)
         return shed

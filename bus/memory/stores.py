@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from bus import subjects
 from bus.clock import Clock
 from bus.directory import ENTRY_TTL_S
 from bus.memory.queue import wait_or_sleep
@@ -31,19 +33,50 @@ class StoredResults:
         return entry[0]
 
 
+class _Entry(NamedTuple):
+    payload: bytes
+    revision: int
+    until_s: float
+
+
 class Entries:
-    """Last value by subject, each for ``ENTRY_TTL_S``."""
+    """Last value by subject, each for ``ENTRY_TTL_S``; revisions count all that were put."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._entries: dict[str, tuple[bytes, float]] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._last_revision = 0
 
-    def put(self, subject: str, payload: bytes) -> None:
-        self._entries[subject] = (payload, self._clock.monotonic() + ENTRY_TTL_S)
+    def put(self, subject: str, payload: bytes) -> int:
+        self._last_revision += 1
+        until_s = self._clock.monotonic() + ENTRY_TTL_S
+        self._entries[subject] = _Entry(payload, self._last_revision, until_s)
+        return self._last_revision
+
+    def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        known = self.get(subject)
+        if after != (0 if known is None else known[1]):
+            return None
+        return self.put(subject, payload)
+
+    def get(self, subject: str) -> tuple[bytes, int] | None:
+        entry = self._entries.get(subject)
+        if entry is None or entry.until_s <= self._clock.monotonic():
+            return None
+        return entry.payload, entry.revision
 
     def all(self) -> list[bytes]:
-        now_s = self._clock.monotonic()
-        return [payload for payload, until_s in self._entries.values() if until_s > now_s]
+        """The workers', not those on names."""
+        return [payload for payload, _ in self.ages()]
+
+    def ages(self) -> list[tuple[bytes, float]]:
+        """The workers', each with how long ago it was put, in seconds."""
+        now_s, place = self._clock.monotonic(), subjects.ALL_WORKERS.count(".")
+        return [
+            (entry.payload, now_s - entry.until_s + ENTRY_TTL_S)
+            for subject, entry in self._entries.items()
+            if entry.until_s > now_s and subject.count(".") == place
+        ]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,14 @@ from bus.frames import CoreFrameStreams
 from bus.nats.connection import Connection
 from bus.nats.jobs import NatsJobQueue
 from bus.nats.journal import NatsJournal
+from bus.nats.permissions import Part, inbox_of
 from bus.nats.pull_inbox import PullInbox
+from bus.nats.storage import NatsStorage
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
 from bus.objects import JournalObjects
 from bus.refusals import Refusals
+from bus.storage import Storage
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
 
@@ -53,6 +56,7 @@ class NatsBus:
         self.objects: Objects = JournalObjects(
             self.journal, clock, config.files_ttl_s, connection.max_payload_bytes
         )
+        self.storage: Storage = NatsStorage(connection, config)
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
         connection.on_reconnect(self._set_up_again)
@@ -85,13 +89,18 @@ class NatsBus:
             logger.warning("the streams could not be checked", extra={"cause": error.message})
 
 
-async def connect(config: NatsConfig, name: str, clock: Clock | None = None) -> NatsBus:
+async def connect(
+    config: NatsConfig, name: str, clock: Clock | None = None, *, part: Part = Part.OPERATOR
+) -> NatsBus:
     """A bus on the server at ``config.url``, with all streams in place.
+
+    ``part`` is what this process is, which says where answers to it come: a server with
+    permissions lets nobody else read them. Raises BusForbiddenError if it may not read them.
 
     Tries for ``connect_timeout_s``, then raises BusUnavailableError; ConfigError if a stream is
     there that cannot be made ours. Once connected, it comes back by itself for ever.
     """
-    connection = Connection(config, name)
+    connection = Connection(config, name, config.inbox_prefix or inbox_of(part))
     await connection.open()
     try:
         await ensure_streams(connection, config)

@@ -8,15 +8,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from bus.codec import CONTENT_TYPE
+from bus.nats.forbidden import Forbidden
 from bus.nats.inbox import Inbox, OnAnswer
+from bus.nats.security import Refusals, SecureClient, connect_options, servers_of
 from bus.transport import Message, OnMessage
 from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, PayloadTooLargeError
+from schemas.errors import (
+    BusForbiddenError,
+    BusUnavailableError,
+    MillraceError,
+    PayloadTooLargeError,
+)
+from schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +62,30 @@ class Connection:
     away. Stored messages go through ``request_until``.
     """
 
-    def __init__(self, config: NatsConfig, name: str) -> None:
+    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
         self._config = config
         self._name = name
-        self._client = Client()
+        self._options = connect_options(config)
+        self._servers = servers_of(config)
+        self._client = SecureClient()
+        self._inbox_prefix = inbox_prefix
         self._inbox = Inbox()
+        self._forbidden = Forbidden()
         self._up = asyncio.Event()
+        self._refusals = Refusals(config)
         self._on_reconnect_calls: list[Callable[[], None]] = []
         self._on_loss_calls: list[Callable[[], None]] = [self._inbox.lose_all]
         self.num_dropped = 0
 
     async def open(self) -> None:
-        """Raises BusUnavailableError if no server answers within ``connect_timeout_s``."""
-        servers = [url.strip() for url in self._config.url.split(",") if url.strip()]
+        """Raises BusUnavailableError if no server answers within ``connect_timeout_s``;
+        UntrustedServerError or CredentialsRefusedError as soon as all of them failed so."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._client.connect(
-                    servers=servers,
+                    servers=self._servers,
                     name=self._name,
+                    inbox_prefix=self._inbox_prefix,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
                     reconnected_cb=self._on_reconnect,
@@ -83,14 +96,31 @@ class Connection:
                     max_outstanding_pings=2,
                     pending_size=_PENDING_BYTES,
                     skip_subject_validation=True,
+                    **self._options,
                 )
+        except MillraceError:
+            await self.close()
+            raise
         except (TimeoutError, *_AWAY) as error:
             await self.close()
+            if self._refusals.last is not None:
+                raise self._refusals.last from error
             raise BusUnavailableError(
-                f"No NATS server answers at {self._config.url}. Start one, or correct nats.url."
+                f"No NATS server answers at {self._where}. Start one, or correct nats.url."
             ) from error
+        self._refusals.on_connected()
         self._inbox.open(await self.open_inbox(self._inbox.receive))
         self._up.set()
+        await self._settle()
+        try:
+            self._forbidden.check_subscribed(f"{self._inbox.prefix}.*")
+        except BusForbiddenError:
+            await self.close()
+            raise
+
+    @property
+    def _where(self) -> str:
+        return redact_urls(self._config.url)
 
     @property
     def connected(self) -> bool:
@@ -149,12 +179,13 @@ class Connection:
             pending_bytes_limit=_SUBSCRIPTION_BYTES,
         )
         await self._settle()
+        self._forbidden.check_subscribed(subject)
         return NatsCallback(subscription)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         try:
             answer = await self.request_once(subject, payload, timeout_s)
-        except NoAnswerError:
+        except (NoAnswerError, BusForbiddenError):
             return None
         content_type = answer.headers.get(CONTENT_TYPE) if answer.headers else None
         return Message(answer.subject, answer.data, content_type, answer.reply)
@@ -189,19 +220,25 @@ class Connection:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Msg:
-        """The answer. Raises NoAnswerError as soon as it is known that none will come."""
+        """The answer. Raises NoAnswerError as soon as it is known that none will come, and
+        BusForbiddenError if this process may not ask."""
         future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
 
         def on_answer(message: Msg | None) -> None:
             if not future.done():
                 future.set_result(message)
 
+        def on_forbidden(error: BusForbiddenError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
         reply = self._inbox.expect(on_answer)
         try:
-            if not await self.send(subject, payload, reply, headers):
-                raise NoAnswerError("the server is away")
-            async with asyncio.timeout(timeout_s):
-                answer = await future
+            with self._forbidden.asking(subject, on_forbidden):
+                if not await self.send(subject, payload, reply, headers):
+                    raise NoAnswerError("the server is away")
+                async with asyncio.timeout(timeout_s):
+                    answer = await future
         except TimeoutError as error:
             raise NoAnswerError("no answer in time") from error
         finally:
@@ -222,7 +259,7 @@ class Connection:
         """The answer to a request that may safely be made again, and how often it was made.
 
         Waits for the server to come back. Raises BusUnavailableError after ``timeout_s``
-        (``connect_timeout_s`` unless told).
+        (``connect_timeout_s`` unless told), BusForbiddenError at once.
         """
         loop = asyncio.get_running_loop()
         limit_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
@@ -305,18 +342,23 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             logger.error("messages were dropped unread", extra={"subject": error.subject})
-        else:
-            logger.debug("nats", extra={"cause": repr(error)})
+            return
+        if self._forbidden.note(error):
+            return
+        logger.debug("nats", extra={"cause": repr(error)})
+        self._refusals.note(error, self._client)
 
     async def _on_disconnect(self) -> None:
         if self._up.is_set():
             self._up.clear()
-            logger.warning("the NATS server is away", extra={"url": self._config.url})
+            logger.warning("the NATS server is away", extra={"url": self._where})
         self._lose_all()
 
     async def _on_reconnect(self) -> None:
         self._up.set()
-        logger.info("the NATS server is back", extra={"url": self._config.url})
+        self._forbidden.forget()
+        self._refusals.on_connected()
+        logger.info("the NATS server is back", extra={"url": self._where})
         for callback in self._on_reconnect_calls:
             try:
                 callback()

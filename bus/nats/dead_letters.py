@@ -14,7 +14,7 @@ from bus.nats.connection import MESSAGE_ID, Connection
 from bus.nats.jetstream import JetStreamError, RawMessage
 from bus.nats.leases import Delivery
 from bus.refusals import Refusals
-from schemas.errors import PayloadTooLargeError
+from schemas.errors import MalformedMessageError, PayloadTooLargeError
 from schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
@@ -50,14 +50,14 @@ class DeadLetters:
         subject: str,
         payload: bytes,
         content_type: str | None,
-        cause: str,
+        error: MalformedMessageError,
         delivery: Delivery,
     ) -> None:
         """For a message that is not a job, whose publisher is told as far as it can be made out."""
         owner = intake.read_owner(subject, payload, content_type)
         dead = DeadJob(
             reason=intake.MALFORMED,
-            message=cause,
+            message=error.message,
             subject=subject,
             payload=payload,
             request_id=owner.request_id,
@@ -65,7 +65,7 @@ class DeadLetters:
             died_ns=self._clock.now_ns(),
         )
         await self._bury(dead, delivery)
-        await self._refusals.refuse_unreadable(subject, payload, content_type, cause)
+        await self._refusals.refuse_unreadable(subject, payload, content_type, error)
 
     async def refuse_worn_out(
         self, job: Job, subject: str, payload: bytes, delivery: Delivery
@@ -108,7 +108,10 @@ class DeadLetters:
         await self._bury(dead, Delivery(0, message.seq, jetstream.epoch_ns(message.time)))
         if await jetstream.delete(self._connection, subjects.JOBS_STREAM, message.seq):
             await self._refusals.refuse_unreadable(
-                message.subject, message.payload, content_type, intake.NOT_A_LINE
+                message.subject,
+                message.payload,
+                content_type,
+                MalformedMessageError(intake.NOT_A_LINE),
             )
 
     async def _bury(self, dead: DeadJob, delivery: Delivery) -> None:

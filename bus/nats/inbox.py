@@ -19,6 +19,10 @@ class Inbox:
         self._prefix = ""
         self._numbers = itertools.count()
 
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
     def open(self, prefix: str) -> None:
         """Answers to ``<prefix>.*`` come to ``receive`` from now on."""
         self._prefix = prefix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,7 +13,8 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.nats.connection import Connection, status_of
-from schemas.errors import BusUnavailableError
+from bus.storage import NATS
+from schemas.errors import BusUnavailableError, StoreFullError
 
 API = "$JS.API"
 NOT_FOUND = "404"
@@ -27,6 +29,13 @@ CONSUMER_NOT_FOUND = 10014
 CONSUMER_NOT_UNIQUE = 10100
 MESSAGE_NOT_FOUND = 10037
 SEQUENCE_NOT_FOUND = 10043
+NOT_DELETED = 10057
+# There is no room for a message: the stream takes none of its size (see ``NatsStorage``), or the
+# server or the account has all that it may have.
+_NO_ROOM = frozenset({10002, 10023, 10047, 10054})
+_NO_STORE = 10049
+# "write <path>: no space left on device", as Go writes errors of files.
+_OF_A_FILE = re.compile(r"\w+ \S.*: (.+)")
 
 
 class JetStreamError(Exception):
@@ -80,6 +89,7 @@ class StreamInfo(msgspec.Struct, frozen=True):
 
     state: StreamState
     total: int = 0
+    ts: str = ""
 
 
 class _ConsumerNames(msgspec.Struct, frozen=True):
@@ -192,6 +202,12 @@ async def pause(connection: Connection, stream: str, consumer: str, until: datet
 async def stream_state(connection: Connection, stream: str) -> StreamState:
     data = await call(connection, f"STREAM.INFO.{stream}")
     return msgspec.json.decode(data, type=StreamInfo).state
+
+
+async def now_ns(connection: Connection, stream: str) -> int:
+    """The UTC epoch by the clock of the stream's leader."""
+    data = await call(connection, f"STREAM.INFO.{stream}")
+    return epoch_ns(msgspec.json.decode(data, type=StreamInfo).ts)
 
 
 async def newest(connection: Connection, stream: str, subject_filter: str) -> RawMessage | None:
@@ -323,8 +339,21 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1_000_000_000)
 
 
+def cause_in_a_file(error: JetStreamError) -> str:
+    """What the server met when it wrote to its files; empty if the error is another."""
+    found = _OF_A_FILE.fullmatch(error.description)
+    return "" if found is None else found[1]
+
+
+def is_of_a_file(error: JetStreamError) -> bool:
+    """Whether the server could not write to its files."""
+    return error.number == _NO_STORE or bool(cause_in_a_file(error))
+
+
 def unexpected(error: JetStreamError) -> BusUnavailableError:
     """What callers see of a refusal that the bus has no better word for."""
+    if error.number in _NO_ROOM:
+        return StoreFullError(NATS, "has no room")
     return BusUnavailableError(f"The message bus refused a request: {error}.")
 
 

@@ -94,9 +94,9 @@ class NatsJobQueue:
 
     # --- in ---
 
-    async def publish(self, job: Job) -> PublishedJob:
+    async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         headers = {MESSAGE_ID: subjects.token(job.request_id)}
-        subject = subjects.job(Line.of(job))
+        subject = subjects.job(Line.of(job, reserved=reserved))
         try:
             stored = await jetstream.store(self._connection, subject, codec.encode(job), headers)
         except JetStreamError as error:
@@ -142,7 +142,7 @@ class NatsJobQueue:
             )
         except MalformedMessageError as error:
             await self._dead_letters.refuse_unreadable(
-                subject, payload, content_type, error.message, delivery
+                subject, payload, content_type, error, delivery
             )
             await self._forget(message.reply)
             return None
@@ -240,7 +240,7 @@ class NatsJobQueue:
             except MalformedMessageError as error:
                 delivery = Delivery(0, message.seq, stored_ns)
                 await self._dead_letters.refuse_unreadable(
-                    message.subject, message.payload, content_type, error.message, delivery
+                    message.subject, message.payload, content_type, error, delivery
                 )
                 continue
             shed.append(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
+from nats.aio.msg import Msg
 
 from bus import codec, subjects
 from bus.api import OutboxMessage, Subscription
@@ -24,6 +24,7 @@ from schemas.records import Record
 logger = logging.getLogger(__name__)
 
 _ACK = b"+ACK"
+_NS_PER_S = 1e9
 
 
 class NatsResults:
@@ -42,9 +43,10 @@ class NatsResults:
                 raise jetstream.unexpected(error) from error
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
-        request = f"{jetstream.API}.DIRECT.GET.{subjects.RESULTS_STREAM}"
-        body = msgspec.json.encode({"last_by_subj": subjects.result(tenant, request_id)})
-        answer, _ = await self._connection.request_until(request, body)
+        # With the result's subject in that of the request, permissions can keep tenants apart.
+        result = subjects.result(tenant, request_id)
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{result}"
+        answer, _ = await self._connection.request_until(request, b"")
         status = status_of(answer)
         if status == jetstream.NOT_FOUND:
             return None
@@ -144,3 +146,40 @@ class NatsWorkerBucket:
             self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
         )
         return [message.data for message in messages]
+
+    async def ages(self) -> Sequence[tuple[bytes, float]]:
+        try:
+            # In this order what is written meanwhile is no older than it is.
+            now_ns = await jetstream.now_ns(self._connection, subjects.WORKERS_STREAM)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        messages = await jetstream.newest_of_each(
+            self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
+        )
+        return [(message.data, (now_ns - _stored_ns(message)) / _NS_PER_S) for message in messages]
+
+    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(after)}
+        try:
+            stored = await jetstream.store(self._connection, subject, payload, headers)
+        except JetStreamError as error:
+            if error.number != jetstream.WRONG_LAST_SEQUENCE:
+                raise jetstream.unexpected(error) from error
+            return None
+        if stored.seq:
+            return stored.seq
+        # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
+        found = await self.get(subject)
+        return found[1] if found is not None and found[0] == payload else None
+
+    async def get(self, subject: str) -> tuple[bytes, int] | None:
+        try:
+            found = await jetstream.newest(self._connection, subjects.WORKERS_STREAM, subject)
+        except JetStreamError as error:
+            raise jetstream.unexpected(error) from error
+        return None if found is None else (found.payload, found.seq)
+
+
+def _stored_ns(message: Msg) -> int:
+    assert message.headers is not None
+    return jetstream.epoch_ns(message.headers["Nats-Time-Stamp"])

@@ -11,8 +11,9 @@ from bus.directory import ENTRY_TTL_S
 from bus.nats import jetstream
 from bus.nats.connection import Connection
 from bus.nats.jetstream import JetStreamError, Json, nanoseconds
+from bus.storage import NATS
 from schemas.config import NatsConfig
-from schemas.errors import ConfigError
+from schemas.errors import BusForbiddenError, ConfigError, StoreFullError
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,24 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
         stream(
             subjects.WORKERS_STREAM,
             subjects.ALL_WORKERS,
+            subjects.ALL_WORKER_NAMES,
             max_age_s=ENTRY_TTL_S,
             storage="memory",
             max_msgs_per_subject=1,
             allow_rollup_hdrs=True,
         ),
     ]
+
+
+def jobs_stream(config: NatsConfig, server_version: tuple[int, int]) -> Json:
+    """The configuration of the stream of jobs."""
+    [body] = [one for one in streams(config, server_version) if one["name"] == subjects.JOBS_STREAM]
+    return body
+
+
+def names_on_disk(config: NatsConfig, server_version: tuple[int, int]) -> list[str]:
+    """The streams that are kept in files."""
+    return [one["name"] for one in streams(config, server_version) if one["storage"] == "file"]
 
 
 async def ensure_streams(connection: Connection, config: NatsConfig) -> None:
@@ -91,6 +104,7 @@ async def ensure_streams(connection: Connection, config: NatsConfig) -> None:
 
 
 async def _ensure_stream(connection: Connection, body: Json) -> None:
+    """Who may not make or change streams takes them as they are: others see to them."""
     name = body["name"]
     try:
         try:
@@ -98,10 +112,26 @@ async def _ensure_stream(connection: Connection, body: Json) -> None:
         except JetStreamError as error:
             if error.number != jetstream.STREAM_NAME_IN_USE:
                 raise
-            await jetstream.call(connection, f"STREAM.UPDATE.{name}", body)
-            logger.info("a stream's configuration was updated", extra={"stream": name})
+            await _update_stream(connection, body)
+    except BusForbiddenError:
+        logger.info("a stream is left to those who may change it", extra={"stream": name})
     except JetStreamError as error:
+        if jetstream.is_of_a_file(error):
+            raise StoreFullError(NATS, f"cannot set up its stream {name}") from error
         raise ConfigError(f"the stream {name} cannot be set up: {error}") from error
+
+
+async def _update_stream(connection: Connection, body: Json) -> None:
+    name = body["name"]
+    try:
+        await jetstream.call(connection, f"STREAM.UPDATE.{name}", body)
+    except JetStreamError as error:
+        if not jetstream.is_of_a_file(error):
+            raise
+        # It goes on as it is: what was accepted is to end.
+        logger.warning("a stream cannot be updated", extra={"stream": name, "cause": str(error)})
+    else:
+        logger.info("a stream's configuration was updated", extra={"stream": name})
 
 
 async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line: Line) -> int:
@@ -121,14 +151,21 @@ async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line:
         "replay_policy": "instant",
         "inactive_threshold": nanoseconds(LINE_IDLE_S),
     }
+    stream = subjects.JOBS_STREAM
     try:
         try:
-            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+            info = await jetstream.create_consumer(connection, stream, name, body)
         except JetStreamError as error:
+            if jetstream.is_of_a_file(error):
+                # On a full disk the one that is there goes on, as what was accepted is to end.
+                known = await jetstream.find_consumer(connection, stream, name)
+                if known is None:
+                    raise
+                return jetstream.epoch_ns(known.ts)
             if error.number != jetstream.CONSUMER_NOT_UNIQUE:
                 raise
             await _remove_outdated_consumers(connection)
-            info = await jetstream.create_consumer(connection, subjects.JOBS_STREAM, name, body)
+            info = await jetstream.create_consumer(connection, stream, name, body)
     except JetStreamError as error:
         raise jetstream.unexpected(error) from error
     return jetstream.epoch_ns(info.ts)

@@ -11,7 +11,7 @@ from cli.simulate.ledger import REPLY, Ledger, Outcome
 from cli.simulate.policies import Policy
 from cli.simulate.texts import Texts
 from cli.simulate.worker import Spawn
-from schemas.control import Cancel, CancelReason, ResumePoint
+from schemas.control import Cancel, CancelReason, QueueStatus, ResumePoint
 from schemas.errors import QueueFullError
 from schemas.frames import (
     Cancelled,
@@ -60,6 +60,7 @@ class Clients:
         self._num_open = len(ledger)
         # The turns of a session behind the one that is under way.
         self._turns: dict[tuple[str, str], deque[Outcome]] = {}
+        self._queues: dict[str, QueueStatus] = {}
         self._subscriptions: list[Subscription] = []
         self._spawn = spawn
 
@@ -67,7 +68,11 @@ class Clients:
         self._subscriptions = [
             await self._bus.frames.subscribe(REPLY, self._on_frame),
             await self._bus.control.serve_resume_points(REPLY, self._resume_point),
+            await self._bus.control.subscribe_queue_status(self._on_queue),
         ]
+
+    def _on_queue(self, status: QueueStatus) -> None:
+        self._queues[status.model] = status
 
     async def send_all(self) -> None:
         """Returns when the last request is due."""
@@ -87,6 +92,9 @@ class Clients:
     async def _send(self, outcome: Outcome) -> None:
         outcome.sent_s = self._ledger.now_s()
         job = self._job(outcome)
+        queue = self._queues.get(job.model)
+        if queue is not None:
+            outcome.predicted_ttft_ms = queue.ttft_ms_of(job.tier, job.tenant)
         try:
             await self._bus.jobs.publish(job)
         except QueueFullError as error:

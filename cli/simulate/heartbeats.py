@@ -130,6 +130,7 @@ class Heartbeats:
             num_held_by_tier=self._held(),
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             decode_step_ms=batch.decode_step_s * 1e3,
+            prefix_salted=self._config.prefix_scope == "tenant",
             draining=self.draining,
             retired=retired,
             started_ns=self._started_ns,

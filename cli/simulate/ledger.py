@@ -22,7 +22,8 @@ class Outcome:
 
     ``num_had`` tokens had come when the last run of it stopped; ``num_made`` says how many there
     are by the run under way. ``num_terminals`` counts the terminal frames, of which there must be
-    one.
+    one. ``predicted_ttft_ms`` is what the scheduler had said last of when the first token would
+    come, before it was sent.
     """
 
     request: TraceRequest
@@ -42,6 +43,7 @@ class Outcome:
     num_runs: int = 0
     worker_id: str = ""
     epoch: int = 0
+    predicted_ttft_ms: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +106,10 @@ class KnownRuns:
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """Its outcome says so already."""
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:  # noqa: ARG002
+        """Schedulers that are there from the start have nothing to take over."""
+        return {}
 
     async def settle_model(
         self,

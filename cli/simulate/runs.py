@@ -36,7 +36,8 @@ class Run:
     expiry: TimerHandle | None = None
 
     @classmethod
-    def of(cls, dispatch: Dispatch, outcome: Outcome) -> Run:
+    def of(cls, dispatch: Dispatch, outcome: Outcome, *, apart: bool) -> Run:
+        """``apart``: tenants do not share what is cached of their prompts."""
         run = cls(dispatch, outcome, epoch=dispatch.epoch, lease=dispatch.lease)
         job = dispatch.job
         num_resumed = len(dispatch.resume_token_ids)
@@ -49,6 +50,7 @@ class Run:
                 seed=outcome.first_answer_token,
                 num_resumed=num_resumed,
                 priority=PRIORITIES[job.tier],
+                salt=job.tenant if apart else "",
                 tag=run,
             )
         return run

@@ -148,7 +148,8 @@ class SimulatedWorker:
         veto = self._veto(dispatch)
         if veto is not None:
             return veto
-        self._start(Run.of(dispatch, self._ledger[dispatch.job.request_id]))
+        apart = self._config.prefix_scope == "tenant"
+        self._start(Run.of(dispatch, self._ledger[dispatch.job.request_id], apart=apart))
         return WorkerReply(ok=True)
 
     def _veto(self, dispatch: Dispatch) -> WorkerReply | None:

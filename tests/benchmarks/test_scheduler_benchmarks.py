@@ -14,7 +14,9 @@ from benchmarks.fairness import jain_index, largest_gap
 _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {
     "dispatch": ("Millrace, 1 tenants", "/s of one core"),
-    "fairness": ("Jain index of the work", "VTC's bound", "TTFT behind"),
+    "fairness --only neighbours backlog": ("Jain index of the work", "VTC's bound", "TTFT behind"),
+    "fairness --only replicas": ("one is killed", "VTC's bound", "Jain index of all phases"),
+    "preemption": ("TTFT beside the free streams", "goal"),
     "affinity": ("affine / least_loaded", "ceiling"),
 }
 
@@ -22,7 +24,7 @@ _SAID = {
 @pytest.mark.parametrize("name", _SAID)
 def test_a_smoke_run_says_everything(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--smoke"],
+        [sys.executable, "-m", *f"benchmarks.{name} --smoke".split()],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -63,6 +63,7 @@ def test_its_addresses_are_the_ones_on_the_wire() -> None:
     used = [
         subjects.job(Line("m/1", Tier.PRO, None)),
         subjects.job(Line("m/1", Tier.PRO, "t 1")),
+        subjects.job(Line("m/1", Tier.PRO, "t 1", reserved=True)),
         subjects.frames("g 1", "r.1"),
         subjects.envelope("g 1"),
         subjects.cancel("r.1"),

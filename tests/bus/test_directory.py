@@ -57,6 +57,22 @@ async def test_a_retired_worker_is_forgotten_at_once(bus: Bus, broker: Broker) -
     assert later == []
 
 
+async def test_the_bucket_tells_how_long_a_worker_has_been_silent(bus: Bus) -> None:
+    assert await bus.workers.silences_s() == {}
+    await bus.workers.announce(status("w.1 é"))
+
+    async def is_silent() -> bool:
+        return (await bus.workers.silences_s()).get("w.1 é", 0.0) > 0.3
+
+    await eventually(is_silent)
+    await bus.workers.announce(status("w.1 é"))
+
+    async def is_heard() -> bool:
+        return (await bus.workers.silences_s())["w.1 é"] < 0.3
+
+    await eventually(is_heard)
+
+
 async def test_garbage_does_not_end_the_watch(bus: Bus, broker: Broker) -> None:
     seen: list[WorkerStatus] = []
     await bus.workers.watch(seen.append)

@@ -57,6 +57,24 @@ async def test_a_superseded_run_changes_nothing(index: GenerationIndex) -> None:
     assert await index.lookup("r1") == Generation(worker_id="w2", epoch=66, finished=True)
 
 
+async def test_it_has_the_leases_of_what_a_worker_runs(
+    index: GenerationIndex, redis_server: RedisServer
+) -> None:
+    assert await index.held_by("w1") == {}
+    for request_id in ("r 1", "r2", "r3"):
+        await index.start(request_id, "w1", 65, f"lease of {request_id}")
+    await index.finish("r2", "w1", 65)
+    await index.drop("r3", "w1")
+    assert await index.held_by("w1") == {"r 1": "lease of r 1"}
+    await index.start("r 1", "w2", 66, "the next")
+    await index.start("r 1", "w1", 65, "an older run's")
+    assert await index.held_by("w2") == {"r 1": "the next"}
+    assert await index.held_by("w1") == {"r 1": "lease of r 1"}, "whoever reads it asks who has it"
+    client = Redis.from_url(redis_server.url)
+    assert TTL_S - 5 <= await client.ttl("held:w1") <= TTL_S
+    await client.aclose()
+
+
 async def test_many_at_once(index: GenerationIndex) -> None:
     await asyncio.gather(*(index.start(f"r{number}", "w", number) for number in range(2000)))
     found = await asyncio.gather(*(index.lookup(f"r{number}") for number in range(2000)))

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from bus import codec
+from bus import codec, subjects
 from bus.api import Bus, Line
 from schemas.frames import Failed, Frame
 from schemas.jobs import Job, Tier
@@ -81,10 +81,36 @@ class TestTenants:
         (leased,) = await bus.jobs.pull(Line("demo", Tier.PRO, "acme.eu"), 1, 1.0)
         assert (leased.job.tenant, leased.job.tier) == ("acme.eu", Tier.PRO)
 
-    async def test_without_one_in_the_subject_the_body_says(self, bus: Bus, broker: Broker) -> None:
-        await store(broker, "jobs.demo.free", tenant="other")
+    async def test_without_one_in_the_subject_it_is_nobodys(self, bus: Bus, broker: Broker) -> None:
+        await store(broker, "jobs.demo.free")
         (leased,) = await bus.jobs.pull(ANYBODY, 1, 1.0)
-        assert (leased.job.tenant, leased.line) == ("other", ANYBODY)
+        assert (leased.job.tenant, leased.line) == ("local", ANYBODY)
+
+    @pytest.mark.parametrize("subject", ["jobs.demo.free", "jobs.demo.free.acme"])
+    async def test_the_body_alone_never_says(self, bus: Bus, broker: Broker, subject: str) -> None:
+        frames: list[tuple[str, Frame]] = []
+        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
+        await store(broker, subject, tenant="other", reply="svc", store_result=True)
+        assert await bus.jobs.pull(subjects.line_of(subject), 1, 0.2) == []
+        await eventually(lambda: len(frames) == 1)
+        ((request_id, frame),) = frames
+        assert isinstance(frame, Failed)
+        assert (request_id, frame.code, frame.retryable) == ("r1", "tenant_mismatch", False)
+        assert await bus.results.fetch("other", "r1") is None
+        own = await bus.results.fetch(subjects.line_of(subject).tenant or "local", "r1")
+        assert own is not None
+        assert own.error_code == "tenant_mismatch"
+
+    async def test_what_gateways_let_in_waits_apart(self, bus: Bus, broker: Broker) -> None:
+        await bus.jobs.publish(job("of a gateway"), reserved=True)
+        await store(broker, "jobs.demo.free.acme%2Eeu", request_id="of a service")
+        let_in = ACME.twin
+        assert await bus.jobs.lines() == {ACME: 1, let_in: 1}
+        (leased,) = await bus.jobs.pull(let_in, 5, 1.0)
+        assert (leased.job.request_id, leased.line.reserved) == ("of a gateway", True)
+        assert leased.job.tenant == "acme.eu"
+        (leased,) = await bus.jobs.pull(ACME, 5, 1.0)
+        assert (leased.job.request_id, leased.line.reserved) == ("of a service", False)
 
     @pytest.mark.parametrize(
         ("tenant", "body"),
@@ -105,7 +131,14 @@ class TestTenants:
             assert await bus.results.fetch(str(body["tenant"]), "r1") is None
 
     @pytest.mark.parametrize(
-        "subject", ["jobs.demo.gold", "jobs.demo.gold.acme", "jobs.a%zz.free", "jobs.demo.free.%2e"]
+        "subject",
+        [
+            "jobs.demo.gold",
+            "jobs.demo.gold.acme",
+            "jobs.a%zz.free",
+            "jobs.demo.free.%2e",
+            "jobs.demo.gold.acme.reserved",
+        ],
     )
     async def test_what_waits_in_no_line_is_buried(
         self, bus: Bus, broker: Broker, subject: str

@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.metrics import CONTENT_TYPE, monitored
+from bus.metrics import CONTENT_TYPE, check_exposure, monitored
 from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
@@ -95,8 +95,37 @@ async def test_a_port_that_is_taken_is_said_with_what_to_do(config: MetricsConfi
                 pass
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "part.example"])
+async def test_metrics_that_others_can_reach_need_a_token_or_a_word(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"set metrics\.token .* or metrics\.public to true"):
+        async with monitored("worker", MetricsConfig(host=host, port=free_port())):
+            pass
+    check_exposure(MetricsConfig(host=host, token="secret"))
+    check_exposure(MetricsConfig(host=host, public=True))
+    check_exposure(MetricsConfig(host="::1"))
+
+
+async def test_a_token_is_demanded_for_metrics_and_not_for_health(config: MetricsConfig) -> None:
+    guarded = MetricsConfig(host="0.0.0.0", port=config.port, token="a-secret")
+    async with monitored("worker", guarded), httpx.AsyncClient(base_url=_base(config)) as http:
+        for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic a-secret"}):
+            refused = await http.get("/metrics", headers=wrong)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+            assert "millrace_" not in refused.text
+        for scheme in ("Bearer", "bearer"):
+            shown = await http.get("/metrics", headers={"Authorization": f"{scheme} a-secret"})
+            assert shown.status_code == 200
+            assert "millrace_build_info" in shown.text
+        assert (await http.get("/healthz")).status_code == 503
+    opened = MetricsConfig(host="0.0.0.0", port=config.port, public=True)
+    async with monitored("worker", opened), httpx.AsyncClient(base_url=_base(config)) as http:
+        assert (await http.get("/metrics")).status_code == 200
+
+
 @pytest.mark.parametrize(
-    "wrong", [MetricsConfig(port=70_000), MetricsConfig(host="nowhere.invalid", port=9)]
+    "wrong",
+    [MetricsConfig(port=70_000), MetricsConfig(host="nowhere.invalid", port=9, public=True)],
 )
 async def test_an_address_that_cannot_be_is_a_configuration_error(wrong: MetricsConfig) -> None:
     with pytest.raises(ConfigError, match=r"metrics cannot be shown"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bus.settings import load_config
-from schemas.config import Config
+from schemas.config import Config, NatsConfig
 from schemas.errors import ConfigError
 
 
@@ -83,3 +84,127 @@ def test_bad_files(tmp_path: Path, file_name: str, text: str, named: str) -> Non
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(str(tmp_path / "none.toml"), {})
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"NATS__USER": "a", "NATS__PASSWORD": "b", "NATS__TOKEN": "c"}, "nats.token"),
+        ({"NATS__URL": "nats://a:b@c", "NATS__NKEY_SEED": "SU"}, "user data in nats.url"),
+        ({"NATS__CREDS_FILE": "a", "NATS__NKEY_SEED": "SU"}, "nats.creds_file"),
+        ({"NATS__PASSWORD": "b"}, "nats.password needs nats.user"),
+        ({"NATS__USER": "b"}, "nats.user needs nats.password"),
+        ({"NATS__KEY_FILE": "k"}, "nats.key_file needs nats.certificate_file"),
+        ({"NATS__CERTIFICATE_FILE": "k"}, "nats.certificate_file needs nats.key_file"),
+        ({"REDIS__URL": "redis://a:b@c", "REDIS__PASSWORD": "d"}, "user data in redis.url"),
+        ({"REDIS__USER": "a"}, "redis.user needs redis.password"),
+        ({"REDIS__SENTINELS": "a:1,b:2"}, "redis.sentinel_master"),
+        ({"REDIS__SENTINELS": "a", "REDIS__SENTINEL_MASTER": "m"}, "redis.sentinels: a"),
+        ({"REDIS__SENTINELS": "a:99999", "REDIS__SENTINEL_MASTER": "m"}, "redis.sentinels: a"),
+        ({"REDIS__SENTINEL_MASTER": "m"}, "redis.sentinel_master needs redis.sentinels"),
+        ({"REDIS__SENTINEL_PASSWORD": "m"}, "redis.sentinel_password needs redis.sentinels"),
+        ({"KAFKA__USER": "a", "KAFKA__PASSWORD": "b"}, "kafka.user needs kafka.sasl_mechanism"),
+        ({"KAFKA__SASL_MECHANISM": "PLAIN", "KAFKA__USER": "a"}, "kafka.password"),
+        ({"KAFKA__SASL_MECHANISM": "GSSAPI"}, "KAFKA__SASL_MECHANISM"),
+        ({"KAFKA__CERTIFICATE_FILE": "a"}, "kafka.certificate_file needs kafka.key_file"),
+        ({"CLICKHOUSE__URL": "https://a:b@c"}, "clickhouse.url must have no user data"),
+        ({"CLICKHOUSE__URL": "http://c", "CLICKHOUSE__CA_FILE": "a"}, "must begin with https://"),
+    ],
+)
+def test_settings_of_connections_that_do_not_go_together(
+    variables: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, {f"MILLRACE_{name}": text for name, text in variables.items()})
+    assert named in refused.value.message
+
+
+def test_secrets_are_not_shown() -> None:
+    url = "nats://root:hunter2@one:4222,nats://two"
+    config = Config(
+        nats=NatsConfig(
+            url=url, user="someone", password="s3cr3t/@", token="t0ken", nkey_seed="SU1"
+        )
+    )
+    shown = f"{config!r} {config}"
+    for secret in ("hunter2", "s3cr3t", "t0ken", "SU1", "root"):
+        assert secret not in shown
+    assert "someone" in shown
+    assert "nats://***@one:4222,nats://two" in shown
+    assert "password=''" in repr(NatsConfig())
+
+
+def test_values_from_files(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("  s3cr3t with spaces \r\n\n")
+    models = tmp_path / "models"
+    models.write_text("demo, other\n")
+    port = tmp_path / "port"
+    port.write_text("9000\n")
+    config = load_config(
+        None,
+        {
+            "MILLRACE_REDIS__PASSWORD_FILE": str(password),
+            "MILLRACE_SCHEDULER__MODELS_FILE": str(models),
+            "MILLRACE_GATEWAY__PORT_FILE": str(port),
+            # A setting of its own, whose value is a path.
+            "MILLRACE_REDIS__CA_FILE": "/etc/ca.pem",
+        },
+    )
+    assert config.redis.password == "  s3cr3t with spaces "
+    assert config.scheduler.models == ("demo", "other")
+    assert config.gateway.port == 9000
+    assert config.redis.ca_file == "/etc/ca.pem"
+
+
+def test_every_setting_may_come_from_a_file(tmp_path: Path) -> None:
+    """Each is read, whatever it then makes of its text."""
+    nowhere = str(tmp_path / "nowhere")
+    for name in _settings(Config):
+        variable = f"MILLRACE_{name.upper().replace('.', '__')}_FILE"
+        with pytest.raises(ConfigError, match=f"{variable}: .*nowhere cannot be read"):
+            load_config(None, {variable: nowhere})
+
+
+def _settings(section: type[msgspec.Struct]) -> list[str]:
+    names = []
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            names += [f"{field.name}.{below}" for below in _settings(field.type)]
+        else:
+            names.append(field.name)
+    return names
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "empty", "no text", "a bad value"])
+def test_files_of_values_that_cannot_be_used(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "value"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind != "missing":
+        content = {"empty": b"\n", "no text": b"\xff\xfe", "a bad value": b"many\n"}[kind]
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, {"MILLRACE_GATEWAY__PORT_FILE": str(path)})
+    named = "MILLRACE_GATEWAY__PORT" if kind == "a bad value" else "MILLRACE_GATEWAY__PORT_FILE"
+    assert named in refused.value.message
+    assert kind == "a bad value" or str(path) in refused.value.message
+
+
+def test_a_value_and_its_file_are_one_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    path.write_text("a")
+    env = {"MILLRACE_NATS__TOKEN_FILE": str(path), "MILLRACE_NATS__TOKEN": "b"}
+    with pytest.raises(ConfigError, match="MILLRACE_NATS__TOKEN and MILLRACE_NATS__TOKEN_FILE"):
+        load_config(None, env)
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_setting_that_was_renamed_says_what_took_its_place(
+    tmp_path: Path, *, by_file: bool
+) -> None:
+    path = tmp_path / "millrace.yaml"
+    path.write_text("worker: {prefixes_per_tenant: true}" if by_file else "")
+    env = {} if by_file else {"MILLRACE_WORKER__PREFIXES_PER_TENANT": "true"}
+    with pytest.raises(ConfigError, match=r'worker\.prefix_scope, which is "tenant".*"shared"'):
+        load_config(str(path), env)

@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from bus import redis_keys, subjects
 from bus.api import Line
 from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, Record, RequestRecord, TranscriptRecord, WorkerSample
+from schemas.records import (
+    DeliveryRecord,
+    Record,
+    RefusalRecord,
+    RequestRecord,
+    TranscriptRecord,
+    WorkerSample,
+)
 
 LEGAL = re.compile(r"[A-Za-z0-9_%-]+")
 FREE_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
-LINES = st.builds(Line, FREE_TEXT, st.sampled_from(Tier), st.none() | FREE_TEXT)
+LINES = st.builds(Line, FREE_TEXT, st.sampled_from(Tier), st.none(), st.just(False)) | st.builds(
+    Line, FREE_TEXT, st.sampled_from(Tier), FREE_TEXT, st.booleans()
+)
 
 
 @given(FREE_TEXT)
@@ -50,7 +59,7 @@ def test_known_bad_tokens(encoded: str) -> None:
 @given(LINES)
 def test_a_job_subject_says_its_line(line: Line) -> None:
     subject = subjects.job(line)
-    assert subject.count(".") == (2 if line.tenant is None else 3)
+    assert subject.count(".") == (2 if line.tenant is None else 3 + line.reserved)
     assert subjects.line_of(subject) == line
     assert subjects.stored_line_of(subjects.stored_job(subject)) == line
 
@@ -102,11 +111,23 @@ def test_each_record_has_its_subject_topic_and_identity() -> None:
         DeliveryRecord(request_id="a.b", gateway_id="g", tenant="t", source=Source.HTTP),
         WorkerSample(worker_id="w", name="w", model="m", sampled_ns=7, period_ms=1.0),
         TranscriptRecord(request_id="a.b", tenant="t", model="m", prompt="p", completion="c"),
+        RefusalRecord(
+            gateway_id="g",
+            number=2,
+            recorded_ns=7,
+            tenant="t",
+            key_id="k",
+            door="d",
+            status=400,
+            code="c",
+            count=1,
+        ),
     ]
     names = [subjects.record(record) for record in records]
-    assert names == ["rec.request", "rec.delivery", "rec.worker", "rec.transcript"]
+    assert names == ["rec.request", "rec.delivery", "rec.worker", "rec.transcript", "rec.refusal"]
     assert [subjects.topic(name) for name in names] == list(subjects.RECORD_TOPICS)
     identities = [subjects.record_identity(record) for record in records]
     assert identities == [
-        *("request:a%2Eb", "delivery:a%2Eb:g:0", "worker:w:7", "transcript:a%2Eb")
+        *("request:a%2Eb", "delivery:a%2Eb:g:0", "worker:w:7", "transcript:a%2Eb"),
+        "refusal:g:7:2",
     ]

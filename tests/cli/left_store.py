@@ -17,11 +17,11 @@ import msgspec
 from bus.clock import SystemClock
 from cli.main import main
 from schemas.config import ClickHouseConfig
-from schemas.records import RequestRecord
+from schemas.records import RefusalRecord, RequestRecord
 from telemetry.migrate import migrate
 from telemetry.rollups import Rollups
 from telemetry.store import Store
-from telemetry.tables import REQUESTS
+from telemetry.tables import REFUSALS, REQUESTS
 
 _ROOT = Path(__file__).parents[2]
 
@@ -40,13 +40,17 @@ class Work(msgspec.Struct, frozen=True):
     data: str
     records: tuple[RequestRecord, ...]
     commands: tuple[tuple[str, ...], ...]
+    refusals: tuple[RefusalRecord, ...] = ()
 
 
 def run_on_store(
-    data: Path, records: Sequence[RequestRecord], commands: Sequence[Sequence[str]]
+    data: Path,
+    records: Sequence[RequestRecord],
+    commands: Sequence[Sequence[str]],
+    refusals: Sequence[RefusalRecord] = (),
 ) -> list[Ran]:
     """Store the records on ``data`` and run the commands there, one after the other."""
-    work = Work(str(data), tuple(records), tuple(map(tuple, commands)))
+    work = Work(str(data), tuple(records), tuple(map(tuple, commands)), tuple(refusals))
     ended = subprocess.run(
         [sys.executable, "-m", "tests.cli.left_store"],
         input=msgspec.json.encode(work),
@@ -65,6 +69,9 @@ async def _fill(work: Work) -> None:
     for token in ("once", "again"):
         columns = REQUESTS.to_columns(work.records, range(len(work.records)))
         await store.insert(REQUESTS, columns, token)
+        if work.refusals:
+            columns = REFUSALS.to_columns(work.refusals, range(len(work.refusals)))
+            await store.insert(REFUSALS, columns, token)
     rollups = Rollups(store, SystemClock(), 1.0)
     rollups.touched(record.done_ns for record in work.records)
     await rollups.settle()

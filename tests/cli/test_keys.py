@@ -199,6 +199,41 @@ def test_where_redis_is(
     assert "redis.url cannot be used" in capsys.readouterr().err
 
 
+def test_limits_are_those_of_this_instance(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what runs on the folder, of the file that is named, never the built-in ones unsaid."""
+    keys("tenant", "acme", "--tier", "pro")
+    (tmp_path / "run").mkdir()
+    running = dict.fromkeys(("http", "nats", "kafka", "clickhouse"), "nowhere")
+    (tmp_path / "run" / "endpoints.json").write_text(json.dumps({**running, "redis": keys.url}))
+    pro = {"requests_per_minute": 7, "context_tokens": 999}
+    tree = {"gateway": {"tiers": {"pro": pro}}, "redis": {"url": keys.url}}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(tree))
+
+    def shown(*where: str) -> Any:
+        command = ["keys", "tenant", "acme", "--show", "--data", str(tmp_path), "--json", *where]
+        assert main(command) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = shown()
+    assert found["limits"]["requests_per_minute"] == 7
+    assert found["limits"]["context_tokens"] == 999
+    assert found["usage"]["remaining"]["requests_per_minute"] == 7
+    assert str(tmp_path) in found["tiers_from"]
+    # The same Redis by another way is the same instance.
+    assert shown("--redis", keys.url)["limits"]["requests_per_minute"] == 7
+    file = tmp_path / "other.yaml"
+    tree["gateway"] = {"tiers": {"pro": {**pro, "requests_per_minute": 8}}}
+    file.write_text(json.dumps(tree))
+    assert shown("--config", str(file))["limits"]["requests_per_minute"] == 8
+    # Nothing says what another Redis' instance was told, and that is said.
+    other = keys.url.removesuffix("/0") + "/1"
+    assert "built-in" in shown("--redis", other)["tiers_from"]
+    monkeypatch.setenv("MILLRACE_GATEWAY__TIERS__PRO__REQUESTS_PER_MINUTE", "9")
+    assert shown()["limits"]["requests_per_minute"] == 9
+
+
 async def keeps_transcripts(url: str, tenant: str) -> bool:
     link = RedisLink(RedisConfig(url=url))
     try:

@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,71 +17,22 @@ import pytest
 from cli.main import main
 from cli.simulate.ledger import Outcome
 from cli.simulate.measure import policy_report
-from cli.simulate.policies import parse_policies
-from cli.simulate.report import PolicyReport
-from cli.simulate.settings import Failure, Settings
-from cli.simulate.trace import TraceRequest, write_trace
-from cli.simulate.world import Result, simulate
+from cli.simulate.settings import Failure
+from cli.simulate.trace import write_trace
 from schemas.config import (
     AutoscaleConfig,
-    Config,
-    EngineConfig,
-    NatsConfig,
     SchedulerConfig,
-    SimulationConfig,
-    WorkerConfig,
 )
 from schemas.jobs import Tier
 from schemas.records import Status
-
-SIMULATION = SimulationConfig(
-    prefill_tokens_per_s=1_000.0,
-    step_ms=10.0,
-    step_ms_per_sequence=0.0,
-    step_ms_per_kv_token=0.0,
+from tests.cli.simulating import (
+    SIMULATION,
+    make_load,
+    make_request,
+    make_settings,
+    report_trace,
+    run_trace,
 )
-
-
-def _settings(num_workers: int = 2, slots: int = 4, waiting: int = 0, **changes: Any) -> Settings:
-    engine = EngineConfig(
-        kind="simulated",
-        simulation=changes.pop("simulation", SIMULATION),
-        max_num_sequences=slots,
-        max_batch_tokens=4_096,
-        num_blocks=changes.pop("num_blocks", 2_000),
-    )
-    scheduler = changes.pop("scheduler", SchedulerConfig())
-    config = Config(
-        nats=NatsConfig(ack_wait_s=120.0),
-        scheduler=msgspec.structs.replace(scheduler, lease_extend_s=40.0),
-        worker=WorkerConfig(
-            heartbeat_s=1.0,
-            lease_extend_s=40.0,
-            prefix_report_s=1.0,
-            max_num_waiting=waiting,
-            engine=engine,
-        ),
-    )
-    return Settings(config=config, num_workers={"": num_workers}, **changes)
-
-
-def _run(trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair") -> Result:
-    return simulate(trace, settings, parse_policies(policy)[0])
-
-
-def _report(
-    trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair"
-) -> PolicyReport:
-    return policy_report(policy, _run(trace, settings, policy), settings)
-
-
-def _request(at_s: float, **changes: Any) -> TraceRequest:
-    fields: dict[str, Any] = {"at_s": at_s, "prompt_tokens": 100, "output_tokens": 11} | changes
-    return TraceRequest(**fields)
-
-
-def _load(count: int, gap_s: float, **changes: Any) -> list[TraceRequest]:
-    return [_request(number * gap_s, **changes) for number in range(count)]
 
 
 def _check_conserved(outcomes: Sequence[Outcome]) -> None:
@@ -103,11 +54,11 @@ def test_a_trace_of_three_by_hand() -> None:
     # has gone into the cache: 96 of its tokens, whole blocks.
     shared = (("same", 99),)
     trace = [
-        _request(0.0, prefix=shared),
-        _request(0.05),
-        _request(0.06, prefix=shared, output_tokens=1),
+        make_request(0.0, prefix=shared),
+        make_request(0.05),
+        make_request(0.06, prefix=shared, output_tokens=1),
     ]
-    first, second, third = _run(trace, _settings(1, slots=1)).outcomes
+    first, second, third = run_trace(trace, make_settings(1, slots=1)).outcomes
     assert (first.first_s, first.end_s) == pytest.approx((0.1, 0.2), abs=1e-6)
     assert (second.taken_s, second.first_s, second.end_s) == pytest.approx(
         (0.2, 0.3, 0.4), abs=1e-6
@@ -118,9 +69,9 @@ def test_a_trace_of_three_by_hand() -> None:
 
 
 def test_what_the_report_makes_of_it() -> None:
-    trace = [_request(0.0), _request(0.05)]
-    settings = _settings(1, slots=1, gpu_hour_price=3.6, gpus_per_worker=2.0)
-    report = _report(trace, settings)
+    trace = [make_request(0.0), make_request(0.05)]
+    settings = make_settings(1, slots=1, gpu_hour_price=3.6, gpus_per_worker=2.0)
+    report = report_trace(trace, settings)
     assert report.end_s == pytest.approx(0.4)
     assert report.overall.ttft_ms is not None
     assert report.overall.ttft_ms.mean == pytest.approx((100 + 250) / 2)
@@ -134,11 +85,11 @@ def test_what_the_report_makes_of_it() -> None:
 
 def test_the_turns_of_a_session_follow_one_another() -> None:
     trace = [
-        _request(0.0, session="s", prompt_tokens=100, output_tokens=28),
-        _request(0.01, session="s", prompt_tokens=200, output_tokens=2),
-        _request(0.02, session="other", prompt_tokens=16, output_tokens=2),
+        make_request(0.0, session="s", prompt_tokens=100, output_tokens=28),
+        make_request(0.01, session="s", prompt_tokens=200, output_tokens=2),
+        make_request(0.02, session="other", prompt_tokens=16, output_tokens=2),
     ]
-    first, second, other = _run(trace, _settings(1)).outcomes
+    first, second, other = run_trace(trace, make_settings(1)).outcomes
     assert second.sent_s == pytest.approx(first.end_s)
     assert other.sent_s == pytest.approx(0.02)
     # All that was said before, but for the last token, whose keys and values nobody computed.
@@ -150,15 +101,15 @@ def test_the_turns_of_a_session_follow_one_another() -> None:
 
 def test_every_request_ends_once_whatever_dies() -> None:
     trace = [
-        _request(0.1 * number, tenant=f"t{number % 3}", tier=list(Tier)[number % 4])
+        make_request(0.1 * number, tenant=f"t{number % 3}", tier=list(Tier)[number % 4])
         for number in range(120)
     ]
     trace = [msgspec.structs.replace(one, output_tokens=60) for one in trace]
-    settings = _settings(
+    settings = make_settings(
         3, waiting=2, failures=(Failure(worker=1, at_s=3.0), Failure(worker=2, at_s=3.1)),
         mtbf_s=15.0, restart_s=1.0,
     )  # fmt: skip
-    result = _run(trace, settings)
+    result = run_trace(trace, settings)
     assert result.num_deaths >= 2
     assert sum(outcome.num_runs > 1 for outcome in result.outcomes) >= 2
     assert all(outcome.status is Status.DONE for outcome in result.outcomes)
@@ -166,10 +117,10 @@ def test_every_request_ends_once_whatever_dies() -> None:
 
 
 def test_deadlines_and_refusals_are_ends_too() -> None:
-    trace = _load(60, 0.01, output_tokens=100, deadline_s=2.0)
+    trace = make_load(60, 0.01, output_tokens=100, deadline_s=2.0)
     config = SchedulerConfig(max_queued_jobs=30)
     for policy in ("fair", "fifo"):
-        result = _run(trace, _settings(1, scheduler=config), policy)
+        result = run_trace(trace, make_settings(1, scheduler=config), policy)
         statuses = {outcome.status for outcome in result.outcomes}
         assert {Status.DONE, Status.EXPIRED} <= statuses <= {*Status}
         _check_conserved(result.outcomes)
@@ -177,8 +128,10 @@ def test_deadlines_and_refusals_are_ends_too() -> None:
 
 
 def test_without_workers_requests_are_unfinished() -> None:
-    settings = _settings(1, failures=(Failure(worker=1, at_s=0.0),), restart_s=1e6, drain_s=30.0)
-    report = _report([_request(1.0)], settings)
+    settings = make_settings(
+        1, failures=(Failure(worker=1, at_s=0.0),), restart_s=1e6, drain_s=30.0
+    )
+    report = report_trace([make_request(1.0)], settings)
     assert report.overall.num_unfinished == 1
     assert report.overall.ttft_ms is None
     assert report.end_s == pytest.approx(31.0)
@@ -187,7 +140,7 @@ def test_without_workers_requests_are_unfinished() -> None:
 def test_the_same_seed_gives_the_same_report_in_any_process(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with trace.open("w") as file:
-        write_trace([_request(0.05 * n, tenant=f"t{n % 5}") for n in range(100)], file)
+        write_trace([make_request(0.05 * n, tenant=f"t{n % 5}") for n in range(100)], file)
     arguments = ["simulate", "--trace", str(trace), "--workers", "3", "--mtbf", "4s"]
     arguments += ["--restart-time", "1s", "--max-num-sequences", "4", "--policy", "fair,fifo"]
     reports = []
@@ -210,10 +163,10 @@ def test_the_same_seed_gives_the_same_report_in_any_process(tmp_path: Path) -> N
 
 
 def test_fair_sharing_spares_a_quiet_tenant_what_arrival_order_does_not() -> None:
-    noisy = _load(400, 0.01, tenant="noisy", output_tokens=40)
-    quiet = _load(20, 0.2, tenant="quiet", output_tokens=40)
+    noisy = make_load(400, 0.01, tenant="noisy", output_tokens=40)
+    quiet = make_load(20, 0.2, tenant="quiet", output_tokens=40)
     trace = sorted([*noisy, *quiet], key=lambda request: request.at_s)
-    reports = {policy: _report(trace, _settings(2), policy) for policy in ("fair", "fifo")}
+    reports = {policy: report_trace(trace, make_settings(2), policy) for policy in ("fair", "fifo")}
     quiet_ttft = {}
     for policy, report in reports.items():
         ttft = report.by_tenant["quiet"].ttft_ms
@@ -224,25 +177,45 @@ def test_fair_sharing_spares_a_quiet_tenant_what_arrival_order_does_not() -> Non
 
 
 def test_backlogged_tenants_are_served_alike_by_tokens() -> None:
-    short = _load(300, 0.01, tenant="short", output_tokens=20)
-    long = _load(100, 0.03, tenant="long", output_tokens=60)
+    short = make_load(300, 0.01, tenant="short", output_tokens=20)
+    long = make_load(100, 0.03, tenant="long", output_tokens=60)
     trace = sorted([*short, *long], key=lambda request: request.at_s)
-    fair = _report(trace, _settings(1), "fair").fairness["free"]
-    fifo = _report(trace, _settings(1), "fifo").fairness["free"]
+    fair = report_trace(trace, make_settings(1), "fair").fairness["free"]
+    fifo = report_trace(trace, make_settings(1), "fifo").fairness["free"]
     assert fair.jain >= 0.98
     assert fair.max_gap_tokens <= fair.bound_tokens
     assert fair.max_gap_tokens < fifo.max_gap_tokens
 
 
+@pytest.mark.parametrize("gap_s", [1.0, 0.1])
+@pytest.mark.parametrize("num_shared", [0, 39, 99])
+def test_short_prompts_are_spread_over_equal_workers(gap_s: float, num_shared: int) -> None:
+    """One after the other, and some at a time; all alike, or each another one."""
+    shared = (("same", num_shared),) if num_shared else ()
+    trace = make_load(120, gap_s, prompt_tokens=num_shared + 1, prefix=shared, output_tokens=20)
+    outcomes = run_trace(trace, make_settings(2, slots=16)).outcomes
+    counts = Counter(outcome.worker_id for outcome in outcomes)
+    assert len(counts) == 2
+    assert max(counts.values()) <= 1.1 * min(counts.values())
+
+
+def test_a_long_prompt_goes_where_it_is_cached() -> None:
+    trace = make_load(40, 3.0, prompt_tokens=1_000, prefix=(("same", 999),), output_tokens=20)
+    outcomes = run_trace(trace, make_settings(2, slots=16)).outcomes
+    assert len({outcome.worker_id for outcome in outcomes}) == 1
+    assert all(outcome.num_cached_tokens for outcome in outcomes[1:])
+
+
 def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
+    # Five prompts for four workers, so that those who take turns do not meet the same one again.
     trace = [
-        _request(
-            0.25 * number, prompt_tokens=500, output_tokens=5, prefix=((f"p{number % 4}", 480),)
+        make_request(
+            0.25 * number, prompt_tokens=500, output_tokens=5, prefix=((f"p{number % 5}", 480),)
         )
         for number in range(60)
     ]
-    affine = _report(trace, _settings(4), "affine")
-    apart = _report(trace, _settings(4), "least_loaded")
+    affine = report_trace(trace, make_settings(4), "affine")
+    apart = report_trace(trace, make_settings(4), "least_loaded")
     assert affine.prefix_hit_rate > apart.prefix_hit_rate
     assert affine.overall.ttft_ms is not None
     assert apart.overall.ttft_ms is not None
@@ -250,10 +223,10 @@ def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
 
 
 def test_batch_work_makes_way_for_what_somebody_waits_for() -> None:
-    batch = _load(40, 0.01, tier=Tier.BATCH, output_tokens=400)
-    chat = [_request(2.0 + number, tier=Tier.PRO, output_tokens=50) for number in range(10)]
+    batch = make_load(40, 0.01, tier=Tier.BATCH, output_tokens=400)
+    chat = [make_request(2.0 + number, tier=Tier.PRO, output_tokens=50) for number in range(10)]
     trace = sorted([*batch, *chat], key=lambda request: request.at_s)
-    report = _report(trace, _settings(1))
+    report = report_trace(trace, make_settings(1))
     ttft_ms = report.by_tier["pro"].ttft_ms
     assert ttft_ms is not None
     assert ttft_ms.p90 < 250.0  # its prefill, and the steps under way
@@ -263,34 +236,36 @@ def test_batch_work_makes_way_for_what_somebody_waits_for() -> None:
 
 def test_the_shortest_come_first_of_one_tenant_only() -> None:
     lengths = [200, 10, 20, 30] * 20
-    trace = [_request(0.001 * n, output_tokens=length) for n, length in enumerate(lengths)]
-    by_arrival, shortest = (_report(trace, _settings(1), name) for name in ("fair", "shortest"))
+    trace = [make_request(0.001 * n, output_tokens=length) for n, length in enumerate(lengths)]
+    by_arrival, shortest = (
+        report_trace(trace, make_settings(1), name) for name in ("fair", "shortest")
+    )
     assert by_arrival.overall.e2e_ms is not None
     assert shortest.overall.e2e_ms is not None
     assert shortest.overall.e2e_ms.mean < by_arrival.overall.e2e_ms.mean
 
 
 def test_each_model_has_workers_of_its_own() -> None:
-    trace = [_request(0.1 * n, model=("small", "large")[n % 2]) for n in range(20)]
-    settings = msgspec.structs.replace(_settings(), num_workers={"small": 2, "": 1})
-    result = _run(trace, settings)
+    trace = [make_request(0.1 * n, model=("small", "large")[n % 2]) for n in range(20)]
+    settings = msgspec.structs.replace(make_settings(), num_workers={"small": 2, "": 1})
+    result = run_trace(trace, settings)
     assert [life.model for life in result.lives] == ["large", "small", "small"]
     _check_conserved(result.outcomes)
 
 
 def test_the_autoscaler_adds_workers_for_a_load_and_drains_them_behind_it() -> None:
-    short = _load(300, 0.05, output_tokens=100)
-    long = [_request(10.0 + number, output_tokens=1_500) for number in range(40)]
+    short = make_load(300, 0.05, output_tokens=100)
+    long = [make_request(10.0 + number, output_tokens=1_500) for number in range(40)]
     trace = sorted([*short, *long], key=lambda request: request.at_s)
     autoscale = AutoscaleConfig(
         min_workers=1, max_workers=8, cold_start_s=2.0, scale_down_after_s=5.0
     )
-    settings = _settings(
+    settings = make_settings(
         1,
         scheduler=SchedulerConfig(autoscale=autoscale),
         simulation=msgspec.structs.replace(SIMULATION, start_s=2.0),
     )
-    result = _run(trace, settings)
+    result = run_trace(trace, settings)
     report = policy_report("fair", result, settings)
     workers = [one.num_workers for one in report.timeline]
     assert max(workers) > 2
@@ -351,14 +326,14 @@ def test_arguments_that_make_no_sense_are_named(
 ) -> None:
     trace = tmp_path / "t.jsonl"
     with trace.open("w") as file:
-        write_trace([_request(0.0)], file)
+        write_trace([make_request(0.0)], file)
     assert main(["simulate", "--trace", str(trace), *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_trace_is_written_as_it_is_read() -> None:
     file = io.StringIO()
-    write_trace([_request(0.5, prefix=(("p", 3),))], file)
+    write_trace([make_request(0.5, prefix=(("p", 3),))], file)
     assert json.loads(file.getvalue()) == {
         "at_s": 0.5, "prompt_tokens": 100, "output_tokens": 11, "prefix": [["p", 3]],
     }  # fmt: skip

@@ -30,7 +30,9 @@ def test_a_model_given_twice_runs_once(tmp_path: Path) -> None:
     assert names == ("demo",)
 
 
-@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--gateways", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--workers", "0"], ["--gateways", "0"], ["--schedulers", "0"]]
+)
 def test_a_count_of_none_is_refused(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +46,15 @@ def test_the_engine_is_what_the_command_line_says(tmp_path: Path) -> None:
     assert _plan(arguments, tmp_path).config.worker.engine.kind == "simulated"
     arguments = build_parser().parse_args(["up"])
     assert _plan(arguments, tmp_path).config.worker.engine.kind == "real"
+
+
+def test_replicas_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    plan = _plan(build_parser().parse_args(["up"]), tmp_path)
+    assert (plan.num_schedulers, plan.num_gateways) == (1, 1)
+    arguments = ["up", "--schedulers", "3", "--gateways", "2"]
+    plan = _plan(build_parser().parse_args(arguments), tmp_path)
+    assert (plan.num_schedulers, plan.num_gateways) == (3, 2)
 
 
 @pytest.mark.parametrize(

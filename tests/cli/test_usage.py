@@ -15,7 +15,7 @@ from cli.main import main
 from cli.moments import parse_minute, shown
 from cli.rows import Rows
 from cli.usage import totals, with_decimals
-from schemas.records import RequestRecord, Status
+from schemas.records import RefusalRecord, RequestRecord, Status
 from tests.cli.left_store import run_on_store
 
 # A day that no table's time to live has reached.
@@ -128,6 +128,64 @@ def test_what_was_used(tmp_path: Path) -> None:
 
     assert json.loads(nothing.out)["rows"] == json.loads(nothing.out)["totals"] == []
     assert no_table.out.endswith("(0 rows)\n")
+
+
+def refusal(number: int, after_s: float, count: int, tenant: str = "acme") -> RefusalRecord:
+    at_ns = round((NOON + after_s) * 1e9)
+    return RefusalRecord(
+        gateway_id="gateway-1",
+        number=number,
+        recorded_ns=at_ns,
+        tenant=tenant,
+        key_id="5f0c2e9b71aa" if tenant else "",
+        door="/v1/chat/completions",
+        status=429 if tenant else 401,
+        code="tokens_per_minute" if tenant else "invalid_api_key",
+        limit="tokens_per_minute" if tenant else "",
+        count=count,
+        first_ns=at_ns,
+        last_ns=at_ns,
+        request_id=f"req-{number}",
+    )
+
+
+def test_what_was_refused(tmp_path: Path) -> None:
+    """Behind what was used, each once, and as a CSV of its own; of models there is none."""
+    refusals = [
+        refusal(0, 1.0, 3),
+        refusal(1, 2.0, 4),
+        refusal(2, 3.0, 90, tenant=""),
+        refusal(3, 86_400.0, 1_000),
+    ]
+    ran = run_on_store(
+        tmp_path,
+        RECORDS[:1],
+        [
+            ranged(DAY, NEXT_DAY),
+            ranged(DAY, NEXT_DAY, "--tenant", "acme", "--format", "json"),
+            ranged(DAY, NEXT_DAY, "--by", "refusal", "--format", "csv"),
+            ranged(DAY, NEXT_DAY, "--by", "refusal", "--model", "demo"),
+            ranged(DAY, NEXT_DAY, "--model", "demo"),
+        ],
+        refusals,
+    )
+    both, acme, refused, wrong, of_model = ran
+    assert [one.code for one in ran] == [0, 0, 0, 2, 0]
+    used, _, below = both.out.partition("\nRefused at the door\n")
+    assert used.endswith("(1 row)\n")
+    lines = [line.split() for line in below.splitlines()]
+    assert lines[0][:3] == ["tenant", "api_key", "door"]
+    assert lines[2][1:3] == ["401", "invalid_api_key"]
+    assert lines[3][:2] == ["acme", "5f0c2e9b71aa"]
+    assert lines[5] == ["total", "97"]
+    [row] = json.loads(acme.out)["refusals"]
+    assert (row["refused"], row["limit_reached"]) == (7, "tokens_per_minute")
+    assert row["request_id"] == "req-1"
+    assert len(json.loads(acme.out)["rows"]) == 1
+    rows = list(csv.DictReader(io.StringIO(refused.out)))
+    assert [(one["tenant"], one["refused"]) for one in rows] == [("", "90"), ("acme", "7")]
+    assert "leave --model out" in wrong.err
+    assert "Refused" not in of_model.out
 
 
 def test_totals_are_exact_and_say_what_is_not_known() -> None:

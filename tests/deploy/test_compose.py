@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,8 @@ import jsonschema
 import pytest
 import yaml
 
+from bus.binaries import nats_server_path
+from bus.nats.accounts import password_variable
 from bus.settings import load_config
 from cli.main import build_parser
 from gateway.identity import demands_keys
@@ -41,6 +44,15 @@ _SERVICE = {
             "items": {"type": "string", "pattern": "^[^:]+:/[^:]+(:ro)?$"},
         },
         "ports": {"type": "array", "items": {"type": "string"}},
+        "configs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["source", "target"],
+                "additionalProperties": False,
+                "properties": {"source": {"type": "string"}, "target": {"type": "string"}},
+            },
+        },
         "restart": {"enum": ["unless-stopped"]},
         "stop_grace_period": {"type": "string", "pattern": r"^\d+s$"},
         "ulimits": {"type": "object"},
@@ -73,6 +85,15 @@ _FILE = {
     "properties": {
         "services": {"type": "object", "additionalProperties": _SERVICE},
         "volumes": {"type": "object"},
+        "configs": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "required": ["content"],
+                "additionalProperties": False,
+                "properties": {"content": {"type": "string"}},
+            },
+        },
     },
 }
 
@@ -155,7 +176,44 @@ def test_streams_have_their_time_before_the_gateway_is_killed(compose: dict[str,
     assert grace_s > GatewayConfig().drain_timeout_s + 5
 
 
+def test_each_part_is_a_user_that_nats_knows(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    parts = {"gateway": "gateway", "scheduler": "scheduler", "workers": "worker"}
+    parts["telemetry"] = "telemetry"
+    for service in services.values():
+        if "build" in service:
+            ours = service["environment"]
+            user = parts[service["command"][0]]
+            assert ours["MILLRACE_NATS__USER"] == user
+            password = services["nats"]["environment"][password_variable(user)]
+            assert ours["MILLRACE_NATS__PASSWORD"] == password
+    accounts = (ROOT / "deploy" / "nats" / "accounts.conf").read_text()
+    variables = set(re.findall(r"\$(NATS_\w+)", accounts))
+    assert variables == set(services["nats"]["environment"])
+
+
+def test_nats_takes_its_configuration(compose: dict[str, Any]) -> None:
+    environment = os.environ | dict.fromkeys(compose["services"]["nats"]["environment"], "secret")
+    file = str(ROOT / "deploy" / "nats" / "nats.conf")
+    checked = subprocess.run(
+        [str(nats_server_path()), "-t", "-c", file],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_the_image_holds_every_package() -> None:
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     for package in ("schemas", "bus", "registry", "gateway", "scheduler", "workers", "telemetry"):
         assert f"COPY {package} {package}\n" in dockerfile
+
+
+def test_the_worker_can_be_scaled() -> None:
+    """No two may share a name, a port of the machine or a volume."""
+    worker = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["worker"]
+    assert not worker.keys() & {"container_name", "ports", "volumes"}
+    assert "MILLRACE_WORKER__NAME" not in worker["environment"]
+    assert load_config(None, {}).worker.name == "", "each draws one at start"

@@ -125,6 +125,7 @@ def test_prometheus_and_the_kubelet_find_where_a_worker_shows_itself(
 ) -> None:
     metrics = _settings(worker).metrics
     assert metrics.host == "0.0.0.0"
+    assert metrics.token
     template = worker["spec"]["template"]
     annotations = template["metadata"]["annotations"]
     assert annotations == {

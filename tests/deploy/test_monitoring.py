@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bus.metrics import check_exposure
 from bus.settings import load_config
 from cli.scrape_targets import FILE_NAME
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
@@ -196,6 +197,12 @@ def test_prometheus_finds_the_parts_of_compose() -> None:
         settings = {k: v for k, v in environment.items() if k.startswith("MILLRACE_")}
         metrics = load_config(None, settings).metrics
         assert (metrics.host, metrics.port) == ("0.0.0.0", found["port"])
+        check_exposure(metrics)
+        # What the parts demand is what Prometheus shows them.
+        [shown] = compose["services"]["prometheus"]["configs"]
+        assert metrics.token == compose["configs"][shown["source"]]["content"]
+        token_file = job["authorization"]["credentials_file"]
+        assert shown["target"] == f"/etc/prometheus/{token_file}"
     mounted = dict(map(_split_mount, compose["services"]["prometheus"]["volumes"]))
     for file in config["rule_files"]:
         assert mounted[f"./deploy/prometheus/{file}"] == f"/etc/prometheus/{file}"
@@ -221,9 +228,11 @@ def test_prometheus_finds_the_parts_of_a_local_system() -> None:
         ["test", "rules", "alerts_test.yml"],
     ],
 )
-def test_prometheus_own_tool_agrees(arguments: list[str]) -> None:
+def test_prometheus_own_tool_agrees(arguments: list[str], tmp_path: Path) -> None:
+    folder = shutil.copytree(PROMETHEUS, tmp_path / "deploy" / "prometheus")
+    (folder / "metrics-token").write_text("mounted beside them, as in docker-compose.yml")
     checked = subprocess.run(
-        ["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, check=False
+        ["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

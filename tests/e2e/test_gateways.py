@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.clients import Answer, chat_body
@@ -30,7 +31,8 @@ KINDS: tuple[type[Persistent], ...] = (SocketClient, EventClient, WholeClient)
 
 @dataclass
 class Pair:
-    """A system with two gateways, and what its clients are answered when nothing happens."""
+    """A system with two gateways and schedulers, and what its clients are answered when nothing
+    happens."""
 
     system: System
     undisturbed: list[Answer]
@@ -43,7 +45,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     # Little time to drain, so that answers are cut and have to go on elsewhere.
     gateway = {"drain_timeout_s": 0.2, "tools": str(tools)}
     settings.write_text(json.dumps({"gateway": gateway}))
-    arguments = ("--port", "18200", "--gateways", "2", "--config", str(settings))
+    replicas = ("--gateways", "2", "--schedulers", "2")
+    arguments = ("--port", "18200", *replicas, "--config", str(settings))
 
     async def ask_all() -> list[Answer]:
         return await asyncio.gather(*(client.ask() for client in _clients(running)))
@@ -61,6 +64,14 @@ async def both_come_back(pair: Pair) -> AsyncIterator[None]:
     yield
     for gateway in GATEWAYS:
         await _serves(pair.system, gateway)
+
+
+def test_as_many_schedulers_serve_as_were_asked_for(pair: Pair) -> None:
+    run = pair.system.data / "run"
+    pids = [int((run / f"scheduler-{number}.pid").read_text()) for number in (1, 2)]
+    for pid in pids:
+        assert "scheduler" in psutil.Process(pid).cmdline()
+    assert len(set(pids)) == 2
 
 
 def _clients(system: System) -> list[Persistent]:

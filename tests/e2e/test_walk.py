@@ -98,7 +98,7 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
     finished = subprocess.run(
         [
             *(sys.executable, "docs/examples/publish_job.py"),
-            *(system.endpoints["nats"], "What is a KV cache?"),
+            *(str(system.data / "run" / "nats.url"), "What is a KV cache?"),
         ],
         capture_output=True,
         text=True,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from schemas.frames import Failed
-from tests.support.running_gateway import MODEL, RunningGateway
+from tests.support.running_gateway import MODEL, ByteModel, RunningGateway
 from tests.support.waiting import eventually
 
 
@@ -102,6 +104,42 @@ async def test_chat_log_probabilities(client: openai.AsyncOpenAI) -> None:
         for token in choice.logprobs.content or []
     ]
     assert streamed == ["\x00", "\x01"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_end_token_has_no_log_probability(
+    front: RunningGateway, route: str, *, stream: bool
+) -> None:
+    """It is counted, and it is none of the content."""
+    model = await front.gateway.models.get(MODEL)
+    assert isinstance(model, ByteModel)
+    model.eos_token_ids = (2,)
+    front.worker.script = lambda _job: ["h", "i", ""]
+    is_chat = "chat" in route
+    said = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": "?"}
+    body = {"model": MODEL, "logprobs": True if is_chat else 1, "stream": stream, **said}
+    async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
+        answers = await _answers(http, route, body)
+        found = [answer["choices"][0]["logprobs"] for answer in answers]
+        lists = [one["content"] if is_chat else one["tokens"] for one in found if one]
+        tokens = [one["token"] if is_chat else one for tokens in lists for one in tokens]
+        assert tokens == ["\x00", "\x01"]
+        if not stream:
+            assert answers[0]["usage"]["completion_tokens"] == 3
+        ignored = await _answers(http, route, {**body, "ignore_eos": True, "stream": False})
+        kept = ignored[0]["choices"][0]["logprobs"]
+        assert len(kept["content" if is_chat else "tokens"]) == 3
+
+
+async def _answers(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> list[Any]:
+    """The body, or those of all events."""
+    answer = await http.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    if not body["stream"]:
+        return [answer.json()]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 async def test_completion_log_probabilities_with_the_prompt(client: openai.AsyncOpenAI) -> None:

@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
+from bus.limits.errors import LimitsAwayError
 from gateway.caller import Caller
 from gateway.embedding_vectors import VectorForm
 from gateway.embeddings import MAX_JOBS_AT_ONCE
-from gateway.limit_errors import LimitsAwayError
 from gateway.limits import Limiter, Reservation
 from schemas.config import GatewayConfig
 from schemas.embeddings import MAX_INPUTS
@@ -231,7 +231,9 @@ async def test_tokens_are_set_aside_and_settled(
     assert (await http.post(_PATH, json=body)).status_code == 500
     assert ledger.settled[1:] == [None]
     assert (await http.post(_PATH, json=body | {"input": ""})).status_code == 400
-    assert len(ledger.reserved) == len(ledger.settled) == 2
+    # What is refused counts as a request, of no tokens.
+    assert len(ledger.reserved) == len(ledger.settled) == 3
+    assert (ledger.reserved[2]["num_prompt_tokens"], ledger.settled[2]) == (0, Usage())
 
 
 async def test_a_limit_that_is_reached(

@@ -14,8 +14,6 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from gateway import files as gateway_files
-from gateway import http as gateway_http
 from gateway import server as gateway_server
 from schemas.config import GatewayConfig
 from schemas.websocket import SUBPROTOCOL
@@ -237,39 +235,6 @@ async def test_a_head_that_trickles_is_given_up_on(
         trickling.cancel()
     for raw in (silent, blank, slow, again):
         await raw.close()
-
-
-@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/embeddings"])
-async def test_a_body_that_trickles_is_given_up_on(
-    front: RunningGateway, path: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_http, "_BODY_TIMEOUT_S", _SHORT_S)
-    raw = await sent(front, post(path, b"{" * 1_000)[:-900])
-    status, error = await raw.answer()
-    assert (status, error["error"]["code"]) == (408, "request_timeout")
-    assert await raw.rest() == b""
-    await raw.close()
-
-
-async def test_a_file_that_trickles_is_given_up_on(
-    front: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_files, "_UPLOAD_TIMEOUT_S", _SHORT_S)
-    head = b"POST /v1/files HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000\r\n"
-    form = b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
-    part = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-    raw = await sent(front, head + form + part)
-
-    async def trickle() -> None:
-        while True:
-            raw.writer.write(b"{")
-            await asyncio.sleep(0.02)
-
-    trickling = asyncio.create_task(trickle())
-    status, error = await raw.answer()
-    trickling.cancel()
-    assert (status, error["error"]["code"]) == (408, "request_timeout")
-    await raw.close()
 
 
 async def test_a_body_that_nobody_asked_for_is_given_up_on(

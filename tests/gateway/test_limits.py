@@ -9,9 +9,7 @@ from decimal import Decimal
 import pytest
 from redis.asyncio import Redis
 
-from gateway.caller import LOCAL
-from gateway.identity import AuthenticationError
-from gateway.limit_errors import (
+from bus.limits.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     RateLimitError,
@@ -20,6 +18,8 @@ from gateway.limit_errors import (
     TokensPerMinuteError,
     TooManyTokensError,
 )
+from gateway.caller import LOCAL
+from gateway.identity import AuthenticationError
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

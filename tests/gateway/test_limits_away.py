@@ -9,14 +9,14 @@ from decimal import Decimal
 import pytest
 from redis.asyncio import Redis
 
-from bus.redis_link import RedisLink
-from gateway.caller import LOCAL, Caller
-from gateway.limit_errors import (
+from bus.limits.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     LimitsAwayError,
     TierContextError,
 )
+from bus.redis_link import RedisLink
+from gateway.caller import LOCAL, Caller
 from gateway.limits import Limiter
 from schemas.config import RedisConfig
 from schemas.jobs import Tier

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bus.clock import ManualClock
+from bus.limits.errors import RateLimitError
 from bus.redis_link import RedisAwayError, RedisLink
 from bus.tenants import TenantStore
 from gateway.caller import Caller
-from gateway.limit_errors import RateLimitError
 from gateway.limits import Limiter
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage

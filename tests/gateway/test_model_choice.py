@@ -200,6 +200,11 @@ async def test_who_may_be_degraded_does_not_wait_for_a_saturated_model(
     assert await served(Tier.FREE) == (SMALL, "reason+maths:saturated")
     fronts.queue(LARGE)
     assert await served(Tier.FREE) == (LARGE, "reason+maths")
+    soon = {Tier.FREE: 100.0}
+    fronts.queue(LARGE, ttft_ms=soon, tenant_ttft_ms={Tier.FREE: {"local": 5_000.0}})
+    assert await served(Tier.FREE) == (SMALL, "reason+maths:saturated"), "its own jobs count"
+    fronts.queue(LARGE, ttft_ms=soon, tenant_ttft_ms={Tier.FREE: {"other": 5_000.0}})
+    assert await served(Tier.FREE) == (LARGE, "reason+maths"), "another tenant's do not"
 
 
 async def test_a_model_whose_workers_went_gives_way(

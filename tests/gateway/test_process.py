@@ -57,6 +57,8 @@ async def start(nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Start]
             env=os.environ
             | {
                 "MILLRACE_NATS__URL": nats_config.url,
+                # Nobody's, where others on this machine may have theirs.
+                "MILLRACE_REDIS__URL": "redis://127.0.0.1:1/0",
                 "MILLRACE_CATALOGUE": str(catalogue),
                 "MILLRACE_GATEWAY__PORT": str(port),
             },

@@ -30,6 +30,7 @@ from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.refusals import Refusals
+from bus.storage import Storage
 from schemas.errors import BusUnavailableError
 from schemas.jobs import DeadJob, Job, JobResult
 from schemas.records import Record
@@ -79,8 +80,8 @@ class FaultyJobs:
         self._inner = inner
         self._link = link
 
-    async def publish(self, job: Job) -> PublishedJob:
-        return await self._link.call("publish", lambda: self._inner.publish(job))
+    async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
+        return await self._link.call("publish", lambda: self._inner.publish(job, reserved=reserved))
 
     async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
         return await self._link.call("pull", lambda: self._inner.pull(line, max_jobs, timeout_s))
@@ -180,6 +181,27 @@ class FaultyBucket:
 
         return await self._link.call("entries", entries)
 
+    async def ages(self) -> Sequence[tuple[bytes, float]]:
+        async def ages() -> Sequence[tuple[bytes, float]]:
+            self._broker.require_up()
+            return self._broker.workers.ages()
+
+        return await self._link.call("entries", ages)
+
+    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        async def put_after() -> int | None:
+            self._broker.require_up()
+            return self._broker.workers.put_after(subject, payload, after)
+
+        return await self._link.call("bucket", put_after)
+
+    async def get(self, subject: str) -> tuple[bytes, int] | None:
+        async def get() -> tuple[bytes, int] | None:
+            self._broker.require_up()
+            return self._broker.workers.get(subject)
+
+        return await self._link.call("bucket", get)
+
 
 class FaultyBus:
     """See ``bus.api.Bus``: one process's."""
@@ -204,6 +226,7 @@ class FaultyBus:
         self.outbox: Outbox = FaultyOutbox(inner, link)
         self.journal: Journal = inner.journal
         self.objects: Objects = inner.objects
+        self.storage: Storage = inner.storage
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = FaultyJobs(MemoryJobQueue(broker, transport, refusals), link)
         broker.on_start.append(self._restarted)
@@ -234,15 +257,24 @@ class SharedIndex:
     def __init__(self) -> None:
         self.is_away = self.was_away = False
         self.known: dict[str, Generation] = {}
+        self.held: dict[str, dict[str, str]] = {}
 
     def lookup(self, request_id: str) -> Generation | None:
         return None if self.is_away else self.known.get(request_id)
 
-    def write(self, request_id: str, entry: Generation) -> None:
+    def write(self, request_id: str, entry: Generation, lease: str) -> None:
         """By the rule of ``bus.generations``."""
         known = self.known.get(request_id)
         if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
             self.known[request_id] = entry
+            held = self.held.setdefault(entry.worker_id, {})
+            held.pop(request_id, None)
+            if lease:
+                held[request_id] = lease
+
+    def drop(self, request_id: str, worker_id: str) -> None:
+        if not self.is_away:
+            self.held.get(worker_id, {}).pop(request_id, None)
 
 
 class IndexLink:
@@ -253,11 +285,23 @@ class IndexLink:
         self._process = process
         self._clock = clock
 
-    async def start(self, request_id: str, worker_id: str, epoch: int) -> None:
-        await self._write(request_id, worker_id, epoch, finished=False)
+    async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None:
+        await self._write(request_id, worker_id, epoch, finished=False, lease=lease)
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         await self._write(request_id, worker_id, epoch, finished=True)
+
+    async def drop(self, request_id: str, worker_id: str) -> None:
+        await self._process.passes("index", is_after=False)
+        await self._clock.sleep(_LATENCIES_S[0])
+        self._index.drop(request_id, worker_id)
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        await self._process.running()
+        await self._clock.sleep(_LATENCIES_S[0])
+        held = {} if self._index.is_away else dict(self._index.held.get(worker_id, {}))
+        await self._process.running()
+        return held
 
     async def lookup(self, request_id: str) -> Generation | None:
         await self._process.running()
@@ -269,8 +313,10 @@ class IndexLink:
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         raise AssertionError(f"{request_id} names its model")
 
-    async def _write(self, request_id: str, worker_id: str, epoch: int, *, finished: bool) -> None:
+    async def _write(
+        self, request_id: str, worker_id: str, epoch: int, *, finished: bool, lease: str = ""
+    ) -> None:
         await self._process.passes("index", is_after=False)
         await self._clock.sleep(_LATENCIES_S[0])
         entry = Generation(worker_id=worker_id, epoch=epoch, finished=finished)
-        self._index.write(request_id, entry)
+        self._index.write(request_id, entry, lease)

@@ -56,6 +56,7 @@ class ScriptedWorker:
         self.veto = ""
         self.mute = False
         self.draining = False
+        self.engine_down = False
         self.tells_ends = True
         self.decode_step_ms = 0.0
         self.device_us = 0
@@ -115,6 +116,7 @@ class ScriptedWorker:
             outstanding_tokens=sum(d.job.sampling.max_tokens or 0 for d in self.running.values()),
             decode_step_ms=self.decode_step_ms,
             draining=self.draining,
+            engine_down=self.engine_down,
             retired=retired,
             started_ns=self._started_ns,
             sent_ns=self.clock.now_ns(),

@@ -32,12 +32,32 @@ def test_a_worker_is_gone_after_its_silence() -> None:
     assert fleet.num_workers("m") == 1, "it was only silent"
 
 
-def test_a_new_life_ends_the_former_for_good() -> None:
+def test_a_new_life_ends_the_former() -> None:
     fleet = fleet_of(status("w-1"))
     (gone,) = fleet.observe(status("w-2", started_ns=NOW_NS + 1), 0.1, NOW_NS)
     assert (gone.worker_id, gone.why) == ("w-1", Departure.RESTARTED)
-    assert fleet.observe(status("w-1"), 0.2, NOW_NS) == []
+    assert fleet.observe(status("w-1"), 0.2, NOW_NS) == [], "that was on its way"
     assert [worker.worker_id for worker in fleet.of_model("m")] == ["w-2"]
+    fleet.check_integrity()
+
+
+def test_a_former_life_that_is_heard_again_is_used_again() -> None:
+    """Two workers of one name run, whatever they were told."""
+    fleet = fleet_of(status("w-1"))
+    fleet.observe(status("w-2", started_ns=NOW_NS + 1), 0.1, NOW_NS)
+    for now_s in (0.6, 1.1, 1.6):
+        fleet.observe(status("w-1"), now_s, NOW_NS)
+    assert fleet.num_workers("m") == 1
+    assert fleet.observe(status("w-1"), 2.1, NOW_NS) == []
+    assert fleet.observe(status("w-2", started_ns=NOW_NS + 1), 2.2, NOW_NS) == []
+    assert sorted(worker.worker_id for worker in fleet.of_model("m")) == ["w-1", "w-2"]
+    fleet.check_integrity()
+    (gone,) = fleet.observe(status("w-2", retired=True), 2.3, NOW_NS)
+    assert gone.worker_id == "w-2"
+    fleet.observe(status("w-1"), 2.6, NOW_NS)
+    assert [worker.worker_id for worker in fleet.of_model("m")] == ["w-1"]
+    ended = fleet.observe(status("w-3", started_ns=NOW_NS + 2), 2.7, NOW_NS)
+    assert [one.worker_id for one in ended] == ["w-1"], "a new life ends it once more"
     fleet.check_integrity()
 
 

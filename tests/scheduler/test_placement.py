@@ -18,6 +18,7 @@ from tests.scheduler.statuses import NOW_NS, status, view
 
 _NEED = Need(1_000, 100)
 _SPEEDS = {"prefill_tokens_per_s": 10_000.0, "decode_step_ms": 10.0}
+_SIZE = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
 
 
 def chosen(
@@ -33,8 +34,7 @@ def chosen(
 
 def pair(**changes: object) -> list[WorkerView]:
     """Two large workers, of whom the first is as ``changes`` say."""
-    size = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
-    return [view("a-1", **(size | _SPEEDS | changes)), view("b-1", **(size | _SPEEDS))]
+    return [view("a-1", **(_SIZE | _SPEEDS | changes)), view("b-1", **(_SIZE | _SPEEDS))]
 
 
 def busier_by(num_more: int) -> list[WorkerView]:
@@ -118,8 +118,7 @@ def test_the_first_token_is_predicted() -> None:
 def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> None:
     """One worker has the prompt that all begin with; the others compute it as soon as that is
     faster than to stand in line, and from then on have it too."""
-    size = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
-    workers = [view(f"w{number}", **size, **_SPEEDS) for number in range(8)]
+    workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(8)]
     cached = {"w0": 2_000}
     counts: Counter[str] = Counter()
     for number in range(320):
@@ -132,6 +131,52 @@ def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> Non
     assert len(counts) == 8
     # A prefix is worth about 20 of these requests, and no more than that is unfair.
     assert max(counts.values()) - min(counts.values()) <= 24
+
+
+def test_equals_take_turns() -> None:
+    workers = [*pair(), view("c-1", **_SIZE, **_SPEEDS)]
+    order = []
+    for number in range(9):
+        worker = placement.choose(workers, _NEED)
+        assert worker is not None
+        worker.reserve(f"r{number}", _NEED)
+        worker.release(f"r{number}")
+        order.append(worker.worker_id)
+    assert order == ["a-1", "b-1", "c-1"] * 3
+
+
+def test_a_short_prefix_does_not_draw_requests_past_an_idle_worker() -> None:
+    workers = pair()
+    short, cached = Need(100, 100), {"a-1": 96}
+    assert chosen(workers, short, cached) == "a-1", "the first turn"
+    workers[0].reserve("r1", short, 100.0, 96)
+    assert chosen(workers, short, cached) == "b-1"
+    workers[0].release("r1")
+    assert chosen(workers, short, cached) == "b-1", "both are idle, and it is its turn"
+
+
+def test_a_long_prefix_draws_requests_past_an_idle_worker() -> None:
+    workers = pair()
+    workers[0].reserve("r1", Need(1, 100))
+    assert chosen(workers, cached={"a-1": 512}) == "a-1"
+
+
+def test_among_those_at_work_a_short_prefix_counts() -> None:
+    workers = pair()
+    for number, worker in enumerate(workers):
+        worker.reserve(f"r{number}", Need(1, 100))
+    assert chosen(workers, cached={"b-1": 80}) == "b-1"
+    assert chosen(workers, cached={"a-1": 80}) == "a-1"
+
+
+def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> None:
+    workers = pair(decode_step_ms=7.5, prefill_tokens_per_s=13_000.0)
+    assert chosen(workers) == "a-1"
+    workers[0].reserve("r1", _NEED)
+    workers[0].advance(1.0)
+    assert chosen(workers) == "b-1"
+    workers[0].release("r1")
+    assert chosen(workers) == "b-1"
 
 
 _STATUSES = st.builds(
@@ -247,3 +292,35 @@ def test_the_longest_request_that_anybody_holds() -> None:
     assert placement.longest_tokens(
         [view(max_tokens_per_request=64), view(max_tokens_per_request=96)]
     ) == (96)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(2, 5),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.lists(st.integers(0, 8), min_size=10, max_size=60),
+)
+def test_equal_workers_get_equally_much(
+    num_workers: int, num_prompt_tokens: int, num_new_tokens: int, ends: list[int]
+) -> None:
+    """The same short prompt again and again, while earlier ones end in whatever order."""
+    workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(num_workers)]
+    cached: dict[str, int] = {}
+    counts = dict.fromkeys([worker.worker_id for worker in workers], 0)
+    need = Need(min(num_prompt_tokens, 128), num_new_tokens)
+    running: list[tuple[WorkerView, str]] = []
+    for number, num_ended in enumerate(ends):
+        worker = placement.choose(workers, need, cached, 100.0, "affine", number * 10.0)
+        assert worker is not None
+        fewest = min(one.num_held for one in workers)
+        assert fewest > 0 or worker.num_held == 0, "somebody had nothing to do"
+        worker.reserve(f"r{number}", need, 100.0, cached.get(worker.worker_id, 0))
+        cached[worker.worker_id] = need.num_context_tokens // 16 * 16
+        counts[worker.worker_id] += 1
+        running.append((worker, f"r{number}"))
+        for _ in range(min(num_ended, len(running))):
+            ended, request_id = running.pop(0)
+            ended.release(request_id)
+    if all(num_ended > 1 for num_ended in ends):
+        assert max(counts.values()) - min(counts.values()) <= 1

@@ -30,7 +30,7 @@ class Models:
     def __init__(self) -> None:
         self.states = {"s": THERE, "l": THERE}
 
-    def state_of(self, model: str, _tier: Tier) -> ModelState:
+    def state_of(self, model: str, _tier: Tier, _tenant: str) -> ModelState:
         return self.states[model]
 
 

@@ -68,6 +68,7 @@ class FakeGenerations:
 
     def __init__(self) -> None:
         self.known: dict[str, Generation] = {}
+        self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
 
     async def lookup(self, request_id: str) -> Generation | None:
@@ -75,6 +76,9 @@ class FakeGenerations:
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.known[request_id] = Generation(worker_id=worker_id, epoch=epoch, finished=True)
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        return self.held.get(worker_id, {})
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         return self.chosen.setdefault(request_id, (model, reason))

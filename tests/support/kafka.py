@@ -9,8 +9,10 @@ import socket
 import subprocess
 import uuid
 from base64 import urlsafe_b64encode
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.certificates import Authority
 from tests.support.servers import Server, free_port
 
 _POM = Path(__file__).with_name("kafka-pom.xml")
@@ -62,11 +64,15 @@ class KafkaBroker(Server):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
+        self._prepare()
         self._class_path = str(kafka_jars() / "*")
         self._config_path = directory / "server.properties"
         self._config_path.write_text(self._properties(controller_port=free_port()))
         (directory / "log4j2.yaml").write_text(_LOGGING)
         self._format()
+
+    def _prepare(self) -> None:
+        """Called before the broker's files are written."""
 
     @property
     def bootstrap_servers(self) -> str:
@@ -91,11 +97,15 @@ class KafkaBroker(Server):
             "kafka.tools.StorageTool",
             # With "=", as an id may begin with a dash.
             *("format", f"--cluster-id={cluster_id}", "-c", str(self._config_path)),
+            *self._format_options(),
         )
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False
         )
         assert done.returncode == 0, f"formatting failed:\n{done.stdout}{done.stderr}"
+
+    def _format_options(self) -> list[str]:
+        return []
 
     def _properties(self, controller_port: int) -> str:
         lines = {
@@ -121,7 +131,70 @@ class KafkaBroker(Server):
             "num.network.threads": "1",
             "num.io.threads": "2",
         }
+        self._adjust(lines)
         return "".join(f"{key}={value}\n" for key, value in lines.items())
+
+    def _adjust(self, properties: dict[str, str]) -> None:
+        """Change the broker's properties."""
+
+
+class SecureKafkaBroker(KafkaBroker):
+    """A broker with more doors, all with TLS: ``sasl_port`` for ``users``, by PLAIN and SCRAM;
+    ``mutual_port`` for clients with a certificate of the authority; ``expired_port``, whose own
+    certificate has expired. The certificates are for 127.0.0.1."""
+
+    def __init__(self, directory: Path, authority: Authority, users: Mapping[str, str]) -> None:
+        self._authority = authority
+        self._users = users
+        self.sasl_port, self.mutual_port, self.expired_port = (free_port() for _ in range(3))
+        super().__init__(directory)
+
+    def _prepare(self) -> None:
+        for name, expired in (("broker", False), ("expired", True)):
+            pair = self._authority.sign(name, ("127.0.0.1",), expired=expired)
+            store = self.directory / f"{name}-store.pem"
+            store.write_bytes(pair.key.read_bytes() + pair.certificate.read_bytes())
+
+    def _format_options(self) -> list[str]:
+        return [
+            option
+            for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512")
+            for name, password in self._users.items()
+            for option in ("--add-scram", f"{mechanism}=[name={name},password={password}]")
+        ]
+
+    def _adjust(self, properties: dict[str, str]) -> None:
+        doors = {
+            "SASLSSL": self.sasl_port,
+            "MUTUAL": self.mutual_port,
+            "EXPIRED": self.expired_port,
+        }
+        listeners = "".join(f",{name}://127.0.0.1:{port}" for name, port in doors.items())
+        properties["listeners"] += listeners
+        properties["advertised.listeners"] += listeners
+        properties["listener.security.protocol.map"] += ",SASLSSL:SASL_SSL,MUTUAL:SSL,EXPIRED:SSL"
+        plain = "".join(f' user_{name}="{word}"' for name, word in self._users.items())
+        modules = "org.apache.kafka.common.security"
+        scram = f"{modules}.scram.ScramLoginModule required;"
+        properties.update(
+            {
+                "ssl.keystore.type": "PEM",
+                "ssl.keystore.location": str(self.directory / "broker-store.pem"),
+                "ssl.truststore.type": "PEM",
+                "ssl.truststore.location": str(self._authority.certificate),
+                "listener.name.mutual.ssl.client.auth": "required",
+                "listener.name.expired.ssl.keystore.type": "PEM",
+                "listener.name.expired.ssl.keystore.location": str(
+                    self.directory / "expired-store.pem"
+                ),
+                "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
+                "listener.name.saslssl.plain.sasl.jaas.config": (
+                    f"{modules}.plain.PlainLoginModule required{plain};"
+                ),
+                "listener.name.saslssl.scram-sha-256.sasl.jaas.config": scram,
+                "listener.name.saslssl.scram-sha-512.sasl.jaas.config": scram,
+            }
+        )
 
 
 _LOGGING = """\

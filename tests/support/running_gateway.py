@@ -20,7 +20,7 @@ from gateway.server import Server, listen
 from gateway.tool_catalogue import ToolCatalogue
 from registry.pricing import UNPRICED
 from registry.served import EmbeddingSettings
-from schemas.config import GatewayConfig, RedisConfig
+from schemas.config import GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
@@ -57,6 +57,7 @@ class ByteModel:
         self.tokenizer = ByteTokenizer()
         self.context_window_tokens = CONTEXT_WINDOW_TOKENS
         self.vocab_size = 256
+        self.eos_token_ids: tuple[int, ...] = ()
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.prices = UNPRICED
         self.embedding_size = EMBEDDING_SIZE
@@ -127,6 +128,8 @@ async def running_gateway(
     redis: RedisConfig | None = None,
     tools: ToolCatalogue | None = None,
     tracing: Tracing | None = None,
+    storage: StorageConfig | None = None,
+    exposure: MetricsConfig | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve on a free port until the block ends.
 
@@ -149,6 +152,8 @@ async def running_gateway(
         redis=link,
         tools=tools,
         tracing=tracing,
+        storage=storage,
+        exposure=exposure,
     )
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())

@@ -13,7 +13,7 @@ _LIBRARY = ("process_", "python_")
 LABELS = frozenset(
     {
         *("model", "worker", "version", "tier", "status", "code", "result", "why"),
-        *("source", "outcome", "route", "limit", "topic", "table", "le", "device"),
+        *("source", "outcome", "route", "limit", "topic", "table", "le", "device", "store"),
     }
 )
 

@@ -140,16 +140,17 @@ class Server:
 
 
 class NatsServer(Server):
-    """nats-server with JetStream; ``options`` are lines of its configuration file."""
+    """nats-server with JetStream; ``options`` are lines of its configuration file, and
+    ``store_options`` of JetStream's part of it."""
 
     scheme = "nats"
 
-    def __init__(self, directory: Path, options: str = "") -> None:
+    def __init__(self, directory: Path, options: str = "", store_options: str = "") -> None:
         super().__init__(directory)
         self._config_path = directory / "nats.conf"
         self._config_path.write_text(
             f'listen: "127.0.0.1:{self.port}"\n'
-            f'jetstream {{ store_dir: "{self.store_path}" }}\n{options}\n'
+            f'jetstream {{ store_dir: "{self.store_path}"\n{store_options} }}\n{options}\n'
         )
 
     def command(self) -> list[str]:
@@ -169,17 +170,76 @@ class NatsServer(Server):
 
 
 class RedisServer(Server):
-    """redis-server without persistence."""
+    """redis-server without persistence, or with a log of what it ``appends``."""
 
     scheme = "redis"
+
+    def __init__(self, directory: Path, *, appends: bool = False) -> None:
+        super().__init__(directory)
+        self._appends = "yes" if appends else "no"
 
     def command(self) -> list[str]:
         return [
             str(redis_server_path()),
             *("--bind", "127.0.0.1", "--port", str(self.port)),
-            *("--save", "", "--appendonly", "no", "--dir", str(self.directory)),
+            *("--save", "", "--appendonly", self._appends, "--dir", str(self.directory)),
         ]
 
     def greets(self, connection: socket.socket) -> bool:
         connection.sendall(b"PING\r\n")
         return connection.recv(5) == b"+PONG"
+
+
+class TlsRedisServer(RedisServer):
+    """redis-server with TLS and nothing else, and clients that must show a certificate if
+    ``verify`` is "yes"; ``options`` are lines of its configuration file. It is Debian's: the one
+    of the package has no TLS."""
+
+    scheme = "rediss"
+
+    def __init__(
+        self,
+        directory: Path,
+        files: tuple[Path, Path, Path],
+        *,
+        verify: str = "no",
+        options: str = "",
+        sentinel: bool = False,
+    ) -> None:
+        super().__init__(directory)
+        self._ca, certificate, key = files
+        self._sentinel = sentinel
+        self._config_path = directory / "redis.conf"
+        self._config_path.write_text(
+            f"bind 127.0.0.1\nport 0\ntls-port {self.port}\ndir {directory}\n"
+            f"tls-ca-cert-file {self._ca}\ntls-cert-file {certificate}\ntls-key-file {key}\n"
+            f"tls-auth-clients {verify}\ntls-replication yes\n"
+            + ("" if sentinel else 'save ""\nappendonly no\n')
+            + f"{options}\n"
+        )
+
+    def command(self) -> list[str]:
+        program = tls_redis_path()
+        assert program is not None, "ask for it first"
+        return [program, str(self._config_path), *(["--sentinel"] if self._sentinel else [])]
+
+    def greets(self, connection: socket.socket) -> bool:
+        return True  # its handshake is the test's affair
+
+
+def tls_redis_path() -> str | None:
+    """The redis-server of this machine that has TLS, if any: an environment's bin may come first on
+    the PATH, with one that has not."""
+    for folder in [*os.get_exec_path(), "/usr/bin"]:
+        program = shutil.which("redis-server", path=folder)
+        if program is not None and _has_tls(program):
+            return program
+    return None
+
+
+def _has_tls(program: str) -> bool:
+    """It names what is wrong with the value of a setting that it knows."""
+    said = subprocess.run(
+        [program, "--port", "0", "--tls-port", "x"], capture_output=True, text=True, check=False
+    )
+    return "Bad directive" not in said.stderr + said.stdout

@@ -93,8 +93,14 @@ class System:
         parameters = urllib.parse.urlencode(
             {"default_format": "JSONEachRow", "database": "millrace", "readonly": "1"}
         )
+        url = urllib.parse.urlsplit(self.endpoints["clickhouse"])
         request = urllib.request.Request(
-            f"{self.endpoints['clickhouse']}/?{parameters}", data=query.encode()
+            f"http://{url.hostname}:{url.port}/?{parameters}",
+            data=query.encode(),
+            headers={
+                "X-ClickHouse-User": url.username or "",
+                "X-ClickHouse-Key": url.password or "",
+            },
         )
         with urllib.request.urlopen(request, timeout=10.0) as answer:
             return [json.loads(line) for line in answer.read().splitlines() if line]

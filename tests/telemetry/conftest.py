@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import chdb
 import pytest
 
 from schemas.config import KafkaConfig
+from telemetry.embedded_engine import connect
 from telemetry.embedded_kafka import EmbeddedKafka
 from telemetry.store import Store
 from tests.support.servers import NatsServer
@@ -19,7 +19,7 @@ from tests.telemetry.stores import empty_store
 def store_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("clickhouse")
     # A connection that stays keeps the engine up between the tests: starting it takes its time.
-    held = chdb.connect(str(path.resolve()))  # type: ignore[no-untyped-call]
+    held = connect(str(path), "millrace", "older")
     yield path
     held.close()
 

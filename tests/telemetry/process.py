@@ -18,6 +18,8 @@ from telemetry.embedded_kafka import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
 
+PASSWORD = "of the store's door"
+
 
 class TelemetryProcess:
     """One life after the other of ``python -m telemetry`` on one store."""
@@ -31,7 +33,9 @@ class TelemetryProcess:
         self.config = Config(
             nats=NatsConfig(url=nats_url),
             kafka=kafka,
-            clickhouse=ClickHouseConfig(path=str(directory / "store"), serve_port=self.port),
+            clickhouse=ClickHouseConfig(
+                path=str(directory / "store"), serve_port=self.port, password=PASSWORD
+            ),
             telemetry=TelemetryConfig(batch_interval_s=batch_interval_s),
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,5 +99,8 @@ class TelemetryProcess:
         return ""
 
     def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=5.0) as answer:
+        request = urllib.request.Request(
+            f"{self.url}{path}", headers={"X-ClickHouse-Key": PASSWORD}
+        )
+        with urllib.request.urlopen(request, timeout=5.0) as answer:
             return bytes(answer.read())

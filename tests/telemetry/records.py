@@ -7,7 +7,7 @@ import time
 from decimal import Decimal
 
 from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, RequestRecord, Status, WorkerSample
+from schemas.records import DeliveryRecord, RefusalRecord, RequestRecord, Status, WorkerSample
 
 # Rows older than a table keeps them would vanish, so records are of today.
 NOW_NS = time.time_ns()
@@ -85,4 +85,32 @@ def worker_sample(number: int, *, sampled_ns: int = NOW_NS, worker: str = "w-1")
         prefill_tokens=draw.randint(0, 900),
         decode_tokens=draw.randint(200, 1200),
         queue_depth=draw.randint(0, 12),
+    )
+
+
+def refusal_record(
+    recorded_ns: int = NOW_NS,
+    number: int = 0,
+    *,
+    count: int = 1,
+    tenant: str = "",
+    status: int = 0,
+    code: str = "",
+    limit: str = "",
+) -> RefusalRecord:
+    """A kind of refusal of one second; a limit's has its name as the code."""
+    return RefusalRecord(
+        gateway_id="gateway-1",
+        number=number,
+        recorded_ns=recorded_ns,
+        tenant=tenant,
+        key_id="5f0c2e9b71aa" if tenant else "",
+        door="/v1/chat/completions",
+        status=status or (429 if limit else 400),
+        code=code or limit,
+        limit=limit,
+        count=count,
+        first_ns=recorded_ns - 500_000_000,
+        last_ns=recorded_ns - 1_000_000,
+        request_id=f"chatcmpl-{number}",
     )

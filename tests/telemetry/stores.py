@@ -15,6 +15,7 @@ TABLES = (
     "deliveries",
     "worker_samples",
     "transcripts",
+    "refusals",
     "usage_by_minute",
     "workers_by_minute",
     "prices",

@@ -21,6 +21,9 @@ from telemetry.store import Store
 from telemetry.tables import REQUESTS
 from tests.telemetry.records import request_record
 
+CONFIG = ClickHouseConfig(serve_port=0, username="reader", password="opens the door")
+AUTH = (CONFIG.username, CONFIG.password)
+
 
 async def insert(store: Store, first: int, last: int, token: str) -> None:
     records = [request_record(number) for number in range(first, last)]
@@ -30,8 +33,10 @@ async def insert(store: Store, first: int, last: int, token: str) -> None:
 @pytest.fixture
 async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
     await insert(store, 0, 10, "a")
-    transport = httpx.ASGITransport(HttpInterface(store.reader))
-    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as made:
+    transport = httpx.ASGITransport(HttpInterface(store.reader, CONFIG))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://clickhouse", auth=AUTH
+    ) as made:
         yield made
 
 
@@ -166,8 +171,10 @@ async def test_a_setting_that_is_not_honoured_is_refused_by_name(client: httpx.A
 async def test_queries_are_bounded_in_time_and_number(store: Store, store_path: Path) -> None:
     limits = ReadLimits(max_running=1, max_waiting=1, max_execution_s=1)
     reader = EmbeddedReader(str(store_path), "millrace", limits)
-    transport = httpx.ASGITransport(HttpInterface(reader))
-    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
+    transport = httpx.ASGITransport(HttpInterface(reader, CONFIG))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://clickhouse", auth=AUTH
+    ) as client:
         slow = "SELECT count() FROM numbers(1000000000000)"
         answers = await asyncio.gather(
             *(client.post("/", content=slow, timeout=10) for _ in range(3))
@@ -178,12 +185,14 @@ async def test_queries_are_bounded_in_time_and_number(store: Store, store_path: 
 
 async def test_clickhouse_connect_takes_it_for_a_server(store: Store) -> None:
     await insert(store, 0, 10, "a")
-    server = HttpServer(store.reader, ClickHouseConfig(serve_port=0))
+    server = HttpServer(store.reader, CONFIG)
     task = asyncio.create_task(server.run())
 
     def ask() -> list[tuple[object, ...]]:
         host, port = server.url.removeprefix("http://").split(":")
-        client = clickhouse_connect.get_client(host=host, port=int(port), database="millrace")
+        client = clickhouse_connect.get_client(
+            host=host, port=int(port), database="millrace", username=AUTH[0], password=AUTH[1]
+        )
         answer = client.query(
             "SELECT request_id, cost, received_at FROM requests WHERE tenant != {tenant:String} "
             "ORDER BY request_id LIMIT 3",
@@ -203,4 +212,4 @@ def test_a_taken_port_is_said(store_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=str(port)):
-            HttpServer(None, ClickHouseConfig(serve_port=port))  # type: ignore[arg-type]
+            HttpServer(None, ClickHouseConfig(serve_port=port, password="x"))  # type: ignore[arg-type]

@@ -192,6 +192,28 @@ async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: Op
     assert complaints == []
 
 
+async def test_a_request_that_was_clicked_does_not_wait_for_the_view(ops: OpsPage) -> None:
+    page, complaints = await ops.open()
+    asked: list[str] = []
+    go_on = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        asked.append(urlsplit(route.request.url).path.rsplit("/", 1)[-1])
+        await go_on.wait()
+        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+            await route.continue_()
+
+    await page.route("**/api/**", hold)
+    await page.locator("#status").select_option("failed")
+    await eventually(lambda: len(asked) == 3)
+    await page.evaluate(f"location.hash += '&request={MOVED_ID}'")
+    await expect(page.get_by_role("dialog")).to_contain_text("Looking it up")
+    go_on.set()
+    await expect(page.get_by_role("dialog").locator(".timeline li")).to_have_count(9)
+    assert {"request_details", "request_timeline"} <= set(asked[:6])
+    assert complaints == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 async def test_one_request_is_told_from_its_receipt_to_its_end(ops: OpsPage, dark: bool) -> None:
     page, complaints = await ops.open(f"#range=15m&id={MOVED_ID}", dark=dark)

@@ -173,10 +173,12 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
     for settings, words, code in (
         ({}, "exactly one of clickhouse.url and clickhouse.path", 2),
         ({"MILLRACE_CLICKHOUSE__PAHT": "x"}, "paht", 2),
+        ({"MILLRACE_CLICKHOUSE__PATH": str(tmp_path / "store")}, "password only", 2),
         (
             {
                 "MILLRACE_CLICKHOUSE__PATH": str(tmp_path / "store"),
                 "MILLRACE_CLICKHOUSE__SERVE_PORT": "0",
+                "MILLRACE_CLICKHOUSE__PASSWORD": "secret",
                 "MILLRACE_NATS__URL": f"nats://127.0.0.1:{free_port()}",
                 "MILLRACE_NATS__CONNECT_TIMEOUT_S": "0.5",
             },

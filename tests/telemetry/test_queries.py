@@ -16,8 +16,8 @@ from schemas.records import Status
 from telemetry.answers import Answers, load_queries
 from telemetry.rollups import Rollups
 from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
-from tests.telemetry.records import delivery_record, request_record, worker_sample
+from telemetry.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
 
 
 async def fill(store: Store) -> None:
@@ -30,7 +30,9 @@ async def fill(store: Store) -> None:
         for n in range(60)
         for worker in ("w-1", "w-2")
     ]
+    refusals = [refusal_record(now_ns - n * 10**9, n) for n in range(1, 11)]
     for token in ("once", "twice"):
+        await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(10)), token)
         await store.insert(REQUESTS, REQUESTS.to_columns(records, range(60)), token)
         await store.insert(DELIVERIES, DELIVERIES.to_columns(deliveries, range(60)), token)
         await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(120)), token)
@@ -128,3 +130,23 @@ async def test_what_is_wrong_is_said(
     answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert error in answer.error
     assert answer.rows_json == b"[]"
+
+
+async def test_refusals_add_up_and_count_each_record_once(store: Store) -> None:
+    now_ns = time.time_ns() - 10**9
+    refusals = [
+        refusal_record(now_ns, 0, count=5, tenant="acme", limit="tokens_per_minute"),
+        refusal_record(now_ns - 10**9, 0, count=6, tenant="acme", limit="tokens_per_minute"),
+        refusal_record(now_ns, 1, count=7, code="invalid_api_key", status=401),
+        refusal_record(now_ns - 3_600 * 10**9, 0, count=1_000, tenant="acme", code="old"),
+    ]
+    for token in ("once", "twice"):
+        await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(4)), token)
+    rows = await ask(store, "refusals", from_s=-1_800)
+    found = [(row["tenant"], row["code"], row["status"], row["refused"]) for row in rows]
+    assert found == [("acme", "tokens_per_minute", 429, 11), ("", "invalid_api_key", 401, 7)]
+    assert rows[0]["limit_reached"] == "tokens_per_minute"
+    assert rows[0]["first_at"] < rows[0]["last_at"]
+    assert [
+        row["tenant"] for row in await ask(store, "refusals", tenant="acme", from_s=-1_800)
+    ] == ["acme"]

@@ -140,13 +140,17 @@ class RecordingIndex:
         self.known: dict[str, GenerationEntry] = {}
         self.away = False
 
-    async def start(self, request_id: str, worker_id: str, epoch: int) -> None:
+    async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None:
+        del lease
         self.calls.append(("start", request_id, epoch))
         self._write(request_id, worker_id, epoch, finished=False)
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.calls.append(("finish", request_id, epoch))
         self._write(request_id, worker_id, epoch, finished=True)
+
+    async def drop(self, request_id: str, worker_id: str) -> None:
+        """Nobody asks for leases here."""
 
     async def lookup(self, request_id: str) -> GenerationEntry | None:
         return None if self.away else self.known.get(request_id)

@@ -319,14 +319,18 @@ async def test_stopping_gives_back_what_does_not_end_in_time(demo: ServedModel) 
         assert b.statuses[-1].retired
 
 
-@pytest.mark.parametrize(("apart", "salts"), [(False, {""}), (True, {"one", "two"})])
-async def test_tenants_share_cached_prefixes_unless_kept_apart(
-    demo: ServedModel, apart: bool, salts: set[str]
+@pytest.mark.parametrize(
+    ("settings", "salts"), [({}, {"one", "two"}), ({"prefix_scope": "shared"}, {""})]
+)
+async def test_tenants_are_kept_apart_unless_they_share_cached_prefixes(
+    demo: ServedModel, settings: dict[str, Any], salts: set[str]
 ) -> None:
-    async with bench(demo, prefixes_per_tenant=apart) as b:
+    async with bench(demo, **settings) as b:
         for number, tenant in enumerate(("one", "two")):
             await b.dispatch(b.job(f"r{number}", tenant=tenant))
         assert {request.cache_salt for request in b.engine.added.values()} == salts
+        # What the schedulers look a prompt up by is salted in the same way.
+        assert b.statuses[-1].prefix_salted is ("" not in salts)
 
 
 def _to_nobody() -> Replay:

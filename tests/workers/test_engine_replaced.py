@@ -230,3 +230,20 @@ async def test_counters_run_on_over_all_engines() -> None:
     assert keeper.stats.num_steps == 30
     assert keeper.stats.num_running == 1
     run.cancel()
+
+
+async def test_everybody_hears_at_once_that_the_engine_is_down_and_up_again(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        await b.settle(0.05)
+        num_up = len(b.statuses)
+        b.no_restart = "not yet"
+        b.engine.fail("exit code -9")
+        await b.settle(0.06)
+        b.no_restart = ""
+        await b.settle(0.3)
+        told = [status.engine_down for status in b.statuses]
+        assert not any(told[:num_up])
+        assert any(told[num_up:])
+        assert not told[-1]

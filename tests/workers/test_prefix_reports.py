@@ -154,7 +154,7 @@ def test_a_scheduler_knows_the_last_used_keys(
 
 
 async def test_a_worker_tells_of_its_engine(demo: ServedModel) -> None:
-    async with bench(demo, prefix_report_s=0.1, prefixes_per_tenant=True) as b:
+    async with bench(demo, prefix_report_s=0.1) as b:
         reports: list[PrefixReport] = []
         await b.peer.workers.watch_prefixes(reports.append)
         b.engine.on_prefixes(PrefixChanges(added=keys(7)))

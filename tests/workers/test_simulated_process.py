@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bus import nats
+from bus.process import MISCONFIGURED
 from schemas.config import NatsConfig
 from schemas.control import Dispatch, WorkerStatus
 from schemas.frames import Delta, Done, Frame
@@ -31,12 +34,12 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-def _workers(nats_url: str, *options: str) -> subprocess.Popen[bytes]:
+def _workers(nats_url: str, *options: str, name: str = "sim") -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
         "MILLRACE_NATS__URL": nats_url,
         "MILLRACE_REDIS__URL": f"redis://127.0.0.1:{free_port()}/0",
-        "MILLRACE_WORKER__NAME": "sim",
+        "MILLRACE_WORKER__NAME": name,
     }
     return subprocess.Popen(
         [sys.executable, "-m", "workers", *options],
@@ -100,3 +103,69 @@ def _is_done(frames: list[Frame]) -> bool:
 
 def _tokens(frames: list[Frame]) -> tuple[int, ...]:
     return tuple(token for frame in frames if isinstance(frame, Delta) for token in frame.token_ids)
+
+
+async def test_a_second_worker_of_a_name_is_refused_and_one_that_was_killed_comes_back(
+    server: NatsServer,
+) -> None:
+    heard: dict[str, WorkerStatus] = {}
+    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    await bus.workers.watch(lambda status: heard.update({status.worker_id: status}))
+    first = _workers(server.url, "--engine", "simulated")
+    processes = [first]
+    try:
+        await eventually(lambda: len(heard) == 1, timeout_s=60.0)
+        second = _workers(server.url, "--engine", "simulated")
+        processes.append(second)
+        _, stderr = await asyncio.to_thread(second.communicate, timeout=60.0)
+        assert second.returncode == MISCONFIGURED
+        assert b"workers: Another worker named 'sim' is running" in stderr
+        assert len(heard) == 1, "it was never there"
+        assert first.poll() is None
+        first.kill()
+        processes.append(_workers(server.url, "--engine", "simulated"))
+        await eventually(lambda: len(heard) == 2, timeout_s=60.0)
+        assert {status.name for status in heard.values()} == {"sim"}
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        await bus.close()
+
+
+async def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(server: NatsServer) -> None:
+    heard: dict[str, WorkerStatus] = {}
+    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    await bus.workers.watch(lambda status: heard.update({status.worker_id: status}))
+    first = _workers(server.url, "--engine", "simulated")
+    processes = [first]
+    try:
+        await eventually(lambda: len(heard) == 1, timeout_s=60.0)
+        first.send_signal(signal.SIGSTOP)
+        processes.append(_workers(server.url, "--engine", "simulated"))
+        await eventually(lambda: len(heard) == 2, timeout_s=60.0)
+        first.send_signal(signal.SIGCONT)
+        _, stderr = await asyncio.to_thread(first.communicate, timeout=60.0)
+        assert first.returncode == MISCONFIGURED
+        assert b"Another worker named 'sim' is running" in stderr
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        await bus.close()
+
+
+async def test_workers_without_a_name_draw_one_each(server: NatsServer) -> None:
+    heard: dict[str, WorkerStatus] = {}
+    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    await bus.workers.watch(lambda status: heard.update({status.name: status}))
+    processes = [_workers(server.url, "--engine", "simulated", name="") for _ in range(2)]
+    try:
+        await eventually(lambda: len(heard) == 2, timeout_s=60.0)
+        assert all(name.startswith(f"{socket.gethostname()}-") for name in heard)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        await bus.close()

@@ -15,11 +15,12 @@ export class RefusedError extends Error {}
 let numAsked = 0;
 const waiting = [];
 
-/** Rows of a saved query; questions wait for one another. When `signal` aborts nobody wants the
- * answer any more: it is not asked for, or not waited for. */
-export async function ask(name, params, signal) {
-  if (numAsked >= MAX_AT_ONCE) await new Promise((resolve) => { waiting.push(resolve); });
-  else numAsked += 1;
+/** Rows of a saved query; questions wait for one another, but one that is `urgent`, as somebody just
+ * clicked for it, for nobody who is not under way. When `signal` aborts nobody wants the answer any
+ * more: it is not asked for, or not waited for. */
+export async function ask(name, params, { signal, urgent = false } = {}) {
+  if (numAsked < MAX_AT_ONCE) numAsked += 1;
+  else await new Promise((resolve) => { if (urgent) waiting.unshift(resolve); else waiting.push(resolve); });
   try {
     return await rowsOf(name, params, signal);
   } finally {

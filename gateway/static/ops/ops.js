@@ -7,7 +7,7 @@ import { makeFilters, offer, showFilters } from "./filters.js";
 import { clock } from "./format.js";
 import { makeRecent, showRecent, showRecentFilters } from "./recent.js";
 import { makeRequest, showRequest } from "./request.js";
-import { makeTables, showErrors, showUnitCost, showWorkers } from "./tables.js";
+import { makeTables, showErrors, showRefusals, showUnitCost, showWorkers } from "./tables.js";
 import { showTotals } from "./totals.js";
 import { CUSTOM, filtersOf, frameOf, hashOf, readView } from "./view.js";
 import { askForKey } from "/static/key.js";
@@ -15,6 +15,7 @@ import { askForKey } from "/static/key.js";
 const AWAY_REFRESH_MS = 4_000;
 const OFFER_MS = 30_000;
 const RECENT_ROWS = 50;
+const REFUSAL_ROWS = 50;
 const OF_WORKERS = new Set(["workers", "unit_cost"]);
 
 let view = readView(location.hash);
@@ -33,6 +34,7 @@ const board = new Board(
 function asked(query) {
   const { bounds } = frameOf(view);
   if (query === "workers_now") return { model: view.model };
+  if (query === "refusals") return { ...bounds, tenant: view.tenant };
   return OF_WORKERS.has(query) ? { ...bounds, model: view.model } : { ...bounds, ...filtersOf(view) };
 }
 
@@ -61,7 +63,7 @@ async function refresh() {
 }
 
 async function askAll({ bounds, step, barStep }, signal) {
-  const put = (query, params) => ask(query, params, signal);
+  const put = (query, params) => ask(query, params, { signal });
   const all = { ...bounds, ...filtersOf(view) };
   const fine = { ...all, step_s: step };
   const coarse = { ...all, step_s: barStep };
@@ -78,6 +80,7 @@ async function askAll({ bounds, step, barStep }, signal) {
     interruptions: put("interruptions", coarse),
     unitCost: put("unit_cost", ofWorkers),
     errors: put("error_codes", all),
+    refusals: put("refusals", { ...bounds, tenant: view.tenant, rows: REFUSAL_ROWS }),
     workersNow: put("workers_now", { model: view.model }),
     recent: put("recent_requests", { ...all, status: view.status, id: view.id, rows: RECENT_ROWS }),
     offered: offerNow ? put("tenants_models", bounds) : null,
@@ -93,6 +96,7 @@ function show(rows, frame) {
   showWorkers(rows.workersNow);
   showUnitCost(rows.unitCost);
   showErrors(rows.errors, addressOf);
+  showRefusals(rows.refusals);
   showRecent(rows.recent, frame, addressOf);
   if (rows.offered) {
     offer(rows.offered, view);

@@ -47,7 +47,8 @@ export async function showRequest(id) {
   body.replaceChildren(make("p", "quiet-note", "Looking it up…"));
   if (!dialog.open) dialog.showModal();
   try {
-    const [details, events] = await Promise.all([ask("request_details", { id }), ask("request_timeline", { id })]);
+    const questions = ["request_details", "request_timeline"];
+    const [details, events] = await Promise.all(questions.map((name) => ask(name, { id }, { urgent: true })));
     if (open !== id) return;
     if (details.length) draw(details[0], events);
     else body.replaceChildren(missing());

@@ -6,7 +6,7 @@ import { bytes, clock, compact, dateTime, day, money, percent, whole } from "./f
 
 /** Give the tables their buttons: `save(query)` saves what one shows. */
 export function makeTables(save) {
-  for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"]]) {
+  for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"], ["refusals", "refusals"]]) {
     const panel = at(id).closest(".panel");
     panel.querySelector(".head").append(saveButton(panel.querySelector("h3").firstChild.textContent, () => save(query)));
   }
@@ -75,4 +75,27 @@ export function showErrors(rows, addressOf) {
     );
   });
   fill("errors", lines, "Nothing went wrong in this range.", 4);
+}
+
+/** What was refused before it was a job, the most frequent first. */
+export function showRefusals(rows) {
+  const lines = rows.map((row) => {
+    const at_s = Date.parse(`${row.last_at.replace(" ", "T")}Z`) / 1000;
+    const latest = `${day(at_s)}, ${clock(at_s, false)}`;
+    return make(
+      "tr",
+      "",
+      statusMark("td", row.code || row.door, row.status < 500 ? "shed" : "failed"),
+      cell(row.status ? String(row.status) : "–", "number"),
+      cell(row.limit_reached || "–"),
+      cell(row.tenant || "–", "", row.tenant ? "" : "Nobody knows who asked"),
+      cell(row.api_key || "–", "mono"),
+      cell(row.door),
+      cell(whole(row.refused), "number"),
+      cell(latest, "number", row.request_id ? `${dateTime(at_s)}; request ${row.request_id} is one of them` : dateTime(at_s)),
+    );
+  });
+  fill("refusals", lines, "Nothing was refused in this range.", 8);
+  const total = rows.reduce((sum, row) => sum + Number(row.refused), 0);
+  at("refusals-note").textContent = total ? `${whole(total)} requests` : "";
 }

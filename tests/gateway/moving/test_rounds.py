@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -39,7 +39,11 @@ _ASKED: dict[str, Any] = {
 }
 _PATH = "/v1/chat/completions"
 
-Publish = Callable[[Job], Awaitable[PublishedJob]]
+
+class Publish(Protocol):
+    """``bus.api.JobQueue.publish``."""
+
+    def __call__(self, job: Job, *, reserved: bool = False) -> Awaitable[PublishedJob]: ...
 
 
 class Place:
@@ -109,8 +113,11 @@ def on_second_round(
     jobs = front.gateway.bus.jobs
     real: Publish = jobs.publish
 
-    async def instead(job: Job) -> PublishedJob:
-        return await (publish(real, job) if job.request_id.endswith("-r1") else real(job))
+    async def instead(job: Job, *, reserved: bool = False) -> PublishedJob:
+        assert reserved
+        if job.request_id.endswith("-r1"):
+            return await publish(real, job)
+        return await real(job, reserved=True)
 
     monkeypatch.setattr(jobs, "publish", instead)
 
@@ -163,7 +170,7 @@ async def test_a_cancel_between_rounds_is_answered(
 
     async def publish(real: Publish, job: Job) -> PublishedJob:
         await release.wait()
-        return await real(job)
+        return await real(job, reserved=True)
 
     on_second_round(monkeypatch, front, publish)
     async with opened(front) as socket:
@@ -182,7 +189,7 @@ async def test_a_round_may_be_over_before_the_queue_has_answered(
     front = await place.gateway()
 
     async def publish(real: Publish, job: Job) -> PublishedJob:
-        published = await real(job)
+        published = await real(job, reserved=True)
         await eventually(lambda: len(front.worker.jobs) == 2 and not front.worker.num_running)
         await asyncio.sleep(0.05)
         return published
@@ -205,7 +212,7 @@ async def test_an_answer_that_is_left_between_rounds_ends(
 
     async def publish(real: Publish, job: Job) -> PublishedJob:
         await release.wait()
-        return await real(job)
+        return await real(job, reserved=True)
 
     on_second_round(monkeypatch, front, publish)
     async with opened(front) as socket:
@@ -230,7 +237,7 @@ async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
         num_published += 1
         if num_published == 1:
             await release.wait()
-        return await real(job)
+        return await real(job, reserved=True)
 
     on_second_round(monkeypatch, front, publish)
     front.worker.gate.set()
@@ -279,7 +286,7 @@ async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
         if await wait_once("publish"):
             raise BusUnavailableError("The message bus is away.")
         num_published += 1
-        return await real(job)
+        return await real(job, reserved=True)
 
     def note(request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
         if request_id.endswith("-r1"):

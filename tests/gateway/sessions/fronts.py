@@ -13,6 +13,7 @@ from gateway.identity import Identity
 from gateway.models import Models
 from gateway.parsing import Ask
 from gateway.sessions import FittedSession, Sessions
+from registry.prompt_pool import PromptPool
 from registry.served import ServedModel
 from schemas.config import GatewayConfig, RedisConfig, SessionContexts
 from schemas.jobs import ChatMessage, Job
@@ -59,7 +60,10 @@ class Front:
         self.link = RedisLink(RedisConfig(url=url), clock)
         card = ModelCard(id=MODEL, created=0, max_model_len=None)
         models = Models({MODEL: card}, lambda _name: model)
-        self.sessions = Sessions(self.link, config, clock, models, generate, lambda _names: ())
+        self.prompts = PromptPool()
+        self.sessions = Sessions(
+            self.link, config, clock, models, generate, lambda _names: (), self.prompts
+        )
         self.identity = Identity(self.link, config, clock)
         self._num_requests = 0
 

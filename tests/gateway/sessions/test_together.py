@@ -15,6 +15,7 @@ from gateway.caller import LOCAL
 from gateway.models import Models
 from gateway.parsing import Ask
 from gateway.sessions import SessionNotFoundError, Sessions
+from registry.prompt_pool import PromptPool
 from registry.served import ServedModel
 from schemas.config import GatewayConfig
 from schemas.jobs import ChatMessage
@@ -189,7 +190,13 @@ async def test_a_full_redis_counts_as_away(front: Front, redis: Redis) -> None:
 
 async def test_without_redis(model: ServedModel) -> None:
     sessions = Sessions(
-        None, GatewayConfig(), SystemClock(), Models({}, lambda _: model), no_summary, lambda _: ()
+        None,
+        GatewayConfig(),
+        SystemClock(),
+        Models({}, lambda _: model),
+        no_summary,
+        lambda _: (),
+        PromptPool(),
     )
     ask = Ask(model=MODEL, messages=(user("q"),), sampling=SamplingParams(), session_id=SESSION)
     with pytest.raises(RedisAwayError):

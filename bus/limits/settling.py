@@ -6,13 +6,23 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 
+from bus import redis_keys
 from bus.clock import Clock
-from bus.redis_link import RedisAwayError
+from bus.redis_link import Argument, RedisAwayError, RedisLink, Script
 
 _log = logging.getLogger(__name__)
+
+KEEP_MS = 3_600_000
+"""For so long it is known of a request that it is settled, and after its deadline what was set
+aside for it."""
+
+_SETTLE = Script(Path(__file__).with_name("settle.lua").read_text(encoding="utf-8"))
+_KEEP_MONTH_MS = 400 * 86_400_000
+_NS_PER_MS = 1_000_000
 
 _MAX_WAITING = 100_000
 _BATCH = 256
@@ -24,6 +34,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """How a request ended: its tokens (None: nothing was served) and what it cost in billionths.
 
     ``spent_keys`` are for one that Redis may not know of: where its accounts keep what they spent.
+    ``remember``: others may settle it again, or set something aside for it once more.
     """
 
     request_id: str
@@ -31,6 +42,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     cost_nano: int
     since_s: float
     spent_keys: tuple[str, ...] = ()
+    remember: bool = False
 
 
 class Settler:
@@ -95,3 +107,63 @@ class Settler:
         if count:
             self.num_lost += count
             _log.warning("settlements were given up", extra={"num_lost": count})
+
+
+class Settlements:
+    """Settles in Redis what was set aside there; without a link, nowhere. Owns the task that tries
+    again while Redis is away; ``close`` ends it, the link is its owner's."""
+
+    def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
+        self._link = link
+        self._clock = clock
+        self._redis_time = redis_time
+        self._settler = Settler(self._send, clock)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for Redis."""
+        return self._settler.num_waiting
+
+    @property
+    def num_lost(self) -> int:
+        """How many were given up."""
+        return self._settler.num_lost
+
+    async def settle(self, settlement: Settlement) -> bool:
+        """Whether this settled it: not if somebody did before, nor if Redis is away; it is tried
+        again in the background then."""
+        if self._link is None:
+            return False
+        try:
+            return await self._send(settlement)
+        except RedisAwayError:
+            self._settler.put(settlement)
+            return False
+
+    def settle_soon(self, settlement: Settlement) -> None:
+        """``settle`` without waiting for it."""
+        if self._link is not None:
+            self._settler.put(settlement)
+
+    async def close(self, timeout_s: float) -> None:
+        """Send those that wait, for at most ``timeout_s``."""
+        await self._settler.close(timeout_s)
+
+    async def _send(self, settlement: Settlement) -> bool:
+        assert self._link is not None, "without Redis nothing is settled there"
+        keys = [redis_keys.reservation_key(settlement.request_id), *settlement.spent_keys]
+        arguments: list[Argument] = [
+            script_time(self._clock, redis_time=self._redis_time),
+            settlement.request_id,
+            "" if settlement.num_tokens is None else settlement.num_tokens,
+            settlement.cost_nano,
+            KEEP_MS,
+            _KEEP_MONTH_MS,
+            int(settlement.remember),
+        ]
+        return bool(await self._link.evaluate(_SETTLE, keys, arguments))
+
+
+def script_time(clock: Clock, *, redis_time: bool) -> Argument:
+    """What scripts are told about the time, in ms; empty: they look themselves."""
+    return "" if redis_time else clock.now_ns() // _NS_PER_MS

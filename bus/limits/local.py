@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bus.clock import Clock
-from gateway.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
+from bus.limits.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
 
 _MS_PER_S = 1_000
 _WAIT_MS = 1_000
@@ -180,6 +180,12 @@ class LocalLimits:
             ledger.give_back(int(num_tokens is None), unused, taken)
             ledger.spent_nano += cost_nano
         return made.spent_keys
+
+    def release(self, request_id: str) -> None:
+        """It is over, and what it used is told elsewhere; its tokens count as used."""
+        made = self._reservations.pop(request_id, None)
+        if made is not None:
+            made.release()
 
     def forget_idle(self) -> None:
         """Redis counts again: keep only what running requests still need."""

@@ -4,14 +4,14 @@
 -- spent in the month of the request.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
 -- so that it does not count as a request either), its cost in billionths, ms to remember that it is
--- settled, ms to keep what was spent.
+-- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again.
 -- Answers 1 if this settled it, 0 if there was nothing to settle.
 
 local TICKS = 60000
 local SETTLED = 'settled'
 
 local now, request, tokens, cost = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local keep_ms, month_ms = ARGV[5], ARGV[6]
+local keep_ms, month_ms, remember = ARGV[5], ARGV[6], ARGV[7] == '1'
 if not now then
   local time = redis.call('TIME')
   now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -68,7 +68,7 @@ for _, account in ipairs(made.accounts) do
   end
   charge(spent_key)
 end
-if #KEYS == 1 then
+if #KEYS == 1 and not remember then
   redis.call('DEL', KEYS[1])
 else
   redis.call('SET', KEYS[1], SETTLED, 'PX', keep_ms)

@@ -4,32 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bus.limits.accounts import (
+    NEVER,
+    NEXT_MONTH,
+    Account,
+    Charge,
+    Standing,
+    Verdict,
+    next_month_s,
+)
 from bus.redis_link import RedisAwayError
-from gateway.accounts import NEVER, NEXT_MONTH, Account, Charge, Verdict, next_month_s
-from gateway.http import Headers
-from gateway.limit_headers import rate_headers
 from schemas.errors import MillraceError
 from schemas.tenants import from_nano
 
 _RETRY_AFTER_S = 2.0
-# The openai client tries again by itself unless it is told not to.
-_DO_NOT_RETRY = (b"x-should-retry", b"false")
 
 
 class RateLimitError(MillraceError):
-    """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``."""
+    """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
+
+    ``comes_back``: there is room again this month. ``accounts`` stand as ``standings`` say;
+    ``headers`` are for a door that speaks HTTP to add.
+    """
 
     code = "rate_limit_exceeded"
     retryable = True
     http_status = 429
 
     def __init__(
-        self, message: str, limit: str, retry_after_s: float | None, headers: Headers
+        self,
+        message: str,
+        limit: str,
+        retry_after_s: float | None,
+        accounts: Sequence[Account],
+        standings: Sequence[Standing],
+        *,
+        comes_back: bool,
     ) -> None:
         super().__init__(message)
         self.limit = limit
         self.retry_after_s = retry_after_s
-        self.headers = headers
+        self.accounts = accounts
+        self.standings = standings
+        self.comes_back = comes_back
+        self.headers: list[tuple[bytes, bytes]] = []
 
 
 class RequestsPerMinuteError(RateLimitError):
@@ -67,6 +85,19 @@ class TierContextError(MillraceError):
 
     code = "context_length_exceeded"
     http_status = 400
+    limit = "context_tokens"
+
+
+class KeyGoneError(MillraceError):
+    """The API key was revoked since it was looked up, or is not there any more."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+    def __init__(self, key_id: str, *, is_revoked: bool) -> None:
+        super().__init__(f"The API key {key_id} opens nothing any more.")
+        self.key_id = key_id
+        self.is_revoked = is_revoked
 
 
 class LimitsAwayError(RedisAwayError):
@@ -91,15 +122,12 @@ def rate_limit_error(
     assert account is not None, "it was granted"
     kind = _KINDS[verdict.limit]
     size = getattr(account.limits, verdict.limit)
-    headers = rate_headers(accounts, verdict.standings)
     retry_after_s: float | None = verdict.wait_ms / 1_000
     if verdict.wait_ms == NEVER:
         kind, retry_after_s = TooManyTokensError, None
-        headers.append(_DO_NOT_RETRY)
         advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
     elif verdict.wait_ms == NEXT_MONTH:
         retry_after_s = next_month_s(now_ns)
-        headers.append(_DO_NOT_RETRY)
         spent = verdict.standings[accounts.index(account)].spent_nano
         advice = (
             f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
@@ -113,7 +141,14 @@ def rate_limit_error(
         advice = f"Try again in {verdict.wait_ms / 1_000:.1f} s."
     whose = f"{account.kind} {account.name}"
     message = f"Limit {verdict.limit} of {whose} reached: {size}. {advice}"
-    return kind(message, verdict.limit, retry_after_s, headers)
+    return kind(
+        message,
+        verdict.limit,
+        retry_after_s,
+        accounts,
+        verdict.standings,
+        comes_back=verdict.wait_ms not in (NEVER, NEXT_MONTH),
+    )
 
 
 def tier_context_error(account: Account, charge: Charge) -> TierContextError:

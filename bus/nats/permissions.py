@@ -1,0 +1,226 @@
+"""What each part may publish and hear on a NATS server, and a tenant's service: no subject more.
+
+``python -m bus.nats.accounts`` writes it down for nats-server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from bus import subjects
+from bus.nats.jetstream import API
+from schemas.jobs import Tier
+
+_INBOX = "_INBOX"
+_ACK = "$JS.ACK"
+_ON_DISK = tuple(name for name in subjects.STREAMS if name != subjects.WORKERS_STREAM)
+
+
+class Part(StrEnum):
+    """Who connects. The operator is the command line: ``publish``, ``result``, ``top``."""
+
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    TELEMETRY = "telemetry"
+    OPERATOR = "operator"
+
+
+class Grants(NamedTuple):
+    """Subjects, with wildcards. ``answers``: it may answer those who ask it."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    answers: bool = False
+
+
+def inbox_of(part: Part) -> str:
+    """Below it come the answers that a part waits for."""
+    return f"{_INBOX}.{part.value}"
+
+
+def service_inbox(tenant: str) -> str:
+    """The same of the service of a tenant."""
+    return f"{_INBOX}.service.{subjects.token(tenant)}"
+
+
+def grants_of(part: Part) -> Grants:
+    """What a part needs."""
+    make = _GRANTS[part]
+    publish, subscribe, answers = make()
+    inbox = f"{inbox_of(part)}.>"
+    # A message to itself tells a process that the server has read what it sent before.
+    return Grants(
+        (inbox, *_each("STREAM.CREATE", subjects.STREAMS), *publish), (inbox, *subscribe), answers
+    )
+
+
+def grants_of_service(tenant: str, tiers: Sequence[Tier], replies: Sequence[str] = ()) -> Grants:
+    """What a service needs that publishes jobs of its tenant, in these tiers only. Its frames go to
+    the tenant's name, or to what else ``replies`` has."""
+    names = (tenant, *replies)
+    inbox = f"{service_inbox(tenant)}.>"
+    result = subjects.results_of(tenant)
+    return Grants(
+        (
+            inbox,
+            *(subjects.jobs_of_tenant(tenant, tier) for tier in tiers),
+            f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{result}",
+        ),
+        (
+            inbox,
+            result,
+            *(subjects.frames_of(name) for name in names),
+            *(subjects.resumes_of(name) for name in names),
+        ),
+        answers=True,
+    )
+
+
+def _gateway() -> Grants:
+    journals = (subjects.FILES_STREAM, subjects.BATCHES_STREAM)
+    return Grants(
+        (
+            subjects.RESERVED_JOBS,
+            subjects.ALL_WORKER_COMMANDS,
+            subjects.ALL_CANCELS,
+            subjects.ALL_HANDOVERS,
+            subjects.TELEMETRY,
+            subjects.DELIVERY_RECORD,
+            subjects.REFUSAL_RECORD,
+            subjects.ALL_FILES,
+            subjects.ALL_BATCHES,
+            f"{API}.STREAM.MSG.GET.{subjects.JOBS_STREAM}",
+            f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{subjects.ALL_RESULTS}",
+            *_each("DIRECT.GET", (*journals, subjects.WORKERS_STREAM)),
+            *_each("STREAM.MSG.GET", journals),
+            *_each("STREAM.INFO", journals),
+            *_each("STREAM.PURGE", journals),
+            # It asks every stream on disk whether it can be written to, and closes the queue's door
+            # while one cannot (see ``bus.nats.storage``).
+            *_each("STREAM.MSG.DELETE", _ON_DISK),
+            *_each("STREAM.UPDATE", (subjects.JOBS_STREAM,)),
+        ),
+        (
+            subjects.ALL_FRAMES,
+            subjects.ALL_RESUMES,
+            subjects.ALL_HANDOVERS,
+            subjects.ALL_RESULTS,
+            subjects.ALL_QUEUE_STATUS,
+            subjects.ALL_HEARTBEATS,
+        ),
+        answers=True,
+    )
+
+
+def _scheduler() -> Grants:
+    jobs = subjects.JOBS_STREAM
+    return Grants(
+        (
+            *subjects.ALL_JOBS,
+            subjects.ALL_DEAD,
+            subjects.ALL_FRAMES,
+            subjects.ALL_RESULTS,
+            subjects.REQUEST_RECORD,
+            subjects.ALL_WORKER_COMMANDS,
+            subjects.ALL_CANCELS,
+            subjects.ALL_RESUMES,
+            subjects.ALL_QUEUE_STATUS,
+            *_each("STREAM.UPDATE", subjects.STREAMS),
+            *_each("STREAM.INFO", (jobs, subjects.WORKERS_STREAM)),
+            *_each("STREAM.MSG.GET", (jobs,)),
+            *_each("STREAM.MSG.DELETE", (jobs,)),
+            *_each("CONSUMER.NAMES", (jobs,)),
+            *(
+                f"{API}.CONSUMER.{verb}.{jobs}.*"
+                for verb in ("CREATE", "INFO", "DELETE", "PAUSE", "MSG.NEXT")
+            ),
+            *_each("DIRECT.GET", (subjects.WORKERS_STREAM,)),
+            f"{_ACK}.{jobs}.>",
+        ),
+        (
+            subjects.ALL_CANCELS,
+            subjects.ALL_ENDED,
+            subjects.ALL_STORED_JOBS,
+            subjects.ALL_HEARTBEATS,
+            subjects.ALL_PREFIX_REPORTS,
+        ),
+    )
+
+
+def _worker() -> Grants:
+    jobs = subjects.JOBS_STREAM
+    return Grants(
+        (
+            subjects.ALL_FRAMES,
+            subjects.ALL_RESULTS,
+            subjects.REQUEST_RECORD,
+            subjects.WORKER_RECORD,
+            subjects.TRANSCRIPT_RECORD,
+            subjects.ALL_ENDED,
+            subjects.ALL_HEARTBEATS,
+            subjects.ALL_WORKERS,
+            subjects.ALL_WORKER_NAMES,
+            subjects.ALL_PREFIX_REPORTS,
+            *_each("STREAM.MSG.GET", (jobs, subjects.WORKERS_STREAM)),
+            *_each("STREAM.MSG.DELETE", (jobs,)),
+            f"{_ACK}.{jobs}.>",
+        ),
+        (subjects.ALL_WORKER_COMMANDS, subjects.ALL_CANCELS, subjects.ALL_QUEUE_STATUS),
+        answers=True,
+    )
+
+
+def _telemetry() -> Grants:
+    outbox, bridge = subjects.OUTBOX_STREAM, subjects.BRIDGE_CONSUMER
+    return Grants(
+        (
+            *_each("STREAM.INFO", (outbox,)),
+            *(
+                f"{API}.CONSUMER.{verb}.{outbox}.{bridge}"
+                for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")
+            ),
+            f"{_ACK}.{outbox}.{bridge}.>",
+            *_each("DIRECT.GET", (subjects.WORKERS_STREAM,)),
+        ),
+        (subjects.TELEMETRY, subjects.ALL_HEARTBEATS),
+        answers=True,
+    )
+
+
+def _operator() -> Grants:
+    """Any tenant's jobs, within its limits, and all that there is to see and to repair."""
+    return Grants(
+        (
+            "jobs.*.*",
+            "jobs.*.*.*",
+            subjects.ALL_WORKER_COMMANDS,
+            subjects.ALL_CANCELS,
+            subjects.TELEMETRY,
+            f"{API}.>",
+        ),
+        (
+            subjects.ALL_FRAMES,
+            subjects.ALL_RESUMES,
+            subjects.ALL_RESULTS,
+            subjects.ALL_QUEUE_STATUS,
+            subjects.ALL_HEARTBEATS,
+            subjects.ALL_STORED_JOBS,
+        ),
+        answers=True,
+    )
+
+
+_GRANTS = {
+    Part.GATEWAY: _gateway,
+    Part.SCHEDULER: _scheduler,
+    Part.WORKER: _worker,
+    Part.TELEMETRY: _telemetry,
+    Part.OPERATOR: _operator,
+}
+
+
+def _each(request: str, streams: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{API}.{request}.{stream}" for stream in streams)

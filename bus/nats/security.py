@@ -1,0 +1,276 @@
+"""Who we are to a nats-server and whom we trust: options, and a client that keeps to them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import ssl
+import time
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import nats.errors
+import nkeys
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
+from nats.aio.transport import TcpTransport
+
+from bus.tls import (
+    client_context,
+    distrust_of,
+    has_tls_files,
+    read_setting_file,
+    wants_other_certificate,
+)
+from schemas.config import NatsConfig
+from schemas.errors import (
+    ConfigError,
+    CredentialsRefusedError,
+    MillraceError,
+    UntrustedServerError,
+)
+from schemas.redaction import redact_urls
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = re.compile(r"authorization|authentication|credential|account|nonce", re.IGNORECASE)
+# Of one subject: the connection stays.
+_NO_PERMISSION = "permissions violation"
+_JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s")
+_SEED = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s")
+
+
+class NoTlsError(nats.errors.Error):
+    """The server has no TLS, which is demanded: it is told nothing of us."""
+
+
+class ClosedAtOnceError(nats.errors.Error):
+    """The server closed the connection instead of greeting us."""
+
+
+def servers_of(config: NatsConfig) -> list[str]:
+    """The servers' addresses, one each, without user data. Raises ConfigError for one that is no
+    address."""
+    servers = []
+    for url in _addresses(config):
+        parts = _parse(url)
+        servers.append(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    if not servers:
+        raise ConfigError("nats.url names no server.")
+    return servers
+
+
+def connect_options(config: NatsConfig) -> dict[str, Any]:
+    """What nats-py is to be told of ``config``'s credentials and files. Raises ConfigError that
+    names the setting at fault."""
+    options = _user_data(config)
+    if config.user:
+        options = {"user": config.user, "password": config.password}
+    if config.token:
+        options["token"] = config.token
+    if config.nkey_seed:
+        _check_seed("nats.nkey_seed", config.nkey_seed)
+        options["nkeys_seed_str"] = config.nkey_seed
+    if config.creds_file:
+        _check_creds(config.creds_file)
+        options["user_credentials"] = config.creds_file
+    if has_tls_files(config):
+        options["tls"] = client_context("nats", config)
+    return options
+
+
+def _addresses(config: NatsConfig) -> list[str]:
+    return [url.strip() for url in config.url.split(",") if url.strip()]
+
+
+def _parse(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        is_usable = parts.scheme in {"nats", "tls", "ws", "wss"} and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(
+            f"nats.url must look like nats://host:4222 or tls://host:4222, got {redact_urls(url)}"
+        )
+    return parts
+
+
+def _user_data(config: NatsConfig) -> dict[str, Any]:
+    """Of the addresses: one user for all servers, also those that we learn of later."""
+    users = {parts.netloc.rpartition("@")[0] for parts in map(_parse, _addresses(config))} - {""}
+    if len(users) > 1:
+        raise ConfigError("nats.url has different user data for its servers; they must know one.")
+    if not users:
+        return {}
+    user, has_password, password = users.pop().partition(":")
+    if has_password:
+        return {"user": unquote(user), "password": unquote(password)}
+    return {"token": unquote(user)}
+
+
+def _check_seed(setting: str, seed: str) -> None:
+    try:
+        pair = nkeys.from_seed(bytearray(seed.strip().encode()))
+        is_user = pair.public_key.startswith(b"U")
+    except (nkeys.NkeysError, ValueError, IndexError):
+        is_user = False
+    if not is_user:
+        # Without a cause: that could tell of the seed.
+        raise ConfigError(f"{setting} is not the seed of a user (SU…).") from None
+
+
+def _check_creds(path: str) -> None:
+    text = read_setting_file("nats.creds_file", path)
+    seed = _SEED.search(text)
+    if _JWT.search(text) is None or seed is None:
+        raise ConfigError(
+            f"nats.creds_file: {path} has no user's JWT and seed, as nsc writes them."
+        )
+    _check_seed(f"nats.creds_file: the seed in {path}", seed.group(1))
+
+
+def why_refused(error: Exception, client: Client, config: NatsConfig) -> MillraceError | None:
+    """What trying again does not mend: the server is not trusted, or does not take us. None for
+    all else."""
+    server = client._current_server
+    where = redact_urls(server.uri.geturl()) if server is not None else redact_urls(config.url)
+    distrust = distrust_of(error, "nats")
+    if distrust is not None:
+        return UntrustedServerError(f"The NATS server at {where} {distrust}.")
+    if isinstance(error, NoTlsError):
+        return UntrustedServerError(
+            f"The NATS server at {where} has no TLS, which nats.url or a file of nats.* demands."
+        )
+    if wants_other_certificate(error) or _misses_certificate(error, client, config):
+        ours = "our certificate" if config.certificate_file else "clients without a certificate"
+        return CredentialsRefusedError(
+            f"The NATS server at {where} does not take {ours}; set nats.certificate_file and "
+            "nats.key_file to those of a client that it trusts."
+        )
+    if isinstance(error, nats.errors.Error) and _is_refusal(str(error)):
+        return CredentialsRefusedError(
+            f"The NATS server at {where} does not take {_credentials(config)}."
+        )
+    return None
+
+
+def _is_refusal(message: str) -> bool:
+    return bool(_REFUSED.search(message)) and _NO_PERMISSION not in message.lower()
+
+
+def _misses_certificate(error: Exception, client: Client, config: NatsConfig) -> bool:
+    """A server that demands a certificate says so, and hangs up on a client without one."""
+    hung_up = isinstance(error, ClosedAtOnceError | ConnectionError | ssl.SSLError)
+    return hung_up and bool(client._server_info.get("tls_verify")) and not config.certificate_file
+
+
+def _credentials(config: NatsConfig) -> str:
+    if config.creds_file:
+        return f"the credentials in {config.creds_file} (nats.creds_file); they may have expired"
+    if config.nkey_seed:
+        return "the key of nats.nkey_seed"
+    if config.token:
+        return "nats.token"
+    if config.user:
+        return f"nats.password of nats.user {config.user}"
+    if "@" in config.url:
+        return "the user data in nats.url"
+    return "clients without credentials; set nats.user and nats.password, or others of nats.*"
+
+
+class Refusals:
+    """What servers said that trying again does not mend."""
+
+    def __init__(self, config: NatsConfig) -> None:
+        self._config = config
+        self._was_connected = False
+        self._by_server: dict[str, MillraceError] = {}
+        self._logged: set[str] = set()
+
+    @property
+    def last(self) -> MillraceError | None:
+        return next(reversed(self._by_server.values()), None)
+
+    def on_connected(self) -> None:
+        self._was_connected = True
+        self._logged.clear()
+
+    def note(self, error: Exception, client: Client) -> None:
+        """At first, raises as soon as no server is left to be tried. Later it is logged, once for
+        each reason: what is wrong may be put right while we try."""
+        refusal = why_refused(error, client, self._config)
+        if refusal is None:
+            return
+        if self._was_connected:
+            if refusal.message not in self._logged:
+                self._logged.add(refusal.message)
+                logger.error("a NATS server is of no use", extra={"cause": refusal.message})
+            return
+        server = client._current_server
+        self._by_server[server.uri.netloc if server is not None else ""] = refusal
+        if len(self._by_server) >= len(servers_of(self._config)):
+            raise refusal
+
+
+class _Transport(TcpTransport):
+    """Its end is not waited for after a handshake that failed: asyncio would never tell of it."""
+
+    _is_broken = False
+
+    async def connect(self, *arguments: Any, **options: Any) -> None:
+        self._is_broken = False
+        await super().connect(*arguments, **options)
+
+    async def connect_tls(self, *arguments: Any, **options: Any) -> None:
+        self._is_broken = True
+        await super().connect_tls(*arguments, **options)
+        self._is_broken = False
+
+    async def wait_closed(self) -> None:
+        if not self._is_broken:
+            await super().wait_closed()  # type: ignore[no-untyped-call]
+
+
+class SecureClient(Client):
+    """Tells nobody who we are without TLS where TLS is demanded, and does not end for good when a
+    server stops taking us: credentials expire, and are replaced."""
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        if s.uri.scheme not in {"nats", "tls"}:
+            await super()._connect_to_server(s)
+            return
+        s.last_attempt = time.monotonic()
+        if not isinstance(self._transport, _Transport):
+            self._transport = _Transport()  # type: ignore[no-untyped-call]
+        await self._transport.connect(
+            s.uri,
+            buffer_size=DEFAULT_BUFFER_SIZE,
+            connect_timeout=self.options["connect_timeout"],
+        )
+
+    def _connect_command(self) -> bytes:
+        uri = self._current_server.uri if self._current_server is not None else None
+        demanded = "tls" in self.options or (uri is not None and uri.scheme in {"tls", "wss"})
+        writer = getattr(self._transport, "_io_writer", None)
+        if demanded and writer is not None and writer.get_extra_info("ssl_object") is None:
+            raise NoTlsError("the server has no TLS")
+        return super()._connect_command()
+
+    async def _process_connect_init(self) -> None:
+        await super()._process_connect_init()
+        if self._status == Client.CONNECTED:
+            return
+        # It hung up without a word, which the client takes for a welcome.
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
+        raise ClosedAtOnceError("the server closed the connection")
+
+    async def _process_err(self, err_msg: str) -> None:
+        if _is_refusal(err_msg):
+            error = nats.errors.Error(f"nats: {err_msg}")
+            await self._error_cb(error)
+            await self._process_op_err(error)
+        else:
+            await super()._process_err(err_msg)

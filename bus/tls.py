@@ -1,0 +1,177 @@
+"""TLS of our connections: contexts from PEM files, and what a failed handshake means."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from schemas.errors import ConfigError
+
+# OpenSSL's numbers of what may be wrong with a certificate.
+_EXPIRED, _NOT_YET_VALID, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
+_PROBE_TIMEOUT_S = 5.0
+_LATE_REFUSAL_S = 1.0
+_UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
+
+
+class TlsFiles(Protocol):
+    """The PEM files of a section; empty: none."""
+
+    @property
+    def ca_file(self) -> str: ...
+
+    @property
+    def certificate_file(self) -> str: ...
+
+    @property
+    def key_file(self) -> str: ...
+
+
+class HungUpError(OSError):
+    """A server ended a connection as soon as the handshake was over, as some do for want of a
+    certificate."""
+
+
+def has_tls_files(files: TlsFiles) -> bool:
+    return bool(files.ca_file or files.certificate_file or files.key_file)
+
+
+def client_context(section: str, files: TlsFiles) -> ssl.SSLContext:
+    """What verifies a server by ``<section>.ca_file`` (else by this machine's authorities) and
+    its host name, and shows our certificate, if any. Raises ConfigError that names the setting."""
+    authorities = None
+    if files.ca_file:
+        authorities = read_setting_file(f"{section}.ca_file", files.ca_file)
+    try:
+        context = ssl.create_default_context(cadata=authorities)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"{section}.ca_file: {files.ca_file} holds no certificate in PEM form."
+        ) from error
+    if files.certificate_file or files.key_file:
+        load_own_certificate(context, section, files.certificate_file, files.key_file)
+    return context
+
+
+def load_own_certificate(
+    context: ssl.SSLContext, section: str, certificate_file: str, key_file: str
+) -> None:
+    """Have ``context`` show a certificate, also if it is in use: handshakes from now on get it.
+    Raises ConfigError that names the setting; the context then shows what it showed."""
+    if not (certificate_file and key_file):
+        given, lacking = "certificate_file", "key_file"
+        if key_file:
+            given, lacking = lacking, given
+        raise ConfigError(f"{section}.{given} needs {section}.{lacking} beside it.")
+    certificate = read_setting_file(f"{section}.certificate_file", certificate_file)
+    key = read_setting_file(f"{section}.key_file", key_file)
+    if "-----BEGIN CERTIFICATE-----" not in certificate:
+        raise ConfigError(
+            f"{section}.certificate_file: {certificate_file} holds no certificate in PEM form."
+        )
+    if "PRIVATE KEY-----" not in key:
+        raise ConfigError(f"{section}.key_file: {key_file} holds no private key in PEM form.")
+
+    def refuse_password() -> NoReturn:
+        raise ConfigError(
+            f"{section}.key_file: {key_file} is encrypted; give it without a password."
+        )
+
+    try:
+        # A half written pair must not leave a context in use with half of it.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate_file, key_file, refuse_password
+        )
+        context.load_cert_chain(certificate_file, key_file, refuse_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"{section}.key_file: {key_file} is not the key of the certificate in "
+                f"{certificate_file}."
+            ) from error
+        raise ConfigError(
+            f"{section}.certificate_file: {certificate_file} and {key_file} cannot be used: "
+            f"{error.reason or error}."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{section}.certificate_file cannot be read: {error}.") from error
+
+
+def read_setting_file(setting: str, path: str) -> str:
+    """The text of a file that a setting names. Raises ConfigError that names both."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{setting}: {path} is not text.") from error
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"{setting}: {path} cannot be read: {why}.") from error
+
+
+def distrust_of(error: BaseException, section: str) -> str | None:
+    """Why the certificate that a server showed is not trusted, if that is what ended a handshake:
+    words to go after the server's name."""
+    cause = _find(error, ssl.SSLCertVerificationError)
+    if not isinstance(cause, ssl.SSLCertVerificationError):
+        return None
+    code = cause.verify_code
+    if code in _UNKNOWN_ISSUER:
+        return (
+            f"shows a certificate that no trusted authority signed ({cause.verify_message}); "
+            f"set {section}.ca_file to the authority that did"
+        )
+    if code == _EXPIRED:
+        return "shows a certificate that has expired; renew it there"
+    if code == _NOT_YET_VALID:
+        return "shows a certificate that is not valid yet; compare the clocks"
+    if code in {_WRONG_HOST, _WRONG_ADDRESS}:
+        return (
+            f"shows a certificate for another name ({cause.verify_message}); address it by a name "
+            "that is in its certificate"
+        )
+    return f"shows a certificate that is not trusted ({cause.verify_message})"
+
+
+def wants_other_certificate(error: BaseException) -> bool:
+    """Whether a server ended the connection over our certificate, or for want of one."""
+    if isinstance(error, HungUpError):
+        return True
+    cause = _find(error, ssl.SSLError)
+    reason = (cause.reason or "") if isinstance(cause, ssl.SSLError) else ""
+    return "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)
+
+
+def handshake_error(host: str, port: int, context: ssl.SSLContext) -> Exception | None:
+    """What ends a handshake there, if anything does: for clients that keep it to themselves. Waits
+    a moment for a server that says so late, as TLS 1.3 has them; blocks meanwhile."""
+    try:
+        with (
+            socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            # Nothing is sent, which could be lost together with the server's words.
+            secure.settimeout(_LATE_REFUSAL_S)
+            if not secure.recv(1):
+                return HungUpError("the server hung up after the handshake")
+    except TimeoutError:
+        return None
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """The first of that kind among an error, what it was raised from, and what it tells of."""
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, kind):
+            return one
+        waiting += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
+    return None

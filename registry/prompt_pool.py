@@ -1,0 +1,159 @@
+"""Threads for what long texts cost, so that no event loop waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from schemas.errors import MillraceError
+from schemas.jobs import Job
+
+_T = TypeVar("_T")
+
+# More text than this takes long enough to leave the event loop.
+MAX_INLINE_CHARACTERS = 4_096
+
+_MIN_THREADS = 2
+_MAX_THREADS = 8
+_MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
+# What so much text leaves behind in the allocator is given back once nothing more has come.
+_TRIM_CHARACTERS = 1024 * 1024
+_TRIM_AFTER_S = 1.0
+# A message takes a template as long as so much text takes a tokenizer.
+_MESSAGE_CHARACTERS = 8
+
+
+class TooManyLongPromptsError(MillraceError):
+    """Long prompts of the tenant wait already."""
+
+    code = "too_many_long_prompts"
+    retryable = True
+    http_status = 429
+
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        super().__init__(
+            f"{num_waiting} characters of your prompts wait to be read, and {limit} may. Try again "
+            "when some of them are answered."
+        )
+
+
+class _Tenant:
+    """The work of one tenant: what runs and waits."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = asyncio.Semaphore(num_slots)
+        self.num_works = 0
+        self.num_characters = 0
+
+
+class PromptPool:
+    """Runs work on texts: short ones at once, long ones in ``num_threads`` threads of its own.
+
+    A tenant has half of the threads at most, the next of its works begins when one has ended;
+    tenants take turns. Work that nobody waits for any more keeps its thread until it is done.
+    Memory that long texts took goes back to the system when none has come for a second.
+    Owns the threads; they end after ``close``, with what they do.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is None:
+            num_threads = min(_MAX_THREADS, max(_MIN_THREADS, (os.cpu_count() or 1) // 2))
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="prompt")
+        self._slots = asyncio.Semaphore(num_threads)
+        self._slots_per_tenant = max(1, num_threads // 2)
+        self._tenants: dict[str, _Tenant] = {}
+        self._untrimmed = 0
+        self._is_closed = False
+        self._trim_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_works(self) -> int:
+        """How many long texts are worked on or wait."""
+        return sum(tenant.num_works for tenant in self._tenants.values())
+
+    def check_room(self, tenant: str, num_characters: int) -> None:
+        """Raises TooManyLongPromptsError if so much of a tenant waits that more is not taken."""
+        known = self._tenants.get(tenant)
+        if known is None or num_characters <= MAX_INLINE_CHARACTERS:
+            return
+        if known.num_characters + num_characters > _MAX_WAITING_CHARACTERS:
+            raise TooManyLongPromptsError(known.num_characters, _MAX_WAITING_CHARACTERS)
+
+    async def run(self, tenant: str, num_characters: int, work: Callable[[], _T]) -> _T:
+        """What ``work`` gives for so much text of a tenant, or raises."""
+        if num_characters <= MAX_INLINE_CHARACTERS:
+            return work()
+        known = self._tenants.setdefault(tenant, _Tenant(self._slots_per_tenant))
+        known.num_works += 1
+        known.num_characters += num_characters
+        try:
+            # Decoding so long a text kept the event loop waiting: others have their turn before the
+            # thread competes with it for the interpreter.
+            await asyncio.sleep(0)
+            async with known.slots, self._slots:
+                return await self._in_thread(work)
+        finally:
+            known.num_works -= 1
+            known.num_characters -= num_characters
+            if not known.num_works:
+                del self._tenants[tenant]
+            self._trim_later(num_characters)
+
+    def close(self) -> None:
+        if self._trim_timer is not None:
+            self._trim_timer.cancel()
+        self._is_closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # A thread cannot be stopped, and its place is not free before it has ended.
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()
+            raise
+        finally:
+            # Its error knows this frame, and by its callers' the whole text: no circle of these is
+            # to wait for the garbage collector.
+            del running
+
+    def _trim_later(self, num_characters: int) -> None:
+        self._untrimmed += num_characters
+        if self._untrimmed < _TRIM_CHARACTERS or self._is_closed:
+            return
+        if self._trim_timer is not None:
+            self._trim_timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._trim_timer = loop.call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trim_timer = None
+        if self.num_works:
+            return  # its end is the next occasion
+        self._untrimmed = 0
+        self._executor.submit(_give_memory_back)
+
+
+def num_characters(job: Job) -> int:
+    """How much there is to read in a job that is to be prepared, schemas of tools included."""
+    messages = len(job.messages or ()) * _MESSAGE_CHARACTERS
+    if messages > MAX_INLINE_CHARACTERS:
+        return messages  # it is long, and counting on would be, too
+    messages += sum(len(message.content) for message in job.messages or ())
+    tools = sum(len(tool.description) + len(repr(tool.parameters)) for tool in job.tools)
+    return len(job.prompt or "") + len(job.prompt_token_ids or ()) + messages + tools
+
+
+def _give_memory_back() -> None:
+    """The allocator keeps what was freed, in each thread's arena. Other systems than glibc's have
+    no such call, and need none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,137 @@
+"""Who may use the store's HTTP interface: who has its name and password, and no web page.
+
+A page of somebody else may have a browser ask for it, or have its own name lead here after it was
+loaded: neither gets as far as the password.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from schemas.config import ClickHouseConfig
+from schemas.errors import ConfigError
+
+_AUTHENTICATION_FAILED = 516
+_ACCESS_DENIED = 497
+_DEFAULT_USER = "default"
+
+
+class Refusal(NamedTuple):
+    """What is answered instead. ``number`` is ClickHouse's code."""
+
+    status: int
+    number: int
+    message: str
+
+
+class Door:
+    """Looks at a request before anything is done for it."""
+
+    def __init__(self, config: ClickHouseConfig) -> None:
+        """Raises ConfigError where there is no password to ask for."""
+        if not config.password:
+            raise ConfigError(
+                "clickhouse.password is empty: the embedded store is served to who has a password "
+                "only. Set it, and have clients send it with clickhouse.username."
+            )
+        self._host = config.serve_host
+        self._user, self._password = config.username.encode(), config.password.encode()
+
+    def refusal_of_origin(self, scope: Scope) -> Refusal | None:
+        """For a request of a web page, or for a name that may be somebody else's."""
+        host, origin = header_of(scope, b"host"), header_of(scope, b"origin")
+        if host and not self._is_here(host):
+            return _refusal(
+                403,
+                _ACCESS_DENIED,
+                f"This store is not {host:.200}: ask for its address, or for localhost. "
+                "(ACCESS_DENIED)",
+            )
+        if origin:
+            return _refusal(
+                403, _ACCESS_DENIED, f"Pages of {origin:.200} may not read it. (ACCESS_DENIED)"
+            )
+        return None
+
+    def refusal_of_user(self, scope: Scope, arguments: Mapping[str, str]) -> Refusal | None:
+        """For a request without the right name and password. Both are compared in a time that
+        says nothing of how much of them was right."""
+        given = _credentials(scope, arguments)
+        if given is None:
+            return _refusal(
+                401,
+                _AUTHENTICATION_FAILED,
+                "Authentication failed: send a name and a password, by HTTP basic authentication, "
+                "X-ClickHouse-User and X-ClickHouse-Key, or user and password in the address. "
+                "(AUTHENTICATION_FAILED)",
+            )
+        user, password = given
+        right_user = hmac.compare_digest(user.encode(), self._user)
+        right_password = hmac.compare_digest(password.encode(), self._password)
+        if right_user and right_password:
+            return None
+        return _refusal(
+            403,
+            _AUTHENTICATION_FAILED,
+            "Authentication failed: password is incorrect, or there is no user with such name. "
+            "(AUTHENTICATION_FAILED)",
+        )
+
+    def _is_here(self, host: str) -> bool:
+        """Addresses, this machine by name, and names without a dot, which are given on this machine
+        or its network: nobody else can have those lead here."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return "." not in name or name == self._host or _is_address(name)
+
+
+def header_of(scope: Scope, name: bytes) -> str:
+    """Empty if the request has none."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return ""
+
+
+def _credentials(scope: Scope, arguments: Mapping[str, str]) -> tuple[str, str] | None:
+    """Name and password in the first of the forms in which ClickHouse takes them."""
+    user = _utf8(header_of(scope, b"x-clickhouse-user"))
+    key = _utf8(header_of(scope, b"x-clickhouse-key"))
+    if user or key:
+        return user or _DEFAULT_USER, key
+    kind, _, encoded = header_of(scope, b"authorization").partition(" ")
+    if kind.lower() == "basic":
+        try:
+            name, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+        except (binascii.Error, UnicodeDecodeError):
+            return "", ""
+        return name, password
+    if "user" in arguments or "password" in arguments:
+        return arguments.get("user", _DEFAULT_USER), arguments.get("password", "")
+    return None
+
+
+def _utf8(header: str) -> str:
+    return header.encode("latin-1").decode(errors="replace")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _refusal(status: int, number: int, why: str) -> Refusal:
+    return Refusal(status, number, f"Code: {number}. DB::Exception: {why}")

@@ -1,0 +1,30 @@
+-- What gateways refused before it was a job, by tenant, key, door and reason; the most first.
+-- Requests that were accepted and shed, or failed, are in error_codes instead, never in both.
+-- An empty tenant: nobody knows who asked. The door "others": of a flood of many kinds, those on top
+-- of what is told apart.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
+-- param to_s: end of the range, not included; up to 0: before now (default 0)
+-- param tenant: only this tenant's (default '')
+-- param rows: how many, at most 100000 (default 1000)
+WITH
+    toInt64(toUnixTimestamp(now())) AS now_s,
+    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
+    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+SELECT
+    tenant,
+    api_key,
+    door,
+    status,
+    code,
+    limit_reached,
+    sum(r.requests) AS refused,
+    min(r.first_at) AS first_at,
+    max(r.last_at) AS last_at,
+    argMax(r.request_id, r.last_at) AS request_id
+FROM refusals AS r FINAL
+WHERE recorded_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND recorded_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+GROUP BY tenant, api_key, door, status, code, limit_reached
+ORDER BY refused DESC, tenant, api_key, door, status, code, limit_reached
+LIMIT {rows:UInt32}

@@ -1,0 +1,117 @@
+"""What a process knows of the stores, with disks and a bus that a test has in its hands."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.core import CollectorRegistry
+
+from bus.clock import ManualClock
+from bus.memory import MemoryBroker, MemoryBus
+from bus.metrics import render
+from bus.storage import CLICKHOUSE, KAFKA, NATS
+from bus.store_watch import StoreMetrics, StoreWatch
+from schemas.config import StorageConfig
+from schemas.errors import StoreFullError
+
+_MIB = 1024 * 1024
+_CONFIG = StorageConfig(nats_dir="nats", clickhouse_dir="rows", min_free_bytes=100 * _MIB)
+
+
+class Disks:
+    """By folder, in MiB; None: it cannot be looked at."""
+
+    def __init__(self, **free_mib: int | None) -> None:
+        self.free_mib = free_mib
+
+    def read(self, folder: str) -> int:
+        free = self.free_mib[folder]
+        if free is None:
+            raise OSError("no such device")
+        return free * _MIB
+
+
+async def test_a_disk_is_short_below_the_mark_and_well_a_little_above_it() -> None:
+    disks = Disks(nats=100, rows=100)
+    watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
+    await watch.look()
+    assert watch.troubles() == {}
+    watch.check()
+    for free_mib in (99, 101, 124):
+        disks.free_mib["nats"] = free_mib
+        await watch.look()
+        with pytest.raises(StoreFullError, match=f"the store nats has {free_mib} MiB of room") as e:
+            watch.check()
+        assert (e.value.http_status, e.value.retryable, e.value.retry_after_s) == (503, True, 5.0)
+    disks.free_mib["nats"] = 125
+    await watch.look()
+    watch.check()
+
+
+async def test_what_can_wait_closes_no_door() -> None:
+    disks = Disks(nats=500, rows=1)
+    watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
+    await watch.look()
+    watch.check()
+    assert list(watch.troubles()) == [CLICKHOUSE]
+
+
+async def test_a_disk_that_cannot_be_looked_at_is_as_it_was() -> None:
+    disks = Disks(nats=1, rows=None)
+    watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
+    await watch.look()
+    disks.free_mib["nats"] = None
+    await watch.look()
+    assert list(watch.troubles()) == [NATS]
+
+
+async def test_streams_that_were_given_up_are_named_while_the_bus_is_away_too() -> None:
+    broker = MemoryBroker()
+    watch = StoreWatch(StorageConfig(), ManualClock(), MemoryBus(broker).storage)
+    broker.failed_streams["OUTBOX"] = "no space left on device"
+    await watch.look()
+    with pytest.raises(StoreFullError, match="has given its streams OUTBOX up"):
+        watch.check()
+    broker.stop()
+    await watch.look()
+    assert NATS in watch.troubles()
+    broker.start()
+    await watch.look()
+    watch.check()
+
+
+async def test_the_queue_is_closed_to_all_while_hardly_any_room_is_left() -> None:
+    broker, clock, disks = MemoryBroker(), ManualClock(), Disks(nats=60, rows=500)
+    storage = MemoryBus(broker).storage
+    watch = StoreWatch(_CONFIG, clock, storage, gates=True, read_free_bytes=disks.read)
+
+    def admits() -> bool:
+        return broker.admits_jobs
+
+    await watch.look()
+    assert admits(), "the rest is for what was accepted, and its tools' next turns"
+    disks.free_mib["nats"] = 49
+    await watch.look()
+    assert not admits()
+    broker.admits_jobs = True  # somebody has set the streams up anew
+    await watch.look()
+    await clock.advance(5.0)
+    await watch.look()
+    assert not admits()
+    disks.free_mib["nats"] = 110
+    await watch.look()
+    assert not admits()
+    disks.free_mib["nats"] = 130
+    await watch.look()
+    assert admits()
+
+
+async def test_metrics_say_which_store() -> None:
+    disks = Disks(nats=1, rows=500)
+    watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
+    registry = CollectorRegistry()
+    registry.register(StoreMetrics((NATS, KAFKA), watch.troubles, lambda: watch.free))
+    await watch.look()
+    told = render(registry).decode()
+    assert 'millrace_store_healthy{store="nats"} 0.0' in told
+    assert 'millrace_store_healthy{store="kafka"} 1.0' in told
+    assert 'millrace_store_free_bytes{store="clickhouse"} 5.24288e+08' in told

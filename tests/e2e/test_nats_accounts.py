@@ -1,0 +1,334 @@
+"""The whole system on a nats-server where each part may do its own work only, and the service of a
+tenant that publishes jobs there with nothing but nats-py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+
+import httpx
+import msgspec
+import nats
+import openai
+import pytest
+import pytest_asyncio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus import subjects
+from bus.nats.permissions import service_inbox
+from bus.redis_link import RedisLink
+from bus.tenants import TenantStore
+from schemas.jobs import Tier
+from schemas.records import RequestRecord
+from schemas.tenants import LimitOverrides, TenantRecord
+from tests.support.guarded_system import GuardedSystem, guarded_system
+from tests.support.nats_users import ACME
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+WITHIN_S = 60.0
+ENDS = ("done", "cancelled", "expired", "shed", "failed")
+
+
+class Service:
+    """A tenant's service: it publishes, reads its frames and results, and says what it has."""
+
+    def __init__(self, client: Client, tenant: str) -> None:
+        self.client = client
+        self.tenant = tenant
+        self.frames: dict[str, list[dict[str, Any]]] = {}
+
+    async def open(self) -> Service:
+        await self.client.subscribe(f"tok.{self.tenant}.>", cb=self._on_frame)
+        await self.client.subscribe(f"resume.{self.tenant}.*", cb=self._on_resume)
+        await self.client.flush()
+        return self
+
+    async def _on_frame(self, message: Msg) -> None:
+        request_id = message.subject.rpartition(".")[2]
+        self.frames.setdefault(request_id, []).append(json.loads(message.data))
+
+    async def _on_resume(self, message: Msg) -> None:
+        has = {"token_ids": self.token_ids(message.subject.rpartition(".")[2])}
+        await self.client.publish(
+            message.reply, json.dumps(has).encode(), headers={"Content-Type": "application/json"}
+        )
+
+    def token_ids(self, request_id: str) -> list[int]:
+        known: list[int] = []
+        for frame in self.frames.get(request_id, ()):
+            if frame["type"] == "delta":
+                index = frame.get("index", 0)
+                assert index <= len(known), "a token is missing"
+                known += frame["token_ids"][len(known) - index :]
+        return known
+
+    def end(self, request_id: str) -> dict[str, Any] | None:
+        ends = [one for one in self.frames.get(request_id, ()) if one["type"] in ENDS]
+        assert len(ends) <= 1, ends
+        return ends[0] if ends else None
+
+    async def publish(self, request_id: str, max_tokens: int = 20, **fields: Any) -> None:
+        job = {
+            "request_id": request_id,
+            "model": "demo",
+            "prompt": "What is a lease?",
+            "sampling": {"max_tokens": max_tokens, "ignore_eos": True, "seed": 1},
+            "reply": self.tenant,
+            "store_result": True,
+            **fields,
+        }
+        await self.client.jetstream().publish(
+            f"jobs.demo.free.{self.tenant}",
+            json.dumps(job).encode(),
+            headers={"Content-Type": "application/json", "Nats-Msg-Id": request_id},
+        )
+
+    async def ended(self, request_id: str) -> dict[str, Any]:
+        await eventually(lambda: self.end(request_id) is not None, WITHIN_S, f"{request_id}'s end")
+        end = self.end(request_id)
+        assert end is not None
+        return end
+
+    async def result(self, request_id: str) -> dict[str, Any]:
+        subject = f"$JS.API.DIRECT.GET.RESULTS.results.{self.tenant}.{request_id}"
+        found: dict[str, Any] = {}
+
+        async def is_there() -> bool:
+            answer = await self.client.request(subject, b"", timeout=5.0)
+            if answer.data:
+                found.update(json.loads(answer.data))
+            return bool(found)
+
+        await eventually(is_there, WITHIN_S, f"{request_id}'s result")
+        return found
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GuardedSystem]:
+    async with guarded_system(tmp_path_factory.mktemp("guarded")) as made:
+        yield made
+        assert made.forbidden() == []
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def service(system: GuardedSystem) -> AsyncIterator[Service]:
+    client = await nats.connect(
+        system.nats.url_of(ACME.user), inbox_prefix=service_inbox(ACME.tenant)
+    )
+    yield await Service(client, ACME.tenant).open()
+    await client.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def redis(system: GuardedSystem) -> AsyncIterator[RedisLink]:
+    link = RedisLink(system.config.redis)
+    yield link
+    await link.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def limits(redis: RedisLink) -> Callable[..., Awaitable[None]]:
+    """Give the tenant limits, and forget what it has used."""
+
+    async def give(**limits: Any) -> None:
+        for name in ("lim", "run", "hold"):
+            await redis.call("DEL", f"{name}:t:{ACME.tenant}")
+        record = TenantRecord(tier=Tier.PRO, limits=LimitOverrides(**limits))
+        await TenantStore(redis).change_tenant(ACME.tenant, lambda _known: record)
+
+    await give()
+    return give
+
+
+async def spent(redis: RedisLink) -> Decimal:
+    keys: list[bytes] = await redis.call("KEYS", f"spent:t:{ACME.tenant}:*")
+    amounts = [int(await redis.call("GET", key.decode())) for key in keys]
+    return Decimal(sum(amounts)).scaleb(-9)
+
+
+async def records(system: GuardedSystem, request_id: str) -> list[RequestRecord]:
+    """Those that are in the outbox."""
+    client = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
+    try:
+        manager = client.jsm()
+        last = (await manager.stream_info(subjects.OUTBOX_STREAM)).state.last_seq
+        found = []
+        for sequence in range(1, last + 1):
+            message = await manager.get_msg(subjects.OUTBOX_STREAM, sequence)
+            if message.subject == subjects.REQUEST_RECORD:
+                record = msgspec.msgpack.decode(message.data or b"", type=RequestRecord)
+                if record.request_id == request_id:
+                    found.append(record)
+        return found
+    finally:
+        await client.close()
+
+
+async def one_record(system: GuardedSystem, request_id: str) -> RequestRecord:
+    async def is_there() -> bool:
+        return bool(await records(system, request_id))
+
+    await eventually(is_there, WITHIN_S, f"{request_id}'s record")
+    (record,) = await records(system, request_id)
+    return record
+
+
+async def until_spent(redis: RedisLink, amount: Decimal) -> None:
+    async def is_spent() -> bool:
+        return await spent(redis) >= amount
+
+    await eventually(is_spent, WITHIN_S, "the charge")
+    # To the billionth, rounded up.
+    assert amount <= await spent(redis) < amount + Decimal("0.000000002")
+
+
+# --- each part does its work -----------------------------------------------------------------
+
+
+async def test_a_job_is_answered_kept_recorded_and_charged(
+    system: GuardedSystem, service: Service, redis: RedisLink, limits: Callable[..., Any]
+) -> None:
+    before = await spent(redis)
+    await service.publish("whole-1")
+    assert (await service.ended("whole-1"))["type"] == "done"
+    assert len(service.token_ids("whole-1")) == 20
+    assert (await service.result("whole-1"))["status"] == "done"
+    record = await one_record(system, "whole-1")
+    assert (record.tenant, record.completion_tokens) == (ACME.tenant, 20)
+    assert record.cost > 0
+    await until_spent(redis, before + record.cost)
+
+    async def is_in_clickhouse() -> bool:
+        async with httpx.AsyncClient(base_url=system.http, timeout=20.0) as http:
+            page = await http.get("/ops/api/requests_page", params={"from_s": -3600})
+            return "whole-1" in page.text
+
+    await eventually(is_in_clickhouse, WITHIN_S, "the row")
+
+
+async def test_clients_of_the_gateway_notice_nothing(system: GuardedSystem) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
+        answer = await client.completions.create(model="demo", prompt="What?", max_tokens=8, n=2)
+        assert len(answer.choices) == 2
+        line = {
+            "custom_id": "c",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "demo", "prompt": "What?", "max_tokens": 4},
+        }
+        file = await client.files.create(
+            file=("in.jsonl", json.dumps(line).encode()), purpose="batch"
+        )
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+        async def is_over() -> bool:
+            return (await client.batches.retrieve(batch.id)).status == "completed"
+
+        await eventually(is_over, WITHIN_S, "the batch's end")
+        await client.files.delete(file.id)
+        stream = await client.completions.create(
+            model="demo", prompt="What?", max_tokens=2_000, stream=True
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+    # The client left, which ends it: nobody decodes 2,000 tokens of 20 ms.
+    await eventually(
+        lambda: all(not status.num_running for status in system.statuses.values()),
+        WITHIN_S,
+        "the cancel",
+    )
+
+
+async def test_streams_outlive_a_killed_worker_and_move_from_one_that_drains(
+    system: GuardedSystem, service: Service
+) -> None:
+    ids = [f"moved-{number}" for number in range(4)]
+    for request_id in ids:
+        await service.publish(request_id, 150)
+    await eventually(
+        lambda: all(len(service.token_ids(one)) > 5 for one in ids), WITHIN_S, "first tokens"
+    )
+    system.kill("worker-1")
+    await asyncio.gather(*(system.start("workers", f"worker-{number}") for number in (3, 4)))
+    draining = system.drain("worker-2")
+    for request_id in ids:
+        assert (await service.ended(request_id))["type"] == "done"
+        assert len(service.token_ids(request_id)) == 150
+        await one_record(system, request_id)
+    await eventually(lambda: draining.poll() is not None, WITHIN_S, "the drained worker's end")
+
+
+# --- limits of who publishes -----------------------------------------------------------------
+
+
+async def test_who_is_over_a_limit_is_told_which(
+    system: GuardedSystem, service: Service, limits: Callable[..., Any]
+) -> None:
+    await limits(requests_per_minute=1)
+    await service.publish("rate-1")
+    await service.publish("rate-2")
+    ends = [await service.ended(request_id) for request_id in ("rate-1", "rate-2")]
+    (refused,) = [end for end in ends if end["type"] != "done"]
+    assert (refused["type"], refused["limit"]) == ("shed", "requests_per_minute")
+    assert 0 < refused["retry_after_s"] <= 60
+    assert "tenant acme" in refused["message"]
+    found = [await one_record(system, request_id) for request_id in ("rate-1", "rate-2")]
+    codes = {record.status.value: record.error_code for record in found}
+    assert codes == {"done": "", "shed": "requests_per_minute"}
+
+
+async def test_a_budget_that_is_spent_ends_jobs_for_this_month(
+    system: GuardedSystem, service: Service, limits: Callable[..., Any]
+) -> None:
+    await limits(monthly_budget=Decimal("0.000000001"))
+    await service.publish("poor-1")
+    end = await service.ended("poor-1")
+    assert (end["type"], end["code"]) == ("failed", "insufficient_quota")
+    assert not end.get("retryable", False)
+    record = await one_record(system, "poor-1")
+    assert (record.status.value, record.error_code) == ("failed", "insufficient_quota")
+    assert (await service.result("poor-1"))["error_code"] == "insufficient_quota"
+
+
+async def test_a_job_that_names_another_tenant_or_its_listener_is_refused(
+    service: Service, limits: Callable[..., Any]
+) -> None:
+    await service.publish("forged-1", tenant="shop")
+    end = await service.ended("forged-1")
+    assert (end["type"], end["code"]) == ("failed", "tenant_mismatch")
+    await service.publish("forged-2", reply="shop")
+    assert (await service.result("forged-2"))["error_code"] == "reply_forbidden"
+
+
+async def test_a_job_is_charged_once_though_its_scheduler_and_worker_die(
+    system: GuardedSystem, service: Service, redis: RedisLink, limits: Callable[..., Any]
+) -> None:
+    await limits(requests_per_minute=2, concurrent_requests=2)
+    before = await spent(redis)
+    await service.publish("killed-1", 150)
+    await eventually(lambda: len(service.token_ids("killed-1")) > 5, WITHIN_S, "first tokens")
+    holder = next(
+        frame["worker_id"] for frame in service.frames["killed-1"] if frame["type"] == "started"
+    )
+    system.kill("scheduler-1")
+    system.kill(holder.rpartition("-")[0])
+    await asyncio.gather(
+        system.start("scheduler", "scheduler-2"), system.start("workers", "worker-5")
+    )
+    assert (await service.ended("killed-1"))["type"] == "done"
+    assert len(service.token_ids("killed-1")) == 150
+    record = await one_record(system, "killed-1")
+    await until_spent(redis, before + record.cost)
+    assert await redis.call("ZCARD", f"run:t:{ACME.tenant}") == 0
+    # It took one of the two that it may ask in a minute, though it was delivered twice.
+    await service.publish("killed-2")
+    assert (await service.ended("killed-2"))["type"] == "done"

@@ -1,0 +1,351 @@
+"""Each request that is refused is in one record, and a flood of them is in few."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from bus import codec
+from bus.clock import ManualClock
+from bus.memory import MemoryBroker, MemoryBus
+from bus.redis_link import RedisLink
+from bus.tenants import TenantStore
+from gateway.caller import Caller
+from gateway.errors import Refusal
+from gateway.metrics import Metrics
+from gateway.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
+from schemas.config import GatewayConfig, RedisConfig
+from schemas.errors import BusUnavailableError
+from schemas.frames import Shed
+from schemas.jobs import Tier
+from schemas.records import OTHER_REFUSALS, Record, RefusalRecord
+from schemas.tenants import LimitOverrides, TenantRecord
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a secret of mine"}]}
+CONFIG = GatewayConfig(auth="required", max_body_bytes=4_096, max_generations_per_socket=1)
+
+
+class Book:
+    """The records of refusals that the outbox has got so far."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._outbox = MemoryBus(broker).outbox
+        self.records: list[RefusalRecord] = []
+
+    async def read(self) -> None:
+        while messages := await self._outbox.pull(1_000, 0.0):
+            for message in messages:
+                record = codec.RECORD.decode(message.payload)
+                if isinstance(record, RefusalRecord):
+                    self.records.append(record)
+            await self._outbox.ack(messages)
+
+    async def until(self, count: int) -> None:
+        """Wait until as many requests are in the records, or more."""
+
+        async def there() -> bool:
+            await self.read()
+            return sum(record.count for record in self.records) >= count
+
+        await eventually(there, 20.0, f"records of {count} refusals")
+
+    def kinds(self) -> dict[tuple[str, str, int, str, str], int]:
+        """How many of each tenant, door, status, code and limit."""
+        found: dict[tuple[str, str, int, str, str], int] = {}
+        for one in self.records:
+            kind = (one.tenant, one.door, one.status, one.code, one.limit)
+            found[kind] = found.get(kind, 0) + one.count
+        return found
+
+
+@pytest.fixture
+async def front(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(CONFIG, redis=RedisConfig(url=redis_server.url)) as made:
+        yield made
+
+
+@pytest.fixture
+def book(front: RunningGateway) -> Book:
+    return Book(front.broker)
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[TenantStore]:
+    link = RedisLink(RedisConfig(url=redis_server.url))
+    made = TenantStore(link)
+    await made.change_tenant("acme", lambda _known: TenantRecord(tier=Tier.PRO))
+    yield made
+    await link.close()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def test_what_http_refuses(front: RunningGateway, book: Book, store: TenantStore) -> None:
+    one_a_minute = LimitOverrides(requests_per_minute=1)
+    record, limited_token = await store.create_key("acme", 0, limits=one_a_minute)
+    _, token = await store.create_key("acme", 0)
+    revoked, dead_token = await store.create_key("acme", 0)
+    await store.revoke(revoked.key_id, 1)
+    chat = "/v1/chat/completions"
+    async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+
+        async def ask(path: str, status: int, token: str = token, **given: Any) -> httpx.Response:
+            given.setdefault("headers", bearer(token) if token else {})
+            answer = await http.request(given.pop("method", "POST"), path, **given)
+            assert answer.status_code == status, answer.text
+            return answer
+
+        await ask(chat, 200, token=limited_token, json=CHAT)
+        limited = await ask(chat, 429, token=limited_token, json=CHAT)
+        await ask(chat, 429, token=limited_token, json=CHAT)
+        await ask(chat, 400, content=b"{")
+        await ask(chat, 404, json={**CHAT, "model": "a secret of mine"})
+        await ask(chat, 413, content=b"x" * 5_000)
+        await ask(chat, 401, token="", json=CHAT)
+        await ask(chat, 401, token=dead_token, json=CHAT)
+        await ask(chat, 405, method="GET")
+        await ask("/v1/embeddings", 400, json={"model": MODEL, "input": []})
+        await ask("/nowhere", 404, json={})
+        await ask("/v1/tokenize", 401, token="", json={"model": MODEL, "prompt": "x"})
+        await ask("/v1/completions", 403, headers={"origin": "https://evil.example"}, json={})
+        await ask("/healthz", 200, method="GET")
+    await book.until(12)
+    assert book.kinds() == {
+        ("acme", chat, 429, "requests_per_minute", "requests_per_minute"): 2,
+        ("acme", chat, 400, "invalid_json", ""): 1,
+        ("acme", chat, 404, "model_not_found", ""): 1,
+        ("acme", chat, 413, "payload_too_large", ""): 1,
+        ("", chat, 401, "invalid_api_key", ""): 1,
+        ("acme", chat, 401, "invalid_api_key", ""): 1,
+        ("", chat, 405, "method_not_allowed", ""): 1,
+        ("acme", "/v1/embeddings", 400, "invalid_parameter", ""): 1,
+        ("", "unmatched", 404, "not_found", ""): 1,
+        ("", "/v1/tokenize", 401, "invalid_api_key", ""): 1,
+        ("", "origin", 403, "origin_not_allowed", ""): 1,
+    }
+    of_limit = next(one for one in book.records if one.limit)
+    assert (of_limit.key_id, of_limit.gateway_id) == (record.key_id, "gw-test")
+    assert of_limit.request_id == limited.headers["x-request-id"]
+    assert 0 < of_limit.first_ns <= of_limit.last_ns <= of_limit.recorded_ns
+    assert {one.key_id for one in book.records if one.status == 401} == {"", revoked.key_id}
+    # Nothing that a client wrote is in them.
+    assert b"secret" not in b"".join(codec.encode(one) for one in book.records)
+    shown = front.gateway.metrics.render().decode()
+    sample = 'millrace_refused_requests_total{code="requests_per_minute",route="%s",status="429"} 2'
+    assert sample % chat in shown
+
+
+async def test_what_a_websocket_refuses(
+    front: RunningGateway, book: Book, store: TenantStore
+) -> None:
+    _, token = await store.create_key("acme", 0)
+    front.worker.gate.clear()
+    with pytest.raises(InvalidStatus):
+        await connect(front.ws_url, additional_headers=bearer("mr-000000000000-0")).__aenter__()
+    async with connect(front.ws_url) as stranger:
+        await _told(stranger, "generate", id="a", **CHAT)
+        assert await _told(stranger, "authenticate", token="nonsense") == "invalid_api_key"
+        with pytest.raises(ConnectionClosed):
+            await stranger.recv()
+    async with connect(front.ws_url, additional_headers=bearer(token)) as known:
+        assert await _told(known, "nothing") == "unknown_message_type"
+        assert await _told(known, "generate", id="a", **{**CHAT, "model": "no"}) == (
+            "model_not_found"
+        )
+        await known.send(json.dumps({"type": "generate", "id": "a", **CHAT}))
+        await eventually(lambda: front.worker.num_running == 1)
+        assert await _told(known, "generate", id="b", **CHAT) == "too_many_generations"
+        assert await _told(known, "cancel", id="nobody") == "unknown_id"
+        front.worker.gate.set()
+        assert await _until_end(known) == "done"
+        assert await _told(known, "resume", id="c", request_id="x", next_index=0) == (
+            "request_not_found"
+        )
+    await book.until(8)
+    assert book.kinds() == {
+        ("", "/v1/ws", 401, "invalid_api_key", ""): 3,
+        ("acme", "/v1/ws", 400, "unknown_message_type", ""): 1,
+        ("acme", "/v1/ws", 404, "model_not_found", ""): 1,
+        ("acme", "/v1/ws", 429, "too_many_generations", "max_generations_per_socket"): 1,
+        ("acme", "/v1/ws", 404, "unknown_id", ""): 1,
+        ("acme", "/v1/ws", 404, "request_not_found", ""): 1,
+    }
+
+
+async def _told(connection: ClientConnection, kind: str, **fields: Any) -> str:
+    """The code of the next error after a message."""
+    await connection.send(json.dumps({"type": kind, **fields}))
+    async with asyncio.timeout(20):
+        while True:
+            message = json.loads(await connection.recv())
+            if message["type"] == "error":
+                return str(message["code"])
+
+
+async def _until_end(connection: ClientConnection) -> str:
+    async with asyncio.timeout(20):
+        while True:
+            kind = json.loads(await connection.recv())["type"]
+            if kind in ("done", "error"):
+                return str(kind)
+
+
+async def test_what_was_a_job_is_not_told_twice(
+    front: RunningGateway, book: Book, store: TenantStore
+) -> None:
+    """A job that is shed has its own record, whatever door it came by and however it is told."""
+    _, token = await store.create_key("acme", 0)
+    front.worker.end_with = Shed(retry_after_s=1.0)
+    async with httpx.AsyncClient(base_url=front.url, headers=bearer(token), timeout=20) as http:
+        for stream in (False, True):
+            shed = await http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+            assert shed.status_code == 429
+        embedded = await http.post("/v1/embeddings", json={"model": MODEL, "input": "x"})
+        assert embedded.status_code == 429
+        async with connect(front.ws_url, additional_headers=bearer(token)) as socket:
+            assert await _told(socket, "generate", id="a", **CHAT) == "overloaded"
+        # One that is refused, to know that all were looked at.
+        assert (await http.post("/v1/chat/completions", content=b"{")).status_code == 400
+    await book.until(1)
+    assert list(book.kinds()) == [("acme", "/v1/chat/completions", 400, "invalid_json", "")]
+
+
+async def test_a_flood_over_http_leaves_few_records(
+    front: RunningGateway, book: Book, store: TenantStore
+) -> None:
+    """With as many keys as requests, none of which is one; and the gateway answers meanwhile."""
+    number = 600
+    async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+
+        async def attack(first: int) -> None:
+            for i in range(first, number, 20):
+                token = f"mr-{i:012x}-0"
+                answer = await http.post("/v1/chat/completions", json=CHAT, headers=bearer(token))
+                assert answer.status_code == 401
+
+        await asyncio.gather(*map(attack, range(20)))
+        assert (await http.get("/healthz")).status_code == 200
+    await book.until(number)
+    [kind] = book.kinds().items()
+    assert kind == (("", "/v1/chat/completions", 401, "invalid_api_key", ""), number)
+    # One each second that it took.
+    assert len(book.records) == len({record.recorded_ns for record in book.records})
+
+
+# --- the bounds, whoever refuses ---------------------------------------------------------------
+
+
+class FlakyOutbox:
+    """Keeps what is published, or is away; with ``is_late`` it keeps it and says it is away."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.is_late = False
+        self.stored: dict[tuple[str, int, int], RefusalRecord] = {}
+        self.num_published = 0
+
+    async def publish(self, record: Record, _patience_s: float = 0.0) -> None:
+        assert isinstance(record, RefusalRecord)
+        if self.is_away and not self.is_late:
+            raise BusUnavailableError("away")
+        self.num_published += 1
+        self.stored[record.gateway_id, record.recorded_ns, record.number] = record
+        if self.is_late:
+            raise BusUnavailableError("too late")
+
+    @property
+    def count(self) -> int:
+        return sum(record.count for record in self.stored.values())
+
+
+@asynccontextmanager
+async def _refusals() -> AsyncIterator[tuple[Refusals, FlakyOutbox, ManualClock]]:
+    outbox, clock = FlakyOutbox(), ManualClock(1_000)
+    made = Refusals(outbox, clock, "gw", Metrics())  # type: ignore[arg-type]
+    yield made, outbox, clock
+
+
+def _refusal(code: str = "bad", status: int = 400) -> Refusal:
+    return Refusal(status=status, code=code, message="never told")
+
+
+async def test_however_many_kinds_come_the_records_are_bounded_and_count_them_all() -> None:
+    async with _refusals() as (refusals, outbox, _):
+        number = 100_000
+        for i in range(number):
+            caller = Caller(tenant=f"tenant-{i % 1_000}", key_id=f"{i:012x}")
+            refusals.note("/v1/x", _refusal(status=400 + 100 * (i % 2)), caller)
+        assert refusals.num_waiting <= MAX_KINDS + 1
+        assert await refusals.flush()
+        assert len(outbox.stored) <= MAX_KINDS + 1
+        assert outbox.count == number
+        rest = [one for one in outbox.stored.values() if one.door == OTHER_REFUSALS]
+        assert {one.tenant for one in rest} == {""}
+
+
+async def test_one_tenant_takes_nobody_elses_room() -> None:
+    async with _refusals() as (refusals, outbox, _):
+        for i in range(10_000):
+            refusals.note("/v1/x", _refusal(f"code-{i}"), Caller(tenant="flood", key_id="k"))
+            refusals.note("/v1/x", _refusal(f"code-{i}"), None)
+        refusals.note("/v1/x", _refusal("mine"), Caller(tenant="quiet", key_id="k"))
+        await refusals.flush()
+        mine = [one for one in outbox.stored.values() if one.tenant == "quiet"]
+        assert [(one.code, one.count) for one in mine] == [("mine", 1)]
+        for tenant in ("flood", ""):
+            of_tenant = [one for one in outbox.stored.values() if one.tenant == tenant]
+            assert len(of_tenant) == MAX_KINDS_OF_TENANT + 1
+            assert sum(one.count for one in of_tenant) == 10_000
+            [rest] = [one for one in of_tenant if one.door == OTHER_REFUSALS]
+            assert rest.count == 10_000 - MAX_KINDS_OF_TENANT
+            assert (rest.status, rest.code) == (400, "")
+
+
+async def test_while_the_bus_is_away_counting_goes_on_within_the_same_bounds() -> None:
+    async with _refusals() as (refusals, outbox, clock):
+        outbox.is_away = True
+        for _ in range(50):
+            for i in range(2_000):
+                refusals.note("/v1/x", _refusal(f"code-{i % 7}"), None)
+            await clock.advance(1.0)
+            assert not await refusals.flush()
+        assert refusals.num_waiting <= 2 * 7
+        outbox.is_away = False
+        await refusals.close(1.0)
+        assert outbox.count == 100_000
+        assert refusals.num_waiting == 0
+
+
+async def test_a_record_whose_answer_was_lost_is_stored_once() -> None:
+    async with _refusals() as (refusals, outbox, clock):
+        outbox.is_late = True
+        refusals.note("/v1/x", _refusal(), None)
+        assert not await refusals.flush()
+        refusals.note("/v1/x", _refusal(), None)
+        await clock.advance(1.0)
+        outbox.is_late = False
+        await refusals.flush()
+        assert (outbox.num_published, len(outbox.stored), outbox.count) == (2, 1, 1)
+        await refusals.flush()
+        assert outbox.count == 2
+
+
+async def test_a_client_that_left_was_not_refused() -> None:
+    async with _refusals() as (refusals, outbox, _):
+        refusals.note("/v1/x", _refusal(status=499), None)
+        refusals.note("/v1/x", _refusal(status=200), None)
+        await refusals.flush()
+        assert outbox.stored == {}

@@ -1,0 +1,140 @@
+"""ClickHouse's protocol behind TLS: the door of the embedded engine, with a proxy before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from cli.store import ask_server
+from schemas.config import ClickHouseConfig
+from schemas.errors import (
+    ConfigError,
+    CredentialsRefusedError,
+    MillraceError,
+    UntrustedServerError,
+)
+from telemetry.clickhouse_server import raise_refusal, server_connect
+from telemetry.http_interface import HttpServer
+from telemetry.store import Store
+from tests.support.certificates import Authority, Pair
+from tests.support.servers import free_port
+from tests.support.tls_proxy import tls_proxy
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+async def door(store: Store) -> AsyncIterator[ClickHouseConfig]:
+    """The configuration of a client of a door without TLS."""
+    port = free_port()
+    config = ClickHouseConfig(
+        url=f"http://127.0.0.1:{port}", serve_port=port, password="correct-horse"
+    )
+    server = HttpServer(store.reader, config)
+    running = asyncio.create_task(server.run())
+    yield config
+    server.stop()
+    await running
+
+
+def behind(door: ClickHouseConfig, port: int, authority: Authority) -> ClickHouseConfig:
+    """The same door, by way of a proxy."""
+    url = f"https://127.0.0.1:{port}"
+    return replace(door, url=url, ca_file=str(authority.certificate))
+
+
+def with_pair(config: ClickHouseConfig, pair: Pair) -> ClickHouseConfig:
+    return replace(config, certificate_file=str(pair.certificate), key_file=str(pair.key))
+
+
+async def works(config: ClickHouseConfig) -> None:
+    """For the sink's client, and for ``millrace sql``."""
+
+    def ask() -> object:
+        client = server_connect(config)()
+        try:
+            return client.query("SELECT 41 + 1").result_rows[0][0]
+        finally:
+            client.close()
+
+    assert await asyncio.to_thread(ask) == 42
+    assert b"42" in await asyncio.to_thread(ask_server, "SELECT 41 + 1", config, {})
+
+
+async def refused(config: ClickHouseConfig, kind: type[MillraceError], *said: str) -> None:
+    """The same is said to the telemetry process and to ``millrace sql``."""
+
+    async def ask() -> object:
+        return await asyncio.to_thread(ask_server, "SELECT 1", config, {})
+
+    ways: list[Callable[[], object]] = [lambda: Store.open(config), ask]
+    for way in ways:
+        with pytest.raises(kind) as raised:
+            await way()  # type: ignore[misc]
+        for word in said:
+            assert word in raised.value.message, raised.value.message
+
+
+async def test_tls_with_our_authority(
+    door: ClickHouseConfig, authority: Authority, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path / "other", "Another")
+    async with tls_proxy(door.serve_port, authority.sign("it")) as port:
+        config = behind(door, port, authority)
+        await works(config)
+        untrusting = replace(config, ca_file=str(other.certificate))
+        await refused(untrusting, UntrustedServerError, "no trusted", "clickhouse.ca_file")
+        await refused(replace(config, ca_file=""), UntrustedServerError, "clickhouse.ca_file")
+
+
+@pytest.mark.parametrize(("expired", "said"), [(True, "has expired"), (False, "another name")])
+async def test_certificates_that_are_not_good(
+    door: ClickHouseConfig, authority: Authority, expired: bool, said: str
+) -> None:
+    hosts = ("127.0.0.1",) if expired else ("clickhouse.example",)
+    async with tls_proxy(door.serve_port, authority.sign("it", hosts, expired=expired)) as port:
+        await refused(behind(door, port, authority), UntrustedServerError, said)
+
+
+async def test_certificates_of_both_sides(
+    door: ClickHouseConfig, authority: Authority, tmp_path: Path
+) -> None:
+    pair, strange = authority.sign("mine"), Authority(tmp_path / "o", "Another").sign("strange")
+    async with tls_proxy(door.serve_port, authority.sign("it"), clients=authority) as port:
+        config = behind(door, port, authority)
+        await works(with_pair(config, pair))
+        await refused(config, CredentialsRefusedError, "without a certificate")
+        await refused(with_pair(config, strange), CredentialsRefusedError, "our certificate")
+
+
+def test_a_wrong_password_is_told_from_an_absent_server() -> None:
+    class RefusedError(Exception):
+        code = 516
+
+    config = ClickHouseConfig(url="http://host", username="sink", password="horse")
+    with pytest.raises(CredentialsRefusedError, match=r"clickhouse\.username sink") as raised:
+        raise_refusal(RefusedError(), config)
+    assert "horse" not in raised.value.message
+    raise_refusal(OSError("away"), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (ClickHouseConfig(url="https://h", ca_file="/nowhere"), "clickhouse.ca_file"),
+        (ClickHouseConfig(url="https://h", key_file="/nowhere"), "clickhouse.certificate_file"),
+        (ClickHouseConfig(url="ftp://root:horse@h"), "clickhouse.url"),
+    ],
+)
+def test_settings_that_cannot_be(config: ClickHouseConfig, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        server_connect(config)
+    assert said in raised.value.message
+    assert "horse" not in raised.value.message
