@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ _POLL_S = 0.05
 
 @dataclass
 class System:
-    """A running ``millrace up``. ``endpoints`` is what it wrote to endpoints.json."""
+    """A running ``millrace up``."""
 
     data: Path
     arguments: tuple[str, ...] = ()
-    endpoints: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> System:
@@ -39,15 +38,23 @@ class System:
                 stderr=log,
                 start_new_session=True,
             )
-        file = self.data / "run" / "endpoints.json"
         deadline = time.monotonic() + _START_WITHIN_S
-        while not file.exists():
+        while not self._endpoints_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise AssertionError(f"millrace up did not come up:\n{self.output()}{self._logs()}")
             time.sleep(_POLL_S)
-        self.endpoints = json.loads(file.read_text())
         return self
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where everything is now: a part that was killed may be back at another port."""
+        found: dict[str, str] = json.loads(self._endpoints_file.read_text())
+        return found
+
+    @property
+    def _endpoints_file(self) -> Path:
+        return self.data / "run" / "endpoints.json"
 
     def stop(self) -> int:
         """SIGTERM, as Ctrl-C does; the exit code. Kills it if it does not end in 15 s."""

@@ -9,6 +9,7 @@ import csv
 import re
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -167,8 +168,16 @@ async def test_recent_requests_by_how_they_ended_and_by_id(ops: OpsPage) -> None
     assert complaints == []
 
 
+async def open_still(ops: OpsPage) -> tuple[Page, list[str]]:
+    """The page of a range that is over, all shown: it asks for nothing more by itself."""
+    now = datetime.now(UTC)
+    opened = await ops.open(f"#from={now - timedelta(minutes=20):%FT%TZ}&to={now:%FT%TZ}")
+    await expect(opened[0].locator("#state")).to_have_attribute("data-state", "still")
+    return opened
+
+
 async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: OpsPage) -> None:
-    page, complaints = await ops.open()
+    page, complaints = await open_still(ops)
     asked: list[str] = []
     go_on = asyncio.Event()
 
@@ -193,7 +202,7 @@ async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: Op
 
 
 async def test_a_request_that_was_clicked_does_not_wait_for_the_view(ops: OpsPage) -> None:
-    page, complaints = await ops.open()
+    page, complaints = await open_still(ops)
     asked: list[str] = []
     go_on = asyncio.Event()
 
