@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DATA   ?= data
-CODE   := schemas bus registry gateway scheduler workers telemetry cli benchmarks tests
+CODE   := schemas runtime bus registry gateway scheduler workers telemetry bench simulation cli benchmarks tests
 
 .PHONY: setup up test lint types imports check bench clean
 

@@ -24,7 +24,7 @@ from benchmarks.bus_client import Answer, Service
 from benchmarks.figures import percentile
 from benchmarks.simulated_system import simulated_system
 from schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
-from schemas.latency_model import LatencyModel
+from workers.simulated.latency_model import LatencyModel
 
 _Policy = Literal["affine", "least_loaded"]
 

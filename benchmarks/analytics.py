@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.synthetic_requests import fill
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
 from schemas.control import TelemetryQuery
-from telemetry.answers import Answers, SavedQuery, load_queries
-from telemetry.migrate import migrate
-from telemetry.rollups import Rollups
-from telemetry.store import Store
+from telemetry.http.answers import Answers, SavedQuery, load_queries
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store
 
 _GOAL_MS = 300.0
 _RANGES_S = {"15 min": 900, "1 day": 86_400, "30 days": 30 * 86_400}

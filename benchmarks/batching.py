@@ -64,7 +64,7 @@ class _Bench:
     """The model, and loads of it with skewed lengths."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
-        from registry.checkpoint import read_model_config
+        from registry.checkpoints.checkpoint import read_model_config
 
         self._path = path
         self._vocab_size = read_model_config(path).vocab_size

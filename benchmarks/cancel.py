@@ -23,19 +23,19 @@ from pathlib import Path
 from benchmarks.figures import percentile
 from bus import nats
 from bus.api import Bus, Line
-from bus.clock import SystemClock
-from bus.generations import Generation
+from bus.running_requests import Generation
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from runtime.clock import SystemClock
 from schemas.config import EngineConfig, NatsConfig, WorkerConfig
 from schemas.control import Cancel, Dispatch
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 from tests.support.servers import NatsServer
 from workers.engine.types import EngineOutput, EngineStats
-from workers.engine_keeper import EngineKeeper
-from workers.engine_process import EngineClient
-from workers.worker import Worker
+from workers.host.worker import Worker
+from workers.process.engine_process import EngineClient
+from workers.process.keeper import EngineKeeper
 
 _GOAL_MS = 5.0
 _PROMPT_TOKENS = 32
@@ -46,7 +46,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoIndex:
-    """See ``workers.index.Generations``: nobody asks who runs what."""
+    """See ``workers.host.index.Generations``: nobody asks who runs what."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 

@@ -50,7 +50,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
     import torch
 
-    from registry.checkpoint import read_model_config
+    from registry.checkpoints.checkpoint import read_model_config
     from workers.models.loader import load_weights
 
     device = torch.device("cpu")
@@ -86,7 +86,7 @@ def lines(ceilings: Ceilings) -> list[str]:
 
 def _bytes_per_step(path: Path) -> int:
     """All weights but the embedding, of which a step reads a row for each token."""
-    from registry.checkpoint import read_model_config
+    from registry.checkpoints.checkpoint import read_model_config
     from workers.models.loader import num_parameters
 
     config = read_model_config(path)

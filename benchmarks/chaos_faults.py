@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.chaos_disk import fill_for
 from bus import nats
-from bus.process import MISCONFIGURED
+from runtime.process import MISCONFIGURED
 from schemas.config import NatsConfig
 from schemas.control import WorkerStatus
 from tests.support.small_disk import SmallDisk

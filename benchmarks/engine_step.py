@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from registry.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.sampling import SamplingParams
 from workers.engine.engine import Engine

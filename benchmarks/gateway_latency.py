@@ -29,16 +29,16 @@ import numpy as np
 import uvloop
 from nats.aio.msg import Msg
 
+from bench.arrivals import arrival_times
+from bench.clients.client import Client
+from bench.clients.exchange import Exchange
+from bench.health import HealthProbe, ProcessHealth
+from bench.prompts import Prompted
+from bench.settings import Settings
 from benchmarks.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.simulated_worker import MODEL, simulated_worker
 from bus import nats, subjects
 from bus.nats import NatsBus
-from cli.bench.arrivals import arrival_times
-from cli.bench.client import Client
-from cli.bench.exchange import Exchange
-from cli.bench.health import HealthProbe, ProcessHealth
-from cli.bench.prompts import Prompted
-from cli.bench.settings import Settings
 from schemas.config import NatsConfig
 from schemas.frames import Delta, Frame
 from schemas.jobs import Job

@@ -14,9 +14,9 @@ from typing import cast
 
 import uvloop
 
+from bench.clients.socket_client import frame
+from bench.files import allow_many_files
 from benchmarks.gateway_clients import HANDSHAKE, TEXT_FRAME, socket_request, sse_request
-from cli.bench.files import allow_many_files
-from cli.bench.socket_client import frame
 
 # A small window has a stall reach the gateway, instead of staying in the kernel's buffers.
 _RECEIVE_BUFFER_BYTES = 4_096

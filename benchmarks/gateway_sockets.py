@@ -25,14 +25,14 @@ import numpy as np
 import psutil
 import uvloop
 
+from bench.files import allow_many_files
+from bench.health import ProcessHealth
 from benchmarks.gateway_process import running_gateway
 from benchmarks.gateway_sockets_clients import MAX_TOKENS, ClientProcesses
 from benchmarks.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.simulated_worker import MODEL, SimulatedWorker
 from bus import nats
 from bus.nats import NatsBus
-from cli.bench.files import allow_many_files
-from cli.bench.health import ProcessHealth
 from schemas.config import NatsConfig
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams

@@ -14,10 +14,10 @@ from typing import cast
 
 import uvloop
 
+from bench.clients.socket_client import frame
+from bench.files import allow_many_files
+from bench.health import HealthProbe
 from benchmarks.gateway_clients import HANDSHAKE, socket_request
-from cli.bench.files import allow_many_files
-from cli.bench.health import HealthProbe
-from cli.bench.socket_client import frame
 from tests.support.waiting import eventually
 
 MAX_TOKENS = 2_000

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import LlamaShape, config_of
-from registry.checkpoint import read_model_config
-from workers.engine.host_memory import PlainHostMemory
-from workers.engine.kv_cache import KVCache
+from registry.checkpoints.checkpoint import read_model_config
+from workers.engine.kv.cache import KVCache
+from workers.engine.kv.host_memory import PlainHostMemory
 
 _LLAMA_8B = LlamaShape(
     hidden_size=4096,

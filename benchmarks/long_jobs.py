@@ -15,10 +15,10 @@ import time
 import uvloop
 
 from bus import codec
-from bus.intake import read_job
+from bus.jobs.decoding import read_job
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from scheduler.shelf import Shelf
+from scheduler.intake.model_cache import Shelf
 from schemas.errors import MillraceError
 from schemas.jobs import ChatMessage, Job
 from schemas.tenants import LOCAL_TENANT

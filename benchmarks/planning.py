@@ -85,8 +85,8 @@ def _watched(
     profile: cProfile.Profile | None,
 ) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
     """Stopwatches of the model and of the sampler."""
-    from workers.engine.device_graphs import RecordedSteps
-    from workers.engine.sampler import Sampler
+    from workers.engine.device.graphs import RecordedSteps
+    from workers.engine.sampling.sampler import Sampler
     from workers.models.decoder import Decoder
 
     model, sampler = _Stopwatch(profile), _Stopwatch(profile)
@@ -109,7 +109,7 @@ def measure(
     kernels: str = "auto",
 ) -> StepTimes:
     """Decode ``num_sequences`` sequences, and time ``num_steps`` steps of it."""
-    from registry.checkpoint import read_model_config
+    from registry.checkpoints.checkpoint import read_model_config
     from workers.engine.engine import Engine
 
     # A block boundary is crossed at the same rate by any number of steps that blocks divide.

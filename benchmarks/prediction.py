@@ -16,11 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.figures import percentile
-from cli.simulate.ledger import Outcome
-from cli.simulate.policies import parse_policies
-from cli.simulate.settings import Settings
-from cli.simulate.trace import TraceRequest
-from cli.simulate.world import simulate
 from schemas.config import (
     Config,
     EngineConfig,
@@ -32,6 +27,11 @@ from schemas.config import (
     WorkerConfig,
 )
 from schemas.jobs import Tier
+from simulation.policies import parse_policies
+from simulation.report.outcomes import Outcome
+from simulation.settings import Settings
+from simulation.traces.trace import TraceRequest
+from simulation.world import simulate
 
 _NUM_SLOTS = 16
 _SIMULATION = SimulationConfig(prefill_tokens_per_s=4_000.0, step_ms=15.0, step_ms_per_sequence=0.2)

@@ -36,7 +36,7 @@ class _Bench:
     """Two engines, with the cache and without."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
-        from registry.checkpoint import read_model_config
+        from registry.checkpoints.checkpoint import read_model_config
         from workers.engine.engine import Engine
 
         self._arguments = arguments

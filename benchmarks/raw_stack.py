@@ -24,8 +24,8 @@ from nats.aio.msg import Msg
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from bench.files import allow_many_files
 from bus import subjects
-from cli.bench.files import allow_many_files
 from gateway.server import tune_gc
 from schemas.frames import Delta, Done, FrameBatch
 from schemas.websocket import SUBPROTOCOL

@@ -64,7 +64,7 @@ class EmbeddedKafkaProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "telemetry.embedded_kafka"],
+            [sys.executable, "-m", "telemetry.kafka.embedded"],
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=die_with_parent,

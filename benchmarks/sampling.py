@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from schemas.sampling import SamplingParams
-from workers.engine.random_stream import stream_key
-from workers.engine.sampler import Sampler
+from workers.engine.sampling.random_stream import stream_key
+from workers.engine.sampling.sampler import Sampler
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
 

@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Callable
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from bus import codec, subjects
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
 from schemas.records import RequestRecord
-from telemetry.batches import Batch, content_token
-from telemetry.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
-from telemetry.ledger import Ledger
-from telemetry.migrate import migrate
-from telemetry.sink import Sink
-from telemetry.store import Store
-from telemetry.tables import REQUESTS, check
+from telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
+from telemetry.sink.batches import Batch, content_token
+from telemetry.sink.sink import Sink
+from telemetry.store.migrate import migrate
+from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.store import Store
+from telemetry.store.tables import REQUESTS, check
 from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
     given = parser.parse_args()
     kafka = subprocess.Popen(
-        [sys.executable, "-m", "telemetry.embedded_kafka"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "telemetry.kafka.embedded"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert kafka.stdout is not None

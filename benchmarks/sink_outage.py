@@ -24,11 +24,11 @@ from benchmarks.record_kafka import CHOICES, available, running_kafka
 from benchmarks.record_load import Published, RecordLoad, record_load
 from bus import nats
 from bus.api import Bus
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig
-from telemetry.migrate import migrate
 from telemetry.service import TelemetryService
-from telemetry.store import Store, StoreUnavailableError, TableLike
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store, StoreUnavailableError, TableLike
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 

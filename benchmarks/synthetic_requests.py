@@ -20,15 +20,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bus.clock import SystemClock
 from registry.pricing import PriceBook
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
 from schemas.records import RECORD_VERSION
-from telemetry.migrate import migrate
-from telemetry.prices import TABLE as PRICES
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
+from telemetry.rollups.prices import TABLE as PRICES
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store
+from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -29,13 +29,13 @@ import uvloop
 from benchmarks.bus_client import Service
 from benchmarks.simulated_system import SimulatedSystem, simulated_system
 from bus.nats.stores import NatsOutbox
-from bus.settings import load_config
+from runtime.settings import load_config
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 from schemas.records import Record, RequestRecord
 from tests.support.servers import die_with_parent
 from tests.support.waiting import eventually
-from workers import requests
 from workers.__main__ import serve
+from workers.host import requests
 
 GOAL_SHARE = 0.01
 _PROMPT = tuple(range(5, 69))

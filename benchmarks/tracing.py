@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.gateway_clients import sse_request
 from benchmarks.gateway_process import GatewayProcess, running_gateway
 from benchmarks.simulated_worker import simulated_worker
-from bus.tracing import Span, SpanKind, open_tracing
+from runtime.tracing import Span, SpanKind, open_tracing
 from schemas.config import TracingConfig
 from tests.support.servers import free_port
 from tests.tracing.collector import Collector

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bus.reader import Outcome, StreamReader
+from bus.frame_reader import Outcome, StreamReader
 from schemas.control import Replay, ResumePoint
 from schemas.errors import MillraceError
 

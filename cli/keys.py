@@ -16,7 +16,7 @@ from cli.endpoints import add_data_argument, locate, read_endpoints, running_con
 from schemas.errors import ConfigError, MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from bus.redis_link import RedisLink
+    from runtime.redis_link import RedisLink
     from schemas.config import Config
     from schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
 
@@ -97,7 +97,7 @@ def _add_common(
 def _create(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from bus.tenants import TenantStore
+    from bus.tenancy.tenants import TenantStore
     from schemas.jobs import Tier
     from schemas.tenants import MAX_KEY_NAME_CHARACTERS, is_above
 
@@ -152,7 +152,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from bus.tenants import TenantStore
+    from bus.tenancy.tenants import TenantStore
 
     async def read(link: RedisLink) -> list[dict[str, object]]:
         store = TenantStore(link)
@@ -179,7 +179,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
-    from bus.tenants import TenantStore
+    from bus.tenancy.tenants import TenantStore
 
     async def revoke(link: RedisLink) -> tuple[KeyRecord, TenantRecord] | None:
         store = TenantStore(link)
@@ -202,7 +202,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
 def _tenant(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from bus.tenants import TenantStore
+    from bus.tenancy.tenants import TenantStore
     from cli.tenant_report import as_text, read_usage, tenant_report
     from schemas.jobs import Tier
     from schemas.tenants import LimitOverrides
@@ -297,7 +297,7 @@ def _locate(arguments: argparse.Namespace) -> Config:
     reach another system than the one that is meant."""
     import msgspec
 
-    from bus.settings import load_config
+    from runtime.settings import load_config
 
     if arguments.config is not None:
         return load_config(arguments.config, os.environ)
@@ -317,7 +317,7 @@ def _locate(arguments: argparse.Namespace) -> Config:
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
-    from bus.settings import FILE_VARIABLE
+    from runtime.settings import FILE_VARIABLE
 
     config = _locate(arguments)
     if arguments.config is not None:
@@ -335,7 +335,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
 
 def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
     """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
-    from bus.redis_link import RedisAwayError, RedisLink
+    from runtime.redis_link import RedisAwayError, RedisLink
 
     config = _locate(arguments).redis
 

@@ -1,4 +1,4 @@
-"""The ``millrace`` command: one module of this package for each subcommand."""
+"""The ``millrace`` command: one module for each subcommand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from schemas.errors import MillraceError
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = (
-    *("up", "publish", "result", "generate", "embed", "bench", "simulate", "keys"),
-    *("sql", "usage", "top", "migrate"),
+    "cli.local.up",
+    "cli.publish",
+    "cli.result",
+    "cli.offline.generate",
+    "cli.offline.embed",
+    "cli.bench.arguments",
+    "cli.simulate.arguments",
+    "cli.keys",
+    "cli.sql",
+    "cli.usage",
+    "cli.top",
+    "cli.migrate",
 )
 
 
@@ -25,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name in _COMMANDS:
-        importlib.import_module(f"cli.{name}").add_parser(subparsers)
+        importlib.import_module(name).add_parser(subparsers)
     return parser
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
     """The store that is meant. Raises ConfigError if that is none, or one that is in use."""
-    from bus.settings import load_config
+    from runtime.settings import load_config
 
     config = load_config(arguments.config, os.environ).clickhouse
     if config.url and config.path:
@@ -98,8 +98,8 @@ def _is_locked(data: Path) -> bool:
 
 
 async def _migrate(config: ClickHouseConfig) -> list[str]:
-    from telemetry.migrate import migrate
-    from telemetry.store import Store
+    from telemetry.store.migrate import migrate
+    from telemetry.store.store import Store
 
     store = await Store.open(config)
     try:
@@ -110,14 +110,14 @@ async def _migrate(config: ClickHouseConfig) -> list[str]:
 
 def _pending(config: ClickHouseConfig) -> list[str]:
     """The migrations that the store lacks; nothing is made, nor changed."""
-    from telemetry.migrate import lacking
+    from telemetry.store.migrate import lacking
 
     return [migration.name for migration in lacking(_applied(config), config.database)]
 
 
 def _applied(config: ClickHouseConfig) -> set[int]:
     from cli.rows import parse_rows
-    from telemetry.reading import QueryError
+    from telemetry.store.reading import QueryError
 
     if config.path and not Path(config.path).is_dir():
         return set()

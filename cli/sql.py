@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if the engine refuses the query. Raises StoreAwayError if there is no store."""
     from cli.rows import parse_rows, render
-    from telemetry.reading import QueryError
+    from telemetry.store.reading import QueryError
 
     if arguments.list:
         print(list_queries())
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def list_queries() -> str:
     """The saved queries, one a line: what each answers, and its parameters with their defaults."""
-    from telemetry.answers import load_queries
+    from telemetry.http.answers import load_queries
 
     queries = load_queries()
     width = max(map(len, queries))
@@ -119,8 +119,8 @@ def _statement(arguments: argparse.Namespace) -> str:
 
 
 def _checked(query: str) -> str:
-    from telemetry.reading import QueryError
-    from telemetry.sql_guard import require_reading
+    from telemetry.store.reading import QueryError
+    from telemetry.store.sql_guard import require_reading
 
     try:
         sql = require_reading(query)

@@ -17,7 +17,7 @@ from schemas.errors import MillraceError, ParameterError
 if TYPE_CHECKING:
     from cli.rows import Rows
     from schemas.config import ClickHouseConfig
-    from telemetry.answers import SavedQuery
+    from telemetry.http.answers import SavedQuery
 
 Value = str | int | float
 
@@ -57,7 +57,7 @@ def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> 
 
 def saved_query(name: str) -> SavedQuery:
     """A query of ``telemetry/queries``. Raises ParameterError for a name that is none."""
-    from telemetry.answers import load_queries
+    from telemetry.http.answers import load_queries
 
     queries = load_queries()
     if name not in queries:
@@ -69,7 +69,7 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
     """What a saved query answers. Raises ParameterError for parameters that it cannot have, and
     what ``ask`` does."""
     from cli.rows import parse_rows
-    from telemetry.parameters import read_values
+    from telemetry.http.parameters import read_values
 
     query = saved_query(name)
     values = read_values(query.name, query.parameters, given, time.time())
@@ -78,9 +78,9 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
-    from bus.tls import client_context
-    from telemetry.clickhouse_server import raise_refusal
-    from telemetry.reading import QueryError
+    from runtime.tls import client_context
+    from telemetry.store.clickhouse_server import raise_refusal
+    from telemetry.store.reading import QueryError
 
     parameters = {
         "database": config.database,
@@ -110,8 +110,8 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
 
 def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value]) -> bytes:
     """The answer of the store in a folder that no other process has. Raises as ``ask`` does."""
-    from telemetry.reading import ReadLimits
-    from telemetry.reading_embedded import EmbeddedReader
+    from telemetry.store.reading import ReadLimits
+    from telemetry.store.reading_embedded import EmbeddedReader
 
     async def read() -> bytes:
         try:

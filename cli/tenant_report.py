@@ -6,10 +6,10 @@ import time
 
 import msgspec
 
-from bus.limits.accounts import month_of, read_standing, tenant_account
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.limits_api import AccountLimits, account_limits
+from bus.tenancy.accounts import month_of, read_standing, tenant_account
+from bus.tenancy.tenants import TenantStore
+from gateway.api.limits import AccountLimits, account_limits
+from runtime.redis_link import RedisLink
 from schemas.jobs import Tier
 from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
 

@@ -16,7 +16,7 @@ from schemas.errors import MillraceError, ParameterError
 if TYPE_CHECKING:
     from bus.api import Bus
     from cli.top_view import Snapshot
-    from gateway.fleet import Fleet
+    from gateway.streams.fleet import Fleet
 
 _T = TypeVar("_T")
 
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _run(arguments: argparse.Namespace) -> int:
     from bus import nats
-    from bus.clock import SystemClock
-    from gateway.fleet import Fleet
+    from gateway.streams.fleet import Fleet
+    from runtime.clock import SystemClock
 
     config = locate_nats(arguments.data, arguments.nats)
     bus = await nats.connect(config, "millrace-top")

@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if the engine refuses the query. Raises ParameterError and StoreAwayError."""
-    from telemetry.reading import QueryError
+    from telemetry.store.reading import QueryError
 
     end = arguments.end if arguments.end is not None else _next_minute(time.time())
     if arguments.begin >= end:
@@ -113,7 +113,7 @@ def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> 
 
 def _for_spreadsheets(rows: Rows) -> Rows:
     """Who uses a tenant's keys calls itself as it likes, and no name may become a formula."""
-    from telemetry.spreadsheet import harmless
+    from telemetry.http.spreadsheet import harmless
 
     cells = tuple(
         tuple(harmless(value) if isinstance(value, str) else value for value in row)

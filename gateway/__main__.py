@@ -15,22 +15,22 @@ from functools import partial
 import uvloop
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
-from bus.entrance import enter
-from bus.logs import configure_logging
-from bus.metrics import monitored
 from bus.nats.permissions import Part
-from bus.process import exit_code_of
-from bus.redis_link import RedisLink
-from bus.settings import load_config
-from bus.tracing import open_tracing
-from gateway.certificate import certificate_of, front_url
+from bus.startup import enter
 from gateway.core import Gateway, new_gateway_id
-from gateway.models import Models
+from gateway.request.models import Models
 from gateway.server import Server, listen
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
+from gateway.transport.certificate import certificate_of, front_url
 from registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from registry.served import ServedModel
+from runtime.clock import SystemClock
+from runtime.logs import configure_logging
+from runtime.metrics_server import monitored
+from runtime.process import exit_code_of
+from runtime.redis_link import RedisLink
+from runtime.settings import load_config
+from runtime.tracing import open_tracing
 from schemas.config import Config, GatewayConfig, TierPolicies
 from schemas.errors import MillraceError
 from schemas.openai import ModelCard
@@ -39,7 +39,7 @@ _log = logging.getLogger("gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args(argv)

@@ -9,16 +9,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway import openapi, pages
-from gateway.api import Api
-from gateway.batches import BatchesApi
-from gateway.chat import CHAT_COMPLETIONS
+from gateway.api import pages
+from gateway.api.batches import BatchesApi
+from gateway.api.embeddings import Embeddings
+from gateway.api.files import FilesApi
+from gateway.api.generations import GenerationHandler
+from gateway.api.limits import LimitsApi
+from gateway.api.ops import OpsApi
+from gateway.api.responses import ResponsesApi, ResponsesEndpoint
+from gateway.api.sessions import SessionsApi
+from gateway.api.system import Api
+from gateway.api.tools import ToolsApi
+from gateway.api.websocket import ROUTE as WEBSOCKET_ROUTE
+from gateway.api.websocket import WebSocketHandler
 from gateway.core import Gateway
-from gateway.embeddings import Embeddings
 from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
-from gateway.files import FilesApi
-from gateway.generations import GenerationHandler
-from gateway.http import (
+from gateway.openapi import document as openapi
+from gateway.rendering.chat import CHAT_COMPLETIONS
+from gateway.rendering.rendering import Endpoint
+from gateway.rendering.text_completions import COMPLETIONS
+from gateway.transport.http import (
     CALLER,
     REFUSED,
     AsgiApp,
@@ -32,17 +42,8 @@ from gateway.http import (
     refuse_handshake,
     request_id_header,
 )
-from gateway.limits_api import LimitsApi
-from gateway.ops_api import OpsApi
-from gateway.origins import OriginGuard
-from gateway.proxies import ProxyReader
-from gateway.rendering import Endpoint
-from gateway.responses import ResponsesApi, ResponsesEndpoint
-from gateway.sessions_api import SessionsApi
-from gateway.text_completions import COMPLETIONS
-from gateway.tools_api import ToolsApi
-from gateway.websocket import ROUTE as WEBSOCKET_ROUTE
-from gateway.websocket import WebSocketHandler
+from gateway.transport.origins import OriginGuard
+from gateway.transport.proxies import ProxyReader
 from schemas.errors import MillraceError
 
 _log = logging.getLogger(__name__)

@@ -12,45 +12,45 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from bus.api import Bus, Subscription
-from bus.clock import Clock
-from bus.redis_link import RedisLink
-from bus.storage import NATS, REDIS
-from bus.store_watch import StoreMetrics, StoreWatch
-from bus.tracing import Tracing
-from gateway.answer import Answer
-from gateway.asking import Asker
-from gateway.deliveries import Deliveries
-from gateway.entries import Entries
+from bus.store.storage import NATS, REDIS
+from bus.store.watch import StoreMetrics, StoreWatch
 from gateway.errors import DrainingError
-from gateway.fleet import Fleet
-from gateway.idempotency import Idempotency
-from gateway.identity import Identity, revoked_key
-from gateway.key_watch import KeyWatch
-from gateway.limits import Limiter
 from gateway.metrics import Metrics
-from gateway.model_choice import ModelChoice
-from gateway.models import Models
-from gateway.quiet import generate_quietly
-from gateway.refusals import Refusals
-from gateway.replays import GenerationIndex
-from gateway.request_index import RequestIndex
-from gateway.resuming import Resuming
-from gateway.seen import delivery_record
-from gateway.sessions import Sessions
-from gateway.stream import Client, OpenStream
-from gateway.streams import StreamTable
-from gateway.tool_catalogue import ToolCatalogue
-from gateway.tool_runner import ToolRunner
-from gateway.tracing import RequestTraces
-from gateway.wires import Pulse
-from registry.prompt_pool import PromptPool, num_characters
+from gateway.request.entries import Entries
+from gateway.request.idempotency import Idempotency
+from gateway.request.index import RequestIndex
+from gateway.request.internal_generation import generate_quietly
+from gateway.request.model_choice import ModelChoice
+from gateway.request.models import Models
+from gateway.request.refusals import Refusals
+from gateway.request.response_stream import Answer
+from gateway.request.resuming import Resuming
+from gateway.request.submitter import Asker
+from gateway.request.tracing import RequestTraces
+from gateway.sessions.sessions import Sessions
+from gateway.streams.deliveries import Deliveries
+from gateway.streams.delivery_statistics import delivery_record
+from gateway.streams.fleet import Fleet
+from gateway.streams.replays import GenerationIndex
+from gateway.streams.stream import Client, OpenStream
+from gateway.streams.streams import StreamTable
+from gateway.tenancy.identity import Identity, revoked_key
+from gateway.tenancy.key_watch import KeyWatch
+from gateway.tenancy.limits import Limiter
+from gateway.tools.catalogue import ToolCatalogue
+from gateway.tools.runner import ToolRunner
+from gateway.transport.connection_writer import Pulse
+from registry.tokenizers.prompt_pool import PromptPool, num_characters
+from runtime.clock import Clock
+from runtime.redis_link import RedisLink
+from runtime.tracing import Tracing
 from schemas.config import GatewayConfig, MetricsConfig, StorageConfig
 from schemas.errors import BusUnavailableError, MillraceError
 from schemas.frames import Failed
 from schemas.jobs import Job
 
 if TYPE_CHECKING:
-    from gateway.socket_session import SocketSession
+    from gateway.api.socket_session import SocketSession
 
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0

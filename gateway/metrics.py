@@ -9,14 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.metrics import new_registry, render
-from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
-from gateway.deliveries import Deliveries
-from gateway.fleet import Fleet
-from gateway.latency import GapCounts
-from gateway.limits import Limiter
-from gateway.stream import OpenStream, status_of
-from gateway.streams import StreamTable
+from gateway.streams.deliveries import Deliveries
+from gateway.streams.fleet import Fleet
+from gateway.streams.latency import GapCounts
+from gateway.streams.stream import OpenStream, status_of
+from gateway.streams.streams import StreamTable
+from gateway.tenancy.limits import Limiter
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
+from runtime.metrics_server import new_registry, render
 from schemas.frames import Done
 
 

@@ -17,15 +17,15 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from gateway.api.client_connection import ABORT_EXTENSION
 from gateway.app import build_app
-from gateway.batch_runner import BatchRunner
-from gateway.caller import Caller
-from gateway.certificate import Certificate, certificate_of
+from gateway.batches.runner import BatchRunner
 from gateway.core import Gateway
 from gateway.errors import Refusal, SlowRequestError, refusal_of
-from gateway.http import JSON, new_request_id, request_id_header
-from gateway.http_client import ABORT_EXTENSION
-from gateway.wires import WIRE_EXTENSION, chunk, text_frames
+from gateway.tenancy.caller import Caller
+from gateway.transport.certificate import Certificate, certificate_of
+from gateway.transport.connection_writer import WIRE_EXTENSION, chunk, text_frames
+from gateway.transport.http import JSON, new_request_id, request_id_header
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 

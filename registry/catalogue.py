@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from registry.pricing import UNPRICED, PriceBook
-from registry.routing import Route, Router
+from registry.routing.router import Route, Router
 from schemas.config import TierPolicies
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier

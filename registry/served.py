@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from registry.catalogue import Catalogue, ModelEntry
-from registry.checkpoint import ModelConfig, read_model_config
-from registry.sentence_embedding import read_embedding_defaults
+from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
-from registry.tokenizer import TextTooLongError, Tokenizer
+from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling

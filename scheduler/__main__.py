@@ -15,21 +15,21 @@ from functools import partial
 import msgspec
 import uvloop
 
-from bus.clock import SystemClock
-from bus.entrance import enter
-from bus.limits.keeper import LimitKeeper
-from bus.logs import configure_logging
-from bus.metrics import Monitor, monitored
 from bus.nats.permissions import Part
-from bus.process import exit_code_of
-from bus.redis_link import RedisLink
-from bus.settings import load_config
-from bus.tracing import open_tracing
+from bus.startup import enter
+from bus.tenancy.keeper import LimitKeeper
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from runtime.clock import SystemClock
+from runtime.logs import configure_logging
+from runtime.metrics_server import Monitor, monitored
+from runtime.process import exit_code_of
+from runtime.redis_link import RedisLink
+from runtime.settings import load_config
+from runtime.tracing import open_tracing
+from scheduler.jobs.tracing import JobTraces
 from scheduler.metrics import SchedulerMetrics
 from scheduler.scheduler import Scheduler
-from scheduler.tracing import JobTraces
 from schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
@@ -88,7 +88,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args()

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.entry import State
-from scheduler.lane import Lane
+from scheduler.dispatch.dispatcher import Lane
+from scheduler.jobs.entry import State
 from scheduler.scheduler import Scheduler
 from schemas.jobs import Tier
 

@@ -8,29 +8,29 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from bus.api import Bus, Line, Subscription
-from bus.clock import Clock
-from bus.limits.keeper import LimitKeeper
-from registry.routing import Router
-from scheduler.auto_intake import AutoIntake, router_of
-from scheduler.cancels import CancelMemory
-from scheduler.door import Door
-from scheduler.endings import Endings
-from scheduler.entry import Entry, State
-from scheduler.fleet import Departed, Departure, Fleet
-from scheduler.intake import Intake
-from scheduler.lane import Lane
-from scheduler.outlook import Outlook
-from scheduler.parts import Generations, Parts
-from scheduler.prefix_index import PrefixIndex
-from scheduler.queue_watch import QueueWatch
-from scheduler.routing import AutoRouter
-from scheduler.shelf import Preparer, Shelf
-from scheduler.strays import Strays
-from scheduler.takeover import Takeover
-from scheduler.tasks import Tasks
-from scheduler.tracing import JobTraces
-from scheduler.verdicts import cancelled
-from scheduler.watchman import Watchman
+from bus.tenancy.keeper import LimitKeeper
+from registry.routing.router import Router
+from runtime.clock import Clock
+from runtime.tasks import Tasks
+from scheduler.dispatch.context import Generations, Parts
+from scheduler.dispatch.dispatcher import Lane
+from scheduler.dispatch.health_monitor import Watchman
+from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.dispatch.takeover import Takeover
+from scheduler.fleet.fleet import Departed, Departure, Fleet
+from scheduler.intake.auto import AutoIntake, router_of
+from scheduler.intake.model_cache import Preparer, Shelf
+from scheduler.intake.orphan_reaper import Strays
+from scheduler.intake.puller import Intake
+from scheduler.intake.queue_watch import QueueWatch
+from scheduler.intake.routing import AutoRouter
+from scheduler.jobs.cancels import CancelMemory
+from scheduler.jobs.entry import Entry, State
+from scheduler.jobs.finalizer import Endings
+from scheduler.jobs.limits import Door
+from scheduler.jobs.terminal_status import cancelled
+from scheduler.jobs.tracing import JobTraces
+from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
 from schemas.control import Cancel, CancelReason, Ended, WorkerStatus
 from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError

@@ -1,4 +1,4 @@
-"""The one typed configuration tree. ``bus.settings`` reads it from a file and the environment."""
+"""The one typed configuration tree. ``runtime.settings`` reads it, from a file and variables."""
 
 from __future__ import annotations
 

@@ -13,19 +13,19 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from bus.api import Bus
-from bus.clock import SystemClock
-from bus.logs import configure_logging
-from bus.metrics import Monitor, monitored
 from bus.nats import connect
 from bus.nats.permissions import Part
-from bus.process import exit_code_of
-from bus.settings import load_config
-from bus.tracing import open_tracing
+from runtime.clock import SystemClock
+from runtime.logs import configure_logging
+from runtime.metrics_server import Monitor, monitored
+from runtime.process import exit_code_of
+from runtime.settings import load_config
+from runtime.tracing import open_tracing
 from schemas.config import Config
 from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService
-from telemetry.store import StoreUnavailableError
-from telemetry.tracing import StoredTraces
+from telemetry.sink.tracing import StoredTraces
+from telemetry.store.store import StoreUnavailableError
 
 logger = logging.getLogger("telemetry")
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def main(arguments: list[str]) -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
     parser = argparse.ArgumentParser(prog="telemetry", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     file = parser.parse_args(arguments).config

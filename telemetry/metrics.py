@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.storage import CLICKHOUSE, KAFKA
-from bus.store_watch import StoreMetrics
+from bus.store.storage import CLICKHOUSE, KAFKA
+from bus.store.watch import StoreMetrics
 from telemetry.service import TelemetryService
 
 

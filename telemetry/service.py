@@ -8,19 +8,19 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 from bus.api import Bus
-from bus.clock import Clock
 from registry.catalogue import load_catalogue
+from runtime.clock import Clock
 from schemas.config import Config
 from schemas.errors import ConfigError
-from telemetry.answers import Answers
-from telemetry.bridge import Bridge
-from telemetry.http_interface import HttpServer
-from telemetry.ledger import Ledger
-from telemetry.migrate import migrate
-from telemetry.prices import record_prices
-from telemetry.rollups import Rollups
-from telemetry.sink import Sink
-from telemetry.store import Store
+from telemetry.bridge.bridge import Bridge
+from telemetry.http.answers import Answers
+from telemetry.http.interface import HttpServer
+from telemetry.rollups.prices import record_prices
+from telemetry.rollups.rollups import Rollups
+from telemetry.sink.sink import Sink
+from telemetry.store.migrate import migrate
+from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.store import Store
 from telemetry.stores import RecordStores, UnstoredRecords
 from telemetry.supervision import keep_running
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bus.api import Bus, Subscription
-from bus.clock import Clock
-from bus.storage import CLICKHOUSE, KAFKA
-from bus.store_watch import StoreWatch
+from bus.store.storage import CLICKHOUSE, KAFKA
+from bus.store.watch import StoreWatch
+from runtime.clock import Clock
 from schemas.config import StorageConfig
 from schemas.control import WorkerStatus
-from telemetry.bridge import Bridge
-from telemetry.insertion import Insertion
+from telemetry.bridge.bridge import Bridge
+from telemetry.sink.insertion import Insertion
 
 _WORKER_SILENCE_S = 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from bus.clock import Clock
+from runtime.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -25,27 +25,27 @@ import uvloop
 from msgspec.structs import replace
 
 from bus.api import Bus
-from bus.clock import Clock, SystemClock
-from bus.entrance import enter
-from bus.generations import GenerationIndex
-from bus.limits.settling import Settlements
-from bus.logs import configure_logging
-from bus.metrics import Monitor, monitored
+from bus.fleet.worker_names import WorkerName, new_worker_name
 from bus.nats.permissions import Part
-from bus.process import exit_code_of
-from bus.redis_link import RedisLink
-from bus.settings import load_config
-from bus.tracing import Tracing, open_tracing
-from bus.worker_names import WorkerName, new_worker_name
+from bus.running_requests import GenerationIndex
+from bus.startup import enter
+from bus.tenancy.settling import Settlements
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from runtime.clock import Clock, SystemClock
+from runtime.logs import configure_logging
+from runtime.metrics_server import Monitor, monitored
+from runtime.process import exit_code_of
+from runtime.redis_link import RedisLink
+from runtime.settings import load_config
+from runtime.tracing import Tracing, open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError, NameTakenError
-from workers.engine_keeper import EngineKeeper
-from workers.engine_process import EngineClient, EngineLike
-from workers.metrics import WorkerMetrics
-from workers.simulated_engine import SimulatedEngine
-from workers.worker import Worker
+from workers.host.metrics import WorkerMetrics
+from workers.host.worker import Worker
+from workers.process.engine_process import EngineClient, EngineLike
+from workers.process.keeper import EngineKeeper
+from workers.simulated.engine import SimulatedEngine
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
@@ -238,7 +238,7 @@ def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``bus.process`` says."""
+    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     parser.add_argument(

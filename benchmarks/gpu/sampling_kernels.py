@@ -11,7 +11,7 @@ from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
 from benchmarks.gpu.loads import TEMPERATURE, random_prompts
 from benchmarks.gpu.scope import Scope
 from schemas.sampling import SamplingParams
-from workers.engine.device_sampler import DeviceSampler
+from workers.engine.device.sampler import DeviceSampler
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
 from workers.kernels.gpu.reference.sampling import token_logprobs as reference_logprobs

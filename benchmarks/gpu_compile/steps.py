@@ -12,10 +12,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_compile.compiling import Compilation
-from registry.checkpoint import ModelConfig
-from workers.engine.device_operations import DeviceMetadata, DeviceOperations
-from workers.engine.kernel_set import KernelSet, choose_kernels
-from workers.engine.kv_cache import KVCache
+from registry.checkpoints.checkpoint import ModelConfig
+from workers.engine.device.kernel_set import KernelSet, choose_kernels
+from workers.engine.device.operations import DeviceMetadata, DeviceOperations
+from workers.engine.kv.cache import KVCache
 from workers.kernels.gpu import jit
 from workers.kernels.gpu.blocks import copy_blocks
 from workers.kernels.gpu.device_batch import DeviceBatch

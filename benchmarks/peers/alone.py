@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     arguments = parser.parse_args()
     configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
-    from registry.checkpoint import read_model_config
+    from registry.checkpoints.checkpoint import read_model_config
 
     loads = msgspec.json.decode(arguments.loads, type=list[Load])
     vocab_size = read_model_config(arguments.model).vocab_size

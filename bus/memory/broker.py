@@ -6,12 +6,12 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from bus.clock import Clock, SystemClock
 from bus.codec import CONTENT_TYPE
 from bus.memory.journal import StoredJournal
 from bus.memory.queue import StoredJobs
 from bus.memory.stores import Entries, OutboxLog, StoredResults
 from bus.transport import Message, OnMessage
+from runtime.clock import Clock, SystemClock
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError, PayloadTooLargeError
 from schemas.jobs import DeadJob

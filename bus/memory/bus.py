@@ -20,15 +20,15 @@ from bus.api import (
     WorkerDirectory,
 )
 from bus.control import CoreControl
-from bus.directory import CoreWorkerDirectory
+from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
+from bus.jobs.refusals import Refusals
+from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
 from bus.memory.journal import MemoryJournal
-from bus.objects import JournalObjects
-from bus.refusals import Refusals
-from bus.results import watch_results
-from bus.storage import Storage
+from bus.store.objects import JournalObjects
+from bus.store.storage import Storage
 from bus.transport import Message, OnMessage
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -86,7 +86,7 @@ class _MemoryTransport:
 
 
 class _MemoryBucket:
-    """See ``bus.directory.WorkerBucket``."""
+    """See ``bus.fleet.directory.WorkerBucket``."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
@@ -187,7 +187,7 @@ class _MemoryOutbox:
 
 
 class _MemoryStorage:
-    """See ``bus.storage.Storage``."""
+    """See ``bus.store.storage.Storage``."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from bus import codec, intake, subjects
+from bus import codec, subjects
 from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
-from bus.lines import watch_stored_jobs
+from bus.jobs import decoding as intake
+from bus.jobs.notices import watch_stored_jobs
+from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
-from bus.refusals import Refusals
-from bus.storage import NATS
+from bus.store.storage import NATS
 from bus.transport import Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.api import JournalEntry
-from bus.clock import Clock
-from bus.journal import JournalConflictError
+from bus.store.journal import JournalConflictError
+from runtime.clock import Clock
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from bus.api import QueueDepth
-from bus.clock import Clock
+from runtime.clock import Clock
 from schemas.config import NatsConfig
 
 DUPLICATE_WINDOW_S = 600.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bus import subjects
-from bus.clock import Clock
-from bus.directory import ENTRY_TTL_S
+from bus.fleet.directory import ENTRY_TTL_S
 from bus.memory.queue import wait_or_sleep
+from runtime.clock import Clock
 
 BRIDGE_ACK_WAIT_S = 30.0
 

@@ -16,10 +16,10 @@ from bus.api import (
     Results,
     WorkerDirectory,
 )
-from bus.clock import Clock, SystemClock
 from bus.control import CoreControl
-from bus.directory import CoreWorkerDirectory
+from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
+from bus.jobs.refusals import Refusals
 from bus.nats.connection import Connection
 from bus.nats.jobs import NatsJobQueue
 from bus.nats.journal import NatsJournal
@@ -28,9 +28,9 @@ from bus.nats.pull_inbox import PullInbox
 from bus.nats.storage import NatsStorage
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
-from bus.objects import JournalObjects
-from bus.refusals import Refusals
-from bus.storage import Storage
+from bus.store.objects import JournalObjects
+from bus.store.storage import Storage
+from runtime.clock import Clock, SystemClock
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
 

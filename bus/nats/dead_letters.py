@@ -6,14 +6,15 @@ import logging
 
 import msgspec
 
-from bus import codec, intake, subjects
-from bus.clock import Clock
+from bus import codec, subjects
 from bus.codec import CONTENT_TYPE
+from bus.jobs import decoding as intake
+from bus.jobs.refusals import Refusals
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
 from bus.nats.jetstream import JetStreamError, RawMessage
 from bus.nats.leases import Delivery
-from bus.refusals import Refusals
+from runtime.clock import Clock
 from schemas.errors import MalformedMessageError, PayloadTooLargeError
 from schemas.jobs import DeadJob, Job
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 import msgspec
 from nats.aio.msg import Msg
 
-from bus import codec, intake, subjects
+from bus import codec, subjects
 from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
-from bus.clock import Clock
 from bus.codec import CONTENT_TYPE
-from bus.lines import watch_stored_jobs
+from bus.jobs import decoding as intake
+from bus.jobs.notices import watch_stored_jobs
+from bus.jobs.refusals import Refusals
 from bus.nats import jetstream, shedding, topology
 from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
 from bus.nats.dead_letters import DeadLetters
@@ -21,8 +22,8 @@ from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
-from bus.refusals import Refusals
-from bus.tracing import HEADER as TRACEPARENT
+from runtime.clock import Clock
+from runtime.tracing import HEADER as TRACEPARENT
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError, MalformedMessageError, QueueFullError
 from schemas.jobs import DeadJob, Job

@@ -9,10 +9,10 @@ from nats.aio.msg import Msg
 
 from bus import subjects
 from bus.api import JournalEntry
-from bus.journal import JournalConflictError
 from bus.nats import jetstream
 from bus.nats.connection import Connection, status_of
 from bus.nats.jetstream import JetStreamError
+from bus.store.journal import JournalConflictError
 from schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"

@@ -14,7 +14,7 @@ import nkeys
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.transport import TcpTransport
 
-from bus.tls import (
+from runtime.tls import (
     client_context,
     distrust_of,
     has_tls_files,

@@ -9,14 +9,14 @@ from nats.aio.msg import Msg
 
 from bus import codec, subjects
 from bus.api import OutboxMessage, Subscription
+from bus.jobs.results import watch_results
 from bus.nats import jetstream, topology
-from bus.nats.company import Company
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
 from bus.nats.leases import read_lease
+from bus.nats.publish_batcher import Company
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
-from bus.results import watch_results
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -133,7 +133,8 @@ class NatsOutbox:
 
 
 class NatsWorkerBucket:
-    """See ``bus.directory.WorkerBucket``. Puts are not waited for: the next heartbeat is soon."""
+    """See ``bus.fleet.directory.WorkerBucket``. Puts are not waited for: the next heartbeat is
+    soon."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,10 +1,1 @@
-"""``millrace bench``: load on any OpenAI-compatible server, or on Millrace's WebSocket, measured.
-
-A parent process plans the load, child processes send it and note when each part of each answer
-came, the parent makes one report of that. The report is JSON of a versioned schema
-(``cli.bench.report``), a table for the terminal and a page of HTML.
-"""
-
-from cli.bench.arguments import add_parser
-
-__all__ = ["add_parser"]
+"""``millrace bench``: its arguments, and what it does with them."""

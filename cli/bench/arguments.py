@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cli.bench.settings import Settings, Slo
+    from bench.settings import Settings, Slo
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _DEFAULT_DURATION_S = 30.0
@@ -162,8 +162,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
-    from cli.bench.settings import Api, Settings, target_of
-    from cli.bench.spread import parse_spread
+    from bench.settings import Api, Settings, target_of
+    from bench.spread import parse_spread
 
     _check(arguments)
     target_of(arguments.url)
@@ -224,7 +224,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def parse_slo(text: str) -> Slo:
     """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
-    from cli.bench.settings import Slo
+    from bench.settings import Slo
 
     bounds: dict[str, float] = {}
     for part in text.split(","):

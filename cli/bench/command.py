@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cli.bench.compare import render_comparison
-from cli.bench.page import render_page
-from cli.bench.report import read_report, write_file, write_report
-from cli.bench.runner import run_load
-from cli.bench.settings import Settings
-from cli.bench.table import render
+from bench.report.compare import render_comparison
+from bench.report.page import render_page
+from bench.report.report import read_report, write_file, write_report
+from bench.report.table import render
+from bench.runner import run_load
+from bench.settings import Settings
 
 
 def measure(

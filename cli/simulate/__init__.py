@@ -1,10 +1,1 @@
-"""``millrace simulate``: the real scheduler against simulated workers, in virtual time.
-
-A trace says who asks for how much, and when. Each policy runs it from the beginning: the scheduler
-as it is, on the in-memory bus, with workers that take the time a model of latency says and an
-event loop whose clock jumps. What comes out is a report: JSON, a table, a page of HTML.
-"""
-
-from cli.simulate.arguments import add_parser
-
-__all__ = ["add_parser"]
+"""``millrace simulate``: its arguments, and what it does with them."""

@@ -11,8 +11,8 @@ from cli.endpoints import add_data_argument
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cli.simulate.synthesise import Recipe
-    from cli.simulate.trace import TraceRequest
+    from simulation.traces.synthesise import Recipe
+    from simulation.traces.trace import TraceRequest
 
 _DESCRIPTION = """\
 Run a trace of requests through the scheduler as it is, with simulated workers, in virtual time, and
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
     cannot be done at all."""
     from cli.simulate.command import compare
     from cli.simulate.options import settings_of
-    from cli.simulate.policies import parse_policies
+    from simulation.policies import parse_policies
 
     for path in (arguments.json, arguments.html, arguments.save_trace):
         if path is not None and not path.parent.is_dir():
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
     from cli.simulate.history import read_history
-    from cli.simulate.trace import read_trace, write_trace
+    from simulation.traces.trace import read_trace, write_trace
 
     if (arguments.trace is None) != arguments.from_clickhouse:
         raise ConfigError("give either --trace or --from-clickhouse")
@@ -212,8 +212,8 @@ def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
 def run_synthesise(arguments: argparse.Namespace) -> int:
     """Print a trace; 0. Raises ConfigError, naming the argument at fault."""
     from cli.simulate.options import recipe_of
-    from cli.simulate.synthesise import synthesise
-    from cli.simulate.trace import write_trace
+    from simulation.traces.synthesise import synthesise
+    from simulation.traces.trace import write_trace
 
     recipe: Recipe = recipe_of(arguments)
     write_trace(synthesise(recipe), sys.stdout)

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli.bench.report import write_file
-from cli.simulate.measure import policy_report, report_of
-from cli.simulate.page import render_page
-from cli.simulate.policies import Policy
-from cli.simulate.report import write_report
-from cli.simulate.settings import Settings
-from cli.simulate.table import render
-from cli.simulate.trace import TraceRequest
-from cli.simulate.world import simulate
+from bench.report.report import write_file
 from schemas.errors import ConfigError
 from schemas.jobs import PUBLIC_MODEL_AUTO
+from simulation.policies import Policy
+from simulation.report.measure import policy_report, report_of
+from simulation.report.page import render_page
+from simulation.report.report import write_report
+from simulation.report.table import render
+from simulation.settings import Settings
+from simulation.traces.trace import TraceRequest
+from simulation.world import simulate
 
 _GC_THRESHOLDS = (50_000, 50, 100)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cli.rows import parse_rows
-from cli.simulate.trace import TraceRequest
 from cli.store import ask
 from schemas.errors import ConfigError
 from schemas.jobs import Tier
+from simulation.traces.trace import TraceRequest
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?Z?)?")
 _PAGE_ROWS = 10_000

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from bus.settings import load_config
+from bench.settings import Slo
+from bench.spread import parse_spread
 from cli.bench.arguments import parse_slo, seconds
-from cli.bench.settings import Slo
-from cli.bench.spread import parse_spread
-from cli.simulate.settings import Failure, Settings
-from cli.simulate.synthesise import Kind, Recipe, parse_tenants
-from cli.worker_bounds import parse_bounds
+from cli.local.worker_bounds import parse_bounds
+from runtime.settings import load_config
 from schemas.config import AutoscaleConfig, Config, EngineConfig
 from schemas.errors import ConfigError
-from schemas.latency_model import LatencyModel
+from simulation.settings import Failure, Settings
+from simulation.traces.synthesise import Kind, Recipe, parse_tenants
+from workers.simulated.latency_model import LatencyModel
 
 # What engines of a GPU have where a configuration leaves the choice to the device.
 _ENGINE_DEFAULTS = {"max_num_sequences": 256, "max_batch_tokens": 4_096, "num_blocks": 16_384}

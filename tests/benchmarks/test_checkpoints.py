@@ -9,8 +9,8 @@ import pytest
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, LlamaShape, write_llama
 from benchmarks.closed_loop import run_closed_loop
 from benchmarks.prompts import distinct_prompts
-from registry.checkpoint import read_model_config
-from registry.tokenizer import Tokenizer
+from registry.checkpoints.checkpoint import read_model_config
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from workers.engine.engine import Engine
 from workers.models.loader import num_parameters

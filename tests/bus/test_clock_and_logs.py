@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bus.clock import ManualClock, SystemClock
-from bus.logs import configure_logging, stack_of
+from runtime.clock import ManualClock, SystemClock
+from runtime.logs import configure_logging, stack_of
 from schemas.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from bus.clock import ManualClock
-from bus.generations import TTL_S, Generation, GenerationIndex
+from bus.running_requests import TTL_S, Generation, GenerationIndex
+from runtime.clock import ManualClock
 from schemas.config import RedisConfig
 from tests.support.servers import RedisServer, free_port
 
@@ -83,7 +83,7 @@ async def test_many_at_once(index: GenerationIndex) -> None:
 
 async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) -> None:
     index = GenerationIndex(RedisConfig(url=f"redis://127.0.0.1:{free_port()}/0"))
-    with caplog.at_level(logging.INFO, "bus.generations"):
+    with caplog.at_level(logging.INFO, "bus.running_requests"):
         for _ in range(5):
             await index.start("r1", "w1", 1)
             assert await index.lookup("r1") is None

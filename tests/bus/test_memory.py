@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from bus.api import Line
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
+from runtime.clock import ManualClock
 from schemas.config import NatsConfig
 from schemas.control import WorkerStatus
 from schemas.errors import BusUnavailableError

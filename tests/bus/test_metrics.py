@@ -12,8 +12,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.metrics import CONTENT_TYPE, check_exposure, monitored
-from bus.tally import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
+from runtime.metrics_server import CONTENT_TYPE, check_exposure, monitored
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 from tests.support.scraped import Scraped, scrape_of

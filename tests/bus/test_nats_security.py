@@ -298,7 +298,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
 
 
 def test_tls_is_of_this_century(tmp_path: Path) -> None:
-    from bus.tls import client_context
+    from runtime.tls import client_context
 
     context = client_context("nats", NatsConfig(ca_file=str(Authority(tmp_path).certificate)))
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2

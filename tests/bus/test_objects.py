@@ -10,8 +10,8 @@ import pytest
 
 from bus import subjects
 from bus.api import Bus
-from bus.journal import JournalConflictError
-from bus.objects import ObjectLostError
+from bus.store.journal import JournalConflictError
+from bus.store.objects import ObjectLostError
 from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
 from tests.bus.conftest import Broker

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from bus.process import exit_code_of
+from runtime.process import exit_code_of
 from schemas.errors import BusUnavailableError, ConfigError, MillraceError, ModelNotFoundError
 
 

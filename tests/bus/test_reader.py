@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.reader import Outcome, StreamReader
+from bus.frame_reader import Outcome, StreamReader
 from schemas.frames import (
     Cancelled,
     Delta,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisAwayError, RedisLink
 from schemas.config import RedisConfig
 from schemas.errors import (
     ConfigError,

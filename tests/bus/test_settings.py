@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.settings import load_config
+from runtime.settings import load_config
 from schemas.config import Config, NatsConfig
 from schemas.errors import ConfigError
 

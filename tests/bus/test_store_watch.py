@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client.core import CollectorRegistry
 
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
-from bus.metrics import render
-from bus.storage import CLICKHOUSE, KAFKA, NATS
-from bus.store_watch import StoreMetrics, StoreWatch
+from bus.store.storage import CLICKHOUSE, KAFKA, NATS
+from bus.store.watch import StoreMetrics, StoreWatch
+from runtime.clock import ManualClock
+from runtime.metrics_server import render
 from schemas.config import StorageConfig
 from schemas.errors import StoreFullError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.wanted import WantedWorkers
+from bus.fleet.desired_replicas import WantedWorkers
 from schemas.control import QueueStatus
 
 

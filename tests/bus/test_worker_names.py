@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from bus.api import Bus
-from bus.clock import ManualClock, SystemClock
+from bus.fleet.worker_names import WorkerName, new_worker_name
 from bus.memory import MemoryBroker, MemoryBus
-from bus.worker_names import WorkerName, new_worker_name
+from runtime.clock import ManualClock, SystemClock
 from schemas.control import NameLease
 from schemas.errors import NameTakenError
 from tests.bus.conftest import Broker

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus.clock import SystemClock
 from cli.main import main
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
 from schemas.records import RefusalRecord, RequestRecord
-from telemetry.migrate import migrate
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import REFUSALS, REQUESTS
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store
+from telemetry.store.tables import REFUSALS, REQUESTS
 
 _ROOT = Path(__file__).parents[2]
 

@@ -7,12 +7,6 @@ from typing import Any
 
 import msgspec
 
-from cli.simulate.measure import policy_report
-from cli.simulate.policies import parse_policies
-from cli.simulate.report import PolicyReport
-from cli.simulate.settings import Settings
-from cli.simulate.trace import TraceRequest
-from cli.simulate.world import Result, simulate
 from schemas.config import (
     Config,
     EngineConfig,
@@ -21,6 +15,12 @@ from schemas.config import (
     SimulationConfig,
     WorkerConfig,
 )
+from simulation.policies import parse_policies
+from simulation.report.measure import policy_report
+from simulation.report.report import PolicyReport
+from simulation.settings import Settings
+from simulation.traces.trace import TraceRequest
+from simulation.world import Result, simulate
 
 SIMULATION = SimulationConfig(
     prefill_tokens_per_s=1_000.0,

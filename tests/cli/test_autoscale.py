@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.clock import ManualClock
-from cli.autoscale import WorkerScaler
-from cli.supervisor import Process, StartError
+from cli.local.autoscale import WorkerScaler
+from cli.local.supervisor import Process, StartError
+from runtime.clock import ManualClock
 from schemas.control import QueueStatus
 
 # Longer than a figure of the schedulers counts.

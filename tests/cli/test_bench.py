@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from bench.report.report import Report, read_report
+from bench.report.schema import report_schema, to_text
+from bench.runner import run_load
+from bench.settings import Api, LoadError, Settings, Slo
+from bench.spread import Spread, SpreadKind, fixed
 from cli.bench.arguments import parse_slo, settings_of
-from cli.bench.report import Report, read_report
-from cli.bench.runner import run_load
-from cli.bench.schema import report_schema, to_text
-from cli.bench.settings import Api, LoadError, Settings, Slo
-from cli.bench.spread import Spread, SpreadKind, fixed
 from cli.main import build_parser, main
 from schemas.errors import ConfigError
 from tests.cli.bench_server import AROUND_TOKENS, scripted_server

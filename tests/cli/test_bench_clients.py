@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.bench.arrivals import arrival_times
-from cli.bench.exchange import Exchange
-from cli.bench.http_client import HttpConnection
-from cli.bench.socket_client import SocketConnection, frame
-from cli.bench.spread import parse_spread
+from bench.arrivals import arrival_times
+from bench.clients.exchange import Exchange
+from bench.clients.http_client import HttpConnection
+from bench.clients.socket_client import SocketConnection, frame
+from bench.spread import parse_spread
 
 CUTS = st.lists(st.integers(min_value=1, max_value=40), max_size=60)
 

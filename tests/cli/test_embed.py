@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli.main import main
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from tests.support.checkpoints_made import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.generated import Generated, OfflineRequest
 from cli.main import main
-from cli.offline import OfflineBatch
-from registry.tokenizer import Tokenizer
+from cli.offline.generated import Generated, OfflineRequest
+from cli.offline.offline import OfflineBatch
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams

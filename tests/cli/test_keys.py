@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import redis
 
-from bus.clock import SystemClock
-from bus.redis_link import RedisLink
 from cli.main import main
-from gateway.caller import Caller
-from gateway.identity import AuthenticationError, Identity
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.identity import AuthenticationError, Identity
+from runtime.clock import SystemClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from tests.support.servers import RedisServer, free_port

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.main import main
-from telemetry.answers import load_queries
-from telemetry.migrate import load_migrations
+from telemetry.http.answers import load_queries
+from telemetry.store.migrate import load_migrations
 from tests.cli.left_store import run_on_store
 from tests.cli.test_sql import write_endpoints
 

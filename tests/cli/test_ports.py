@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cli.ports import PortPicker
+from cli.local.ports import PortPicker
 from schemas.errors import ConfigError
 
 

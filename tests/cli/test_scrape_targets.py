@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bus.settings import load_config
-from cli.scrape_targets import ScrapeTargets, metrics_env
+from cli.local.scrape_targets import ScrapeTargets, metrics_env
+from runtime.settings import load_config
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 
 from cli.main import main
-from cli.simulate.ledger import Outcome
-from cli.simulate.measure import policy_report
-from cli.simulate.settings import Failure
-from cli.simulate.trace import write_trace
 from schemas.config import (
     AutoscaleConfig,
     SchedulerConfig,
 )
 from schemas.jobs import Tier
 from schemas.records import Status
+from simulation.report.measure import policy_report
+from simulation.report.outcomes import Outcome
+from simulation.settings import Failure
+from simulation.traces.trace import write_trace
 from tests.cli.simulating import (
     SIMULATION,
     make_load,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.simulate.leaps import ConsecutiveTokens, LeapingBatch
 from schemas.config import SimulationConfig
-from schemas.latency_model import LatencyModel
-from schemas.simulated_batch import SimulatedBatch, SimulatedSequence
+from simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
+from workers.simulated.batch import SimulatedBatch, SimulatedSequence
+from workers.simulated.latency_model import LatencyModel
 
 LATENCY = LatencyModel(
     SimulationConfig(

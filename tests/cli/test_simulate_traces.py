@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 import telemetry
-from cli.bench.spread import fixed, parse_spread
+from bench.spread import fixed, parse_spread
 from cli.main import main
 from cli.simulate import history
-from cli.simulate.synthesise import Kind, Recipe, TenantShare, parse_tenants, synthesise
-from cli.simulate.texts import Texts
-from cli.simulate.trace import TraceRequest, read_trace
 from schemas.errors import ConfigError
 from schemas.jobs import Tier
+from simulation.traces.synthesise import Kind, Recipe, TenantShare, parse_tenants, synthesise
+from simulation.traces.texts import Texts
+from simulation.traces.trace import TraceRequest, read_trace
 
 GOOD = '{"at_s": 1.5, "prompt_tokens": 10, "output_tokens": 5, "prefix": [["system", 4]]}'
 

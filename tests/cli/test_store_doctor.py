@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
-from cli.store_doctor import StoreDoctor, with_folders
-from cli.supervisor import StartError
+from cli.local.store_doctor import StoreDoctor, with_folders
+from cli.local.supervisor import StartError
+from runtime.clock import ManualClock
 from schemas.config import StorageConfig
 
 

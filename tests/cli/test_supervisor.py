@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.supervisor import Process, StartError, Supervisor
+from cli.local.supervisor import Process, StartError, Supervisor
 from tests.support.waiting import eventually
 
 _WAITS = [sys.executable, "-c", "import signal; signal.pause()"]

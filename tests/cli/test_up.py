@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cli.endpoints import Endpoints
+from cli.local.models import catalogue_for
+from cli.local.stack import Plan
+from cli.local.up import _plan, greeting
 from cli.main import build_parser, main
-from cli.models import catalogue_for
-from cli.stack import Plan
-from cli.up import _plan, greeting
 from registry.catalogue import load_catalogue
 from schemas.config import Config, GatewayConfig
 from tests.support.checkpoints_made import write_checkpoint

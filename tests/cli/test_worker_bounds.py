@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.worker_bounds import parse_bounds
+from cli.local.worker_bounds import parse_bounds
 from schemas.errors import ConfigError
 
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
-from bus.metrics import Monitor
 from gateway.core import Gateway
-from gateway.models import Models
+from gateway.request.models import Models
+from runtime.clock import ManualClock
+from runtime.metrics_server import Monitor
 from scheduler.metrics import SchedulerMetrics
 from schemas.config import ClickHouseConfig, Config, GatewayConfig
 from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService
 from tests.scheduler.world import World
-from workers.metrics import WorkerMetrics
+from workers.host.metrics import WorkerMetrics
 
 PARTS = ("gateway", "scheduler", "worker", "telemetry", "every part")
 _SUFFIXES = {

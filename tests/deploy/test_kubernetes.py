@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from bus.settings import load_config
+from runtime.settings import load_config
 from schemas.config import Config
 from schemas.control import QueueStatus
 from schemas.jobs import Tier

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from bus.settings import load_config
+from runtime.settings import load_config
 from schemas.config import (
     ClickHouseConfig,
     Config,

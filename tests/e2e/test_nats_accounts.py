@@ -20,8 +20,8 @@ from nats.aio.msg import Msg
 
 from bus import subjects
 from bus.nats.permissions import service_inbox
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
+from runtime.redis_link import RedisLink
 from schemas.jobs import Tier
 from schemas.records import RequestRecord
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -21,7 +21,7 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from bus import subjects
-from cli.private_files import Credentials
+from cli.local.private_files import Credentials
 from tests.support.system import System
 from tests.support.waiting import eventually
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from bus.settings import load_config
-from gateway.certificate import Certificate
+from gateway.transport.certificate import Certificate
+from runtime.settings import load_config
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 from tests.support.certificates import Authority, Pair

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.context_window import (
+from gateway.sessions.context_window import (
     Counted,
     Fitted,
     Window,

@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

@@ -14,11 +14,11 @@ import httpx
 import openai
 import pytest
 
-from bus.limits.errors import LimitsAwayError
-from gateway.caller import Caller
-from gateway.embedding_vectors import VectorForm
-from gateway.embeddings import MAX_JOBS_AT_ONCE
-from gateway.limits import Limiter, Reservation
+from bus.tenancy.errors import LimitsAwayError
+from gateway.api.embeddings import MAX_JOBS_AT_ONCE
+from gateway.rendering.embedding_vectors import VectorForm
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.limits import Limiter, Reservation
 from schemas.config import GatewayConfig
 from schemas.embeddings import MAX_INPUTS
 from schemas.frames import Expired, Failed, Frame, Shed, Usage

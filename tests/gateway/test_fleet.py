@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.clock import ManualClock
-from gateway.fleet import Fleet
+from gateway.streams.fleet import Fleet
+from runtime.clock import ManualClock
 from schemas.control import WorkerStatus
 
 

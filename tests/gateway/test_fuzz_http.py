@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.openapi import openapi_document
+from gateway.openapi.document import openapi_document
 from schemas.config import RedisConfig
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from schemas.openai import ErrorBody

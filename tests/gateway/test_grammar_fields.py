@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.errors import InvalidJsonError
-from gateway.parsing import chat_ask, completion_ask, decode, socket_ask
+from gateway.request.parsing import chat_ask, completion_ask, decode, socket_ask
 from schemas.errors import ParameterError
 from schemas.openai import ChatCompletionRequest, CompletionRequest
 from schemas.sampling import Grammar, GrammarKind

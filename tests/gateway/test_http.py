@@ -14,7 +14,7 @@ import pytest
 
 from bus import codec
 from gateway.__main__ import models_of
-from gateway.chat import ChatRenderer
+from gateway.rendering.chat import ChatRenderer
 from registry.catalogue import load_catalogue
 from schemas.config import GatewayConfig
 from schemas.control import TelemetryAnswer, TelemetryQuery

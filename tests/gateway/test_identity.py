@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bus.clock import ManualClock
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore, digest_of, parse_token
-from gateway.caller import LOCAL, Caller
-from gateway.identity import (
+from bus.tenancy.tenants import TenantStore, digest_of, parse_token
+from gateway.tenancy.caller import LOCAL, Caller
+from gateway.tenancy.identity import (
     AuthenticationError,
     Identity,
     InsufficientPermissionsError,
@@ -22,6 +20,8 @@ from gateway.identity import (
     require_admin,
     token_of,
 )
+from runtime.clock import ManualClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -9,7 +9,7 @@ from decimal import Decimal
 import pytest
 from redis.asyncio import Redis
 
-from bus.limits.errors import (
+from bus.tenancy.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     RateLimitError,
@@ -18,8 +18,8 @@ from bus.limits.errors import (
     TokensPerMinuteError,
     TooManyTokensError,
 )
-from gateway.caller import LOCAL
-from gateway.identity import AuthenticationError
+from gateway.tenancy.caller import LOCAL
+from gateway.tenancy.identity import AuthenticationError
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

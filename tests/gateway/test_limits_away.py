@@ -9,15 +9,15 @@ from decimal import Decimal
 import pytest
 from redis.asyncio import Redis
 
-from bus.limits.errors import (
+from bus.tenancy.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     LimitsAwayError,
     TierContextError,
 )
-from bus.redis_link import RedisLink
-from gateway.caller import LOCAL, Caller
-from gateway.limits import Limiter
+from gateway.tenancy.caller import LOCAL, Caller
+from gateway.tenancy.limits import Limiter
+from runtime.redis_link import RedisLink
 from schemas.config import RedisConfig
 from schemas.jobs import Tier
 from tests.support.limit_bench import LimitBench, header, reserve, used

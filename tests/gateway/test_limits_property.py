@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.clock import ManualClock
-from bus.limits.errors import RateLimitError
-from bus.redis_link import RedisAwayError, RedisLink
-from bus.tenants import TenantStore
-from gateway.caller import Caller
-from gateway.limits import Limiter
+from bus.tenancy.errors import RateLimitError
+from bus.tenancy.tenants import TenantStore
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.limits import Limiter
+from runtime.clock import ManualClock
+from runtime.redis_link import RedisAwayError, RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier

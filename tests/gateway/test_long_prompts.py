@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.clock import SystemClock
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.models import Models
+from bus.tenancy.tenants import TenantStore
+from gateway.request.models import Models
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from runtime.clock import SystemClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.openai import ModelCard
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, MetricsConfig, RedisConfig
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer

@@ -16,8 +16,8 @@ from websockets.asyncio.client import connect
 
 from bus.memory import MemoryBus
 from gateway.__main__ import models_of
-from gateway.batch_lines import GenerationKind
-from gateway.chat import CHAT_COMPLETIONS
+from gateway.batches.lines import GenerationKind
+from gateway.rendering.chat import CHAT_COMPLETIONS
 from registry.catalogue import BUILT_IN, load_catalogue
 from schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
 from schemas.control import QueueStatus

@@ -14,10 +14,11 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Mount, Route
 from websockets.asyncio.client import connect
 
-from gateway import app, openapi
-from gateway.openapi_fields import FIELDS, SAMPLING
-from gateway.openapi_operations import OPERATIONS
-from gateway.parsing import socket_ask
+from gateway import app
+from gateway.openapi import document as openapi
+from gateway.openapi.fields import FIELDS, SAMPLING
+from gateway.openapi.operations import OPERATIONS
+from gateway.request.parsing import socket_ask
 from schemas.errors import ParameterError
 from schemas.openai import Message
 from schemas.websocket import SUBPROTOCOL, Generate
@@ -60,7 +61,7 @@ def references(node: object) -> set[str]:
     ],
 )
 def test_it_is_not_stale(name: str, made: Any) -> None:
-    stale = "run: python -m gateway.openapi"
+    stale = "run: python -m gateway.openapi.document"
     assert (_DOCS / name).read_text(encoding="utf-8") == made(), stale
 
 

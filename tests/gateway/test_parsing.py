@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.errors import InvalidJsonError
-from gateway.parsing import Ask, chat_ask, completion_ask, decode
+from gateway.request.parsing import Ask, chat_ask, completion_ask, decode
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import ChatCompletionRequest, CompletionRequest

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from bus.redis_link import RedisLink
-from bus.settings import load_config
-from bus.tenants import TenantStore
-from gateway.http import Event, Receive, Scope, Send
-from gateway.proxies import ProxyReader, is_forwarded
+from bus.tenancy.tenants import TenantStore
+from gateway.transport.http import Event, Receive, Scope, Send
+from gateway.transport.proxies import ProxyReader, is_forwarded
+from runtime.redis_link import RedisLink
+from runtime.settings import load_config
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import ConfigError
 from schemas.websocket import SUBPROTOCOL

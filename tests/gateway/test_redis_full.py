@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from schemas.jobs import Job
 from tests.support.running_gateway import MODEL, running_gateway

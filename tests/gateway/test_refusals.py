@@ -14,14 +14,14 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from bus import codec
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.caller import Caller
+from bus.tenancy.tenants import TenantStore
 from gateway.errors import Refusal
 from gateway.metrics import Metrics
-from gateway.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
+from gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
+from gateway.tenancy.caller import Caller
+from runtime.clock import ManualClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
 from schemas.frames import Shed

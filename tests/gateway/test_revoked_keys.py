@@ -13,9 +13,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway import identity, key_watch
+from bus.tenancy.tenants import TenantStore
+from gateway.tenancy import identity, key_watch
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import TenantRecord

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bus.clock import ManualClock
-from gateway.latency import GapCounts
-from gateway.seen import SeenBefore, delivery_record, go_on_from, seen_of
-from gateway.stream import Client, OpenStream
+from gateway.streams.delivery_statistics import SeenBefore, delivery_record, go_on_from, seen_of
+from gateway.streams.latency import GapCounts
+from gateway.streams.stream import Client, OpenStream
+from runtime.clock import ManualClock
 from schemas.control import Seen
 from schemas.frames import Done, FinishReason, Started, Usage
 from schemas.jobs import Job

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from gateway.body_deadline import BodyDeadline
+from gateway.transport.body_deadline import BodyDeadline
 from schemas.config import GatewayConfig
 from tests.gateway.test_hostile_clients import Raw, sent
 from tests.support.running_gateway import RunningGateway, running_gateway

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus.api import Line
-from bus.clock import ManualClock
-from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
-from gateway.fleet import Fleet
-from gateway.latency import GapCounts
-from gateway.stream import Client, OpenStream, status_of
-from gateway.streams import StreamTable
+from bus.running_requests import Generation
+from gateway.streams.fleet import Fleet
+from gateway.streams.latency import GapCounts
+from gateway.streams.stream import Client, OpenStream, status_of
+from gateway.streams.streams import StreamTable
+from runtime.clock import ManualClock
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError

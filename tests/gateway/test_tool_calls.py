@@ -15,7 +15,7 @@ import openai
 import pytest
 import yaml
 
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
 from schemas.config import GatewayConfig
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.tool_server import Seen, ToolServer, Write, reply, tool_server

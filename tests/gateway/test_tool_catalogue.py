@@ -9,12 +9,12 @@ import pytest
 import yaml
 from starlette.applications import Starlette
 
-from bus.clock import SystemClock
-from gateway.caller import LOCAL, Caller
-from gateway.http import Scope
-from gateway.tool_catalogue import Origin, ToolCatalogue, load_tools
-from gateway.tool_runner import ToolRunner
-from gateway.tools_api import ToolsApi
+from gateway.api.tools import ToolsApi
+from gateway.tenancy.caller import LOCAL, Caller
+from gateway.tools.catalogue import Origin, ToolCatalogue, load_tools
+from gateway.tools.runner import ToolRunner
+from gateway.transport.http import Scope
+from runtime.clock import SystemClock
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError, ParameterError
 

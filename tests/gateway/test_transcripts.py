@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
-from bus.clock import ManualClock
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.identity import Identity
+from bus.tenancy.tenants import TenantStore
+from gateway.tenancy.identity import Identity
+from runtime.clock import ManualClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import TenantRecord

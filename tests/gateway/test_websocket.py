@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from gateway.errors import NotFoundError, refusal_of
-from gateway.http import refuse_handshake
+from gateway.transport.http import refuse_handshake
 from schemas.config import GatewayConfig
 from schemas.frames import Failed, Queued, Shed
 from schemas.websocket import SUBPROTOCOL, ServerMessage

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.latency import GapCounts
-from gateway.stream import Client, OpenStream
+from gateway.streams.latency import GapCounts
+from gateway.streams.stream import Client, OpenStream
 from schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
 from schemas.jobs import Job
 

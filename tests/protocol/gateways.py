@@ -1,4 +1,4 @@
-"""A gateway without HTTP: the real table of streams, and what ``gateway.resuming`` does with it."""
+"""A gateway without HTTP: the real table of streams, and ``gateway.request.resuming`` on it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from bus.api import Bus
-from bus.clock import Clock
-from gateway.fleet import Fleet
-from gateway.latency import GapCounts
-from gateway.replays import GenerationIndex
-from gateway.stream import Client, OpenStream
-from gateway.streams import StreamTable
+from gateway.streams.fleet import Fleet
+from gateway.streams.latency import GapCounts
+from gateway.streams.replays import GenerationIndex
+from gateway.streams.stream import Client, OpenStream
+from gateway.streams.streams import StreamTable
+from runtime.clock import Clock
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, HandedOver
 from schemas.errors import MillraceError

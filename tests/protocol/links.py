@@ -22,15 +22,15 @@ from bus.api import (
     Subscription,
     WorkerDirectory,
 )
-from bus.clock import Clock
 from bus.control import CoreControl
-from bus.directory import CoreWorkerDirectory
+from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
-from bus.generations import Generation
+from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
-from bus.refusals import Refusals
-from bus.storage import Storage
+from bus.running_requests import Generation
+from bus.store.storage import Storage
+from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import DeadJob, Job, JobResult
 from schemas.records import Record
@@ -161,7 +161,7 @@ class FaultyResults:
 
 
 class FaultyBucket:
-    """See ``bus.directory.WorkerBucket``."""
+    """See ``bus.fleet.directory.WorkerBucket``."""
 
     def __init__(self, broker: MemoryBroker, link: Link) -> None:
         self._broker = broker
@@ -263,7 +263,7 @@ class SharedIndex:
         return None if self.is_away else self.known.get(request_id)
 
     def write(self, request_id: str, entry: Generation, lease: str) -> None:
-        """By the rule of ``bus.generations``."""
+        """By the rule of ``bus.running_requests``."""
         known = self.known.get(request_id)
         if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
             self.known[request_id] = entry
@@ -278,7 +278,7 @@ class SharedIndex:
 
 
 class IndexLink:
-    """See ``workers.index.Generations``: one process's."""
+    """See ``workers.host.index.Generations``: one process's."""
 
     def __init__(self, index: SharedIndex, process: Process, clock: Clock) -> None:
         self._index = index

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bus import codec, subjects
-from bus.clock import Clock
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.transport import Message, OnMessage
+from runtime.clock import Clock
 from schemas.control import CancelReason
 from tests.protocol.processes import Process
 

@@ -14,10 +14,10 @@ from unittest import mock
 
 import msgspec
 
-from bus.clock import Clock
 from bus.memory import MemoryBroker
-from bus.virtual_time import VirtualClock, VirtualTimeLoop
 from registry.served import ServedModel
+from runtime.clock import Clock
+from runtime.virtual_time import VirtualClock, VirtualTimeLoop
 from scheduler.scheduler import Scheduler
 from schemas.config import (
     EngineConfig,
@@ -30,18 +30,18 @@ from schemas.config import (
 )
 from schemas.errors import MillraceError
 from schemas.jobs import Job
-from schemas.simulated_tokens import SimulatedTokens
 from tests.protocol.clients import Asked, Question
 from tests.protocol.doubles import watch_for_doubles
 from tests.protocol.gateways import Gateway
 from tests.protocol.links import FaultyBus, IndexLink, SharedIndex
 from tests.protocol.network import Weather
 from tests.protocol.processes import Process, task_factory
-from workers.engine_keeper import EngineKeeper
-from workers.simulated_engine import SimulatedEngine
-from workers.simulated_words import readable_token_ids
-from workers.text import TextStream
-from workers.worker import Worker
+from workers.host.output_text import TextStream
+from workers.host.worker import Worker
+from workers.process.keeper import EngineKeeper
+from workers.simulated.engine import SimulatedEngine
+from workers.simulated.tokens import SimulatedTokens
+from workers.simulated.words import readable_token_ids
 
 MODEL = "demo"
 _RECONNECT_S = 0.05
@@ -125,7 +125,7 @@ class System:
         self._log = _ErrorLog(self.wrongs)
         logging.getLogger().addHandler(self._log)
         ids = (uuid.UUID(int=number << 96) for number in itertools.count(1))
-        self._ids = mock.patch("workers.worker.uuid.uuid4", side_effect=ids)
+        self._ids = mock.patch("workers.host.worker.uuid.uuid4", side_effect=ids)
         self._ids.start()
         self.errand(watch_for_doubles(self))
 

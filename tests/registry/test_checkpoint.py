@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from registry.checkpoint import CheckpointError, open_tensors, read_model_config
+from registry.checkpoints.checkpoint import CheckpointError, open_tensors, read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

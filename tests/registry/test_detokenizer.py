@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.detokenizer import IncrementalDetokenizer
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.detokenizer import IncrementalDetokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from tests.support.tokenizers_made import byte_fallback, byte_level, metaspace, write_tokenizer
 
 MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}

@@ -13,8 +13,8 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from registry.text_rules import TextRules
-from registry.tokenizer import TextTooLongError, Tokenizer
+from registry.tokenizers.text_rules import TextRules
+from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
 from schemas.errors import ContextLengthError
 from schemas.jobs import ChatMessage, Job
 from schemas.sampling import SamplingParams

@@ -12,7 +12,11 @@ from functools import partial
 
 import pytest
 
-from registry.prompt_pool import MAX_INLINE_CHARACTERS, PromptPool, TooManyLongPromptsError
+from registry.tokenizers.prompt_pool import (
+    MAX_INLINE_CHARACTERS,
+    PromptPool,
+    TooManyLongPromptsError,
+)
 from tests.support.waiting import eventually
 
 LONG = MAX_INLINE_CHARACTERS + 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.route_score import Cue, Question, Score, estimated_tokens, question_of, score
+from registry.routing.score import Cue, Question, Score, estimated_tokens, question_of, score
 from schemas.jobs import ChatMessage, Tier
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 

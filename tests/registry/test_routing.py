@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from registry.catalogue import Catalogue, load_catalogue
-from registry.route_score import Cue, Question
-from registry.routing import (
+from registry.routing.router import (
     Chosen,
     ModelState,
     Route,
@@ -20,6 +19,7 @@ from registry.routing import (
     choose,
     routed,
 )
+from registry.routing.score import Cue, Question
 from schemas.config import TierPolicies, TierPolicy
 from schemas.errors import ConfigError, ParameterError
 from schemas.jobs import MAX_LABEL_CHARACTERS, Job, Tier

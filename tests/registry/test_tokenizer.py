@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import decoders
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from tests.support.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer

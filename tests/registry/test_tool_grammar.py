@@ -27,8 +27,8 @@ from schemas.jobs import ChatMessage
 from schemas.sampling import Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from tests.workers.engine.grammars import ask, load_engine, run
-from workers.engine.grammar_library import GrammarLibrary
-from workers.engine.grammar_probe import GrammarProbe
+from workers.engine.grammar.library import GrammarLibrary
+from workers.engine.grammar.probe import GrammarProbe
 
 WEATHER = ToolDefinition(
     name="get-weather_2",

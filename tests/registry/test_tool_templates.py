@@ -10,7 +10,7 @@ import pytest
 from registry.catalogue import load_catalogue
 from registry.chat_template import ChatTemplate
 from registry.served import ServedModel
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
 from schemas.errors import CheckpointError, ConfigError, ParameterError
 from schemas.jobs import ChatMessage

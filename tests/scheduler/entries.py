@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from bus.api import Line
-from scheduler.backlog import Backlog
-from scheduler.entry import Entry, State
+from scheduler.jobs.entry import Entry, State
+from scheduler.queues.backlog import Backlog
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 

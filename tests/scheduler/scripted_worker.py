@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 
 from bus.api import Bus, Subscription
-from bus.clock import Clock
+from runtime.clock import Clock
 from schemas.control import (
     Cancel,
     CancelReason,

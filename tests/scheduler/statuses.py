@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.worker_view import WorkerView
+from scheduler.fleet.worker_view import WorkerView
 from schemas.control import WorkerStatus
 
 NOW_NS = 1_700_000_000_000_000_000

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.autoscaler import Autoscaler, Signals
+from scheduler.fleet.autoscaler import Autoscaler, Signals
 from schemas.config import AutoscaleConfig
 
 CONFIG = AutoscaleConfig(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.api import Line
-from scheduler.backlog import Backlog
+from scheduler.queues.backlog import Backlog
 from schemas.jobs import Tier
 from tests.scheduler.entries import entry
 

@@ -12,7 +12,7 @@ import pytest
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from scheduler.intake import Intake
+from scheduler.intake.puller import Intake
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Expired, Failed, Queued
 from schemas.jobs import JobResult, Tier

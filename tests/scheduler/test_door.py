@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from bus.limits.keeper import LimitKeeper
-from bus.limits.settling import Settlement, Settlements
-from bus.redis_link import RedisLink
-from gateway.caller import Caller
+from bus.tenancy.keeper import LimitKeeper
+from bus.tenancy.settling import Settlement, Settlements
+from gateway.tenancy.caller import Caller
 from registry.pricing import PriceBook
-from scheduler.door import Door
-from scheduler.entry import Entry, State
+from runtime.redis_link import RedisLink
+from scheduler.jobs.entry import Entry, State
+from scheduler.jobs.limits import Door
 from schemas.config import RedisConfig
 from schemas.frames import Shed
 from schemas.jobs import Tier

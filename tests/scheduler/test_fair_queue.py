@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.entry import Entry
-from scheduler.fair_queue import FairQueue, Tenant, tenant_of
+from scheduler.jobs.entry import Entry
+from scheduler.queues.fair_queue import FairQueue, Tenant, tenant_of
 from schemas.config import SchedulerConfig
 from schemas.jobs import Tier
 from tests.scheduler.entries import entry

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from registry.routing import Route, Router
+from registry.routing.router import Route, Router
 from schemas.config import TierPolicies, TierPolicy
 from schemas.frames import Queued, Shed
 from schemas.jobs import Tier

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bus.api import LeasedJob
-from scheduler.backlog import Backlog
-from scheduler.cancels import CancelMemory
-from scheduler.entry import Entry
-from scheduler.fleet import Departure, Fleet
-from scheduler.need import Need
-from scheduler.throughput import Throughput, eta_s, retry_after_s
+from scheduler.fleet.fleet import Departure, Fleet
+from scheduler.jobs.cancels import CancelMemory
+from scheduler.jobs.entry import Entry
+from scheduler.jobs.resource_request import Need
+from scheduler.queues.backlog import Backlog
+from scheduler.queues.throughput import Throughput, eta_s, retry_after_s
 from schemas.control import CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status
 from tests.scheduler.world import LINE, job

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from benchmarks.prediction import LOADS, Load, run_load
-from registry.routing import Route, Router
-from scheduler.arrivals import Arrivals, JobSize
-from scheduler.fair_queue import FairQueue, Tenant
-from scheduler.forecast import Forecast, Forecaster, Slots, Waiting
+from registry.routing.router import Route, Router
+from scheduler.queues.arrivals import Arrivals, JobSize
+from scheduler.queues.fair_queue import FairQueue, Tenant
+from scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
 from schemas.config import SchedulerConfig, TierPolicies, TierPolicy
 from schemas.control import QueueStatus
 from schemas.frames import Queued, Shed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.inquest import MAX_STRIKES, Inquest
+from scheduler.jobs.poison_pills import MAX_STRIKES, Inquest
 from tests.scheduler.entries import entry
 
 

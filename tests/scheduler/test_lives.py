@@ -6,8 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from bus.generations import Generation
-from scheduler.lives import MAX_LIVES, Lives
+from bus.running_requests import Generation
+from scheduler.jobs.attempts import MAX_LIVES, Lives
 from schemas.control import Served
 from schemas.jobs import Tier
 from schemas.records import Life, Status

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from bus.intake import read_job
+from bus.jobs.decoding import read_job
+from runtime.json_outline import MAX_TOKEN_IDS
 from schemas.errors import MalformedMessageError
 from schemas.frames import Failed
 from schemas.jobs import Job
-from schemas.outline import MAX_TOKEN_IDS
 from tests.scheduler.world import FakeModel, World, job
 
 LONG = "many words " * 10_000

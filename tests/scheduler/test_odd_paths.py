@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from bus.api import LeasedJob, Line
-from registry.routing import Route, Router
-from scheduler.entry import State
+from registry.routing.router import Route, Router
+from scheduler.jobs.entry import State
 from scheduler.scheduler import Scheduler
 from schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
 from schemas.control import Cancel, CancelReason

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from bus.api import Bus
-from bus.clock import SystemClock
 from bus.nats import connect
+from runtime.clock import SystemClock
 from scheduler.scheduler import Scheduler
 from schemas.config import NatsConfig
 from tests.scheduler.scripted_worker import ScriptedWorker

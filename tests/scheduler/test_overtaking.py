@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.entry import Entry
-from scheduler.fair_queue import FairQueue, Tenant, tenant_of
+from scheduler.jobs.entry import Entry
+from scheduler.queues.fair_queue import FairQueue, Tenant, tenant_of
 from schemas.config import SchedulerConfig
 from schemas.control import Dispatch, WorkerReply
 from schemas.jobs import Tier

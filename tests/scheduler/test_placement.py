@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import placement
-from scheduler.fleet import Fleet
-from scheduler.need import Need
-from scheduler.worker_view import WorkerView
+from scheduler.fleet.fleet import Fleet
+from scheduler.fleet.worker_view import WorkerView
+from scheduler.jobs.resource_request import Need
+from scheduler.placement import placement
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from scheduler.prefix_index import PrefixIndex
-from scheduler.prompt_keys import PromptKeys, read_keys
+from scheduler.jobs.prompt_keys import PromptKeys, read_keys
+from scheduler.placement.prefix_index import PrefixIndex
 from schemas.control import PrefixReport
 from schemas.jobs import Job
 from schemas.pooling import Pooling

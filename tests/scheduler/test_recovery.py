@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from bus.generations import Generation
+from bus.running_requests import Generation
 from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.frames import Cancelled, Done, Failed
 from schemas.pooling import Pooling

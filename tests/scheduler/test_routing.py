@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from registry.routing import ModelState, Route, Router
-from scheduler.routing import AutoRouter
+from registry.routing.router import ModelState, Route, Router
+from scheduler.intake.routing import AutoRouter
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Job, Tier
 from schemas.pooling import Pooling

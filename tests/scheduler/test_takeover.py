@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.generations import Generation
+from bus.running_requests import Generation
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 

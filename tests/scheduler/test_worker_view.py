@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from scheduler.fleet import Fleet
-from scheduler.need import Need
-from scheduler.worker_view import WorkerView
+from scheduler.fleet.fleet import Fleet
+from scheduler.fleet.worker_view import WorkerView
+from scheduler.jobs.resource_request import Need
 from schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view
 

@@ -10,13 +10,13 @@ from decimal import Decimal
 import msgspec
 
 from bus.api import Line
-from bus.clock import ManualClock
-from bus.generations import Generation
 from bus.memory import MemoryBroker, MemoryBus
+from bus.running_requests import Generation
 from registry.pricing import UNPRICED
-from registry.routing import Router
+from registry.routing.router import Router
+from runtime.clock import ManualClock
+from scheduler.intake.model_cache import Preparer
 from scheduler.scheduler import Scheduler
-from scheduler.shelf import Preparer
 from schemas.config import NatsConfig, SchedulerConfig
 from schemas.control import QueueStatus
 from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.json_outline import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Job
-from schemas.outline import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
 
 MESSAGE = {"role": "user", "content": "a, b, [c], {d}"}
 TOO_MANY: list[tuple[str, Any]] = [

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from schemas.config import SimulationConfig
 from schemas.errors import ConfigError
-from schemas.latency_model import LatencyModel
-from schemas.simulated_batch import MAX_PREEMPTIONS, SimulatedBatch, SimulatedSequence, State
-from schemas.simulated_tokens import SimulatedTokens
+from workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch, SimulatedSequence, State
+from workers.simulated.latency_model import LatencyModel
+from workers.simulated.tokens import SimulatedTokens
 
 _CONFIG = SimulationConfig(
     prefill_tokens_per_s=1_000.0, step_ms=10.0, step_ms_per_sequence=1.0, step_ms_per_kv_token=0.1

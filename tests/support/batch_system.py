@@ -15,11 +15,11 @@ from openai.types import Batch
 
 from bus import nats
 from bus.api import Bus
-from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryBus
-from bus.redis_link import RedisLink
 from gateway.core import Gateway
 from gateway.server import Server, listen
+from runtime.clock import SystemClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, NatsConfig, RedisConfig
 from tests.support.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from bus.api import Bus, LeasedJob, Subscription
-from bus.clock import Clock, SystemClock
+from runtime.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError
 from schemas.frames import (

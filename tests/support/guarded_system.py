@@ -32,7 +32,7 @@ from schemas.config import (
     WorkerConfig,
 )
 from schemas.control import WorkerStatus
-from telemetry.embedded_kafka import EmbeddedKafka
+from telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.nats_users import NatsWithUsers, nats_with_users
 from tests.support.servers import RedisServer, die_with_parent, free_port
 from tests.support.waiting import eventually

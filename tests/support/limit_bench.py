@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from bus.clock import ManualClock
-from bus.redis_link import RedisLink
-from bus.tenants import TenantStore
-from gateway.caller import Caller
-from gateway.identity import Identity
-from gateway.limits import Limiter, Reservation
+from bus.tenancy.tenants import TenantStore
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.identity import Identity
+from gateway.tenancy.limits import Limiter, Reservation
+from runtime.clock import ManualClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier

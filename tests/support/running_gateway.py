@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from bus.clock import SystemClock
-from bus.generations import GenerationIndex
 from bus.memory import MemoryBroker, MemoryBus
-from bus.redis_link import RedisLink
-from bus.tracing import Tracing
+from bus.running_requests import GenerationIndex
 from gateway.core import Gateway
-from gateway.models import Models
+from gateway.request.models import Models
 from gateway.server import Server, listen
-from gateway.tool_catalogue import ToolCatalogue
+from gateway.tools.catalogue import ToolCatalogue
 from registry.pricing import UNPRICED
 from registry.served import EmbeddingSettings
+from runtime.clock import SystemClock
+from runtime.redis_link import RedisLink
+from runtime.tracing import Tracing
 from schemas.config import GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job

@@ -13,8 +13,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from bus.binaries import nats_server_path, redis_server_path
-from cli.ports import PortPicker
+from cli.local.ports import PortPicker
+from runtime.binaries import nats_server_path, redis_server_path
 
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 5.0

@@ -6,15 +6,15 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from bus.clock import SystemClock
 from registry.catalogue import Catalogue, ModelEntry
 from registry.pricing import PriceBook, cost, device_cost
+from runtime.clock import SystemClock
 from schemas.jobs import Source, Tier
 from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
-from telemetry.prices import record_prices
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
+from telemetry.rollups.prices import record_prices
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import Store
+from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
 
 DAY_S = 86_400
 # The day before yesterday, from its first second on: no sample is too old for its table.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from schemas.config import KafkaConfig
-from telemetry.embedded_engine import connect
-from telemetry.embedded_kafka import EmbeddedKafka
-from telemetry.store import Store
+from telemetry.kafka.embedded import EmbeddedKafka
+from telemetry.store.embedded_engine import connect
+from telemetry.store.store import Store
 from tests.support.servers import NatsServer
 from tests.telemetry.stores import empty_store
 

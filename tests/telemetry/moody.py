@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
+from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
 
 
 class MoodyStore(Store):

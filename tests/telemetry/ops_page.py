@@ -12,8 +12,8 @@ from playwright.async_api import Browser, Page
 
 from bus.api import Subscription
 from schemas.control import TelemetryAnswer, TelemetryQuery
-from telemetry.answers import Answers
-from telemetry.store import Store
+from telemetry.http.answers import Answers
+from telemetry.store.store import Store
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

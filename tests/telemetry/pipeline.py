@@ -10,10 +10,10 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
 from bus import subjects
 from bus.api import Bus
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig, Config, KafkaConfig, TelemetryConfig
 from telemetry.service import TelemetryService
-from telemetry.store import Store
+from telemetry.store.store import Store
 
 
 def config_of(kafka: KafkaConfig, batch_rows: int = 5_000) -> Config:

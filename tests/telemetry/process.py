@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig, TelemetryConfig
-from telemetry.embedded_kafka import EmbeddedKafka
+from telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from schemas.config import ClickHouseConfig
-from telemetry.migrate import migrate
-from telemetry.store import Store
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store
 
 TABLES = (
     "requests",

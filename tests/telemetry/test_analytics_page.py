@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from telemetry.store import Store
+from telemetry.store.store import Store
 from tests.telemetry.books import fill
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "analytics.md").read_text(encoding="utf-8")

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.records import Life, RequestRecord, Status
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import Store
+from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 from tests.deploy.grafana import BOARDS, interpolated, read_board, targets
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 

@@ -17,9 +17,9 @@ from schemas.errors import (
     MillraceError,
     UntrustedServerError,
 )
-from telemetry.clickhouse_server import raise_refusal, server_connect
-from telemetry.http_interface import HttpServer
-from telemetry.store import Store
+from telemetry.http.interface import HttpServer
+from telemetry.store.clickhouse_server import raise_refusal, server_connect
+from telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.servers import free_port
 from tests.support.tls_proxy import tls_proxy

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.clock import SystemClock
 from cli.main import build_parser
 from cli.rows import parse_rows, table
 from registry.pricing import PriceBook, cost, device_cost
+from runtime.clock import SystemClock
 from schemas.jobs import Source, Tier
 from schemas.records import Life, Record, RequestRecord, Status, WorkerSample
-from telemetry.answers import load_queries
-from telemetry.rollups import Rollups
-from telemetry.store import PlainTable, Store
-from telemetry.tables import table_of
+from telemetry.http.answers import load_queries
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import PlainTable, Store
+from telemetry.store.tables import table_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "cost.md"
 MODEL = "chat-8b"

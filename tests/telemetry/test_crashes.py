@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from bus import subjects
 from bus.nats import NatsBus, connect
 from schemas.config import KafkaConfig, NatsConfig
-from telemetry.embedded_kafka import EmbeddedKafka
+from telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess

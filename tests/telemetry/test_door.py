@@ -15,10 +15,10 @@ import pytest
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
-from telemetry.embedded_engine import connect
-from telemetry.http_interface import HttpInterface
-from telemetry.reading import QueryError
-from telemetry.store import Store
+from telemetry.http.interface import HttpInterface
+from telemetry.store.embedded_engine import connect
+from telemetry.store.reading import QueryError
+from telemetry.store.store import Store
 from tests.telemetry.reaching_out import REACHING_OUT, SECRET
 
 CONFIG = ClickHouseConfig(username="reader", password="pä55")

@@ -14,11 +14,11 @@ import pytest
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
-from telemetry.http_interface import HttpInterface, HttpServer
-from telemetry.reading import ReadLimits
-from telemetry.reading_embedded import EmbeddedReader
-from telemetry.store import Store
-from telemetry.tables import REQUESTS
+from telemetry.http.interface import HttpInterface, HttpServer
+from telemetry.store.reading import ReadLimits
+from telemetry.store.reading_embedded import EmbeddedReader
+from telemetry.store.store import Store
+from telemetry.store.tables import REQUESTS
 from tests.telemetry.records import request_record
 
 CONFIG = ClickHouseConfig(serve_port=0, username="reader", password="opens the door")

@@ -18,9 +18,9 @@ from schemas.errors import (
     MillraceError,
     UntrustedServerError,
 )
-from telemetry.kafka import ensure_topics, make_producer, start_consumer, stop_client
-from telemetry.kafka_security import connection_options
-from telemetry.store import Store
+from telemetry.kafka.kafka import ensure_topics, make_producer, start_consumer, stop_client
+from telemetry.kafka.security import connection_options
+from telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.kafka import SecureKafkaBroker, missing_tool
 from tests.support.waiting import eventually

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from telemetry.ledger import Ledger, merge
-from telemetry.store import Store
+from telemetry.store.outbox_ledger import Ledger, merge
+from telemetry.store.store import Store
 
 
 @pytest.mark.parametrize(

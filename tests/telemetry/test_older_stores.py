@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
-from telemetry.migrate import APPLIED, load_migrations, migrate
-from telemetry.rollups import Rollups
-from telemetry.store import Store, StoreUnavailableError
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.migrate import APPLIED, load_migrations, migrate
+from telemetry.store.store import Store, StoreUnavailableError
 
 OLD = 6
 REQUEST = """

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, async_playwright, expect
 
-from telemetry.store import Store
-from telemetry.tables import REFUSALS
+from telemetry.store.store import Store
+from telemetry.store.tables import REFUSALS
 from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
 from tests.telemetry.records import refusal_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month

@@ -19,7 +19,7 @@ from playwright.async_api import Browser, Page, Route, async_playwright, expect
 from playwright.async_api import Error as PlaywrightError
 
 from schemas.records import RequestRecord
-from telemetry.store import Store
+from telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
 from tests.telemetry.stores import empty_store

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.control import TelemetryQuery
 from schemas.jobs import Source, Tier
 from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
-from telemetry.answers import Answers
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from telemetry.http.answers import Answers
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import Store
+from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 
 # The begin of an hour, a while ago.
 BEGIN_S = int(time.time()) // 3600 * 3600 - 7_200

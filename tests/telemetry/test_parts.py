@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from bus import subjects
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
+from runtime.clock import ManualClock
 from schemas.config import KafkaConfig
-from telemetry.kafka import ensure_topics, make_producer, stop_client
-from telemetry.store import Store
+from telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
+from telemetry.store.store import Store
 from telemetry.supervision import keep_running
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
@@ -156,7 +156,7 @@ async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
     file = tmp_path / "bootstrap"
     script = (
         "import subprocess, sys, time;"
-        "p = subprocess.Popen([sys.executable, '-m', 'telemetry.embedded_kafka',"
+        "p = subprocess.Popen([sys.executable, '-m', 'telemetry.kafka.embedded',"
         f"'--write-bootstrap', {str(file)!r}]);"
         "print(p.pid, flush=True); time.sleep(60)"
     )
@@ -203,7 +203,7 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
 
 def _start_kafka(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "telemetry.embedded_kafka", "--port-file", str(file)],
+        [sys.executable, "-m", "telemetry.kafka.embedded", "--port-file", str(file)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

@@ -8,8 +8,8 @@ import msgspec
 
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig
-from telemetry.embedded_kafka import EmbeddedKafka
-from telemetry.store import Store
+from telemetry.kafka.embedded import EmbeddedKafka
+from telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample

@@ -8,11 +8,11 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from bus.clock import ManualClock
 from registry.catalogue import Catalogue, ModelEntry
 from registry.pricing import UNPRICED, PriceBook
-from telemetry.prices import record_prices
-from telemetry.store import Store
+from runtime.clock import ManualClock
+from telemetry.rollups.prices import record_prices
+from telemetry.store.store import Store
 
 PRICES = PriceBook(
     version="2026-11",

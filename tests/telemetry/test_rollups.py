@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.clock import ManualClock, SystemClock
+from runtime.clock import ManualClock, SystemClock
 from schemas.records import RequestRecord
-from telemetry.rollups import Rollups
-from telemetry.store import Parameters, Store, StoreUnavailableError
-from telemetry.tables import REQUESTS, WORKER_SAMPLES
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import Parameters, Store, StoreUnavailableError
+from telemetry.store.tables import REQUESTS, WORKER_SAMPLES
 from tests.support.waiting import eventually
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, SAMPLE_ROWS
 from tests.telemetry.records import request_record

@@ -9,7 +9,7 @@ import pytest
 
 from bus.nats import connect
 from schemas.config import KafkaConfig, NatsConfig, TelemetryConfig
-from telemetry.embedded_kafka import EmbeddedKafka
+from telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess

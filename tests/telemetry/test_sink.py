@@ -11,16 +11,16 @@ import pytest
 from aiokafka import TopicPartition
 
 from bus import subjects
-from bus.clock import ManualClock, SystemClock
 from bus.memory import MemoryBroker, MemoryBus
+from runtime.clock import ManualClock, SystemClock
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import TranscriptRecord
-from telemetry.handover import Handover
-from telemetry.kafka import LARGEST_MESSAGE_BYTES
-from telemetry.ledger import Ledger
+from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
 from telemetry.service import TelemetryService
-from telemetry.sink import Sink
-from telemetry.store import Store
+from telemetry.sink.rebalance_listener import Handover
+from telemetry.sink.sink import Sink
+from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
 from tests.telemetry.pipeline import count, dead_letters, running

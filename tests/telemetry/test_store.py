@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MalformedMessageError
 from schemas.records import RECORD_VERSION, Life, TranscriptRecord
-from telemetry.ledger import Ledger, merge
-from telemetry.migrate import MigrationError, load_migrations, migrate
-from telemetry.store import RejectedRowsError, Store, StoreUnavailableError
-from telemetry.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table, check
+from telemetry.store.migrate import MigrationError, load_migrations, migrate
+from telemetry.store.outbox_ledger import Ledger, merge
+from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
+from telemetry.store.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table, check
 from tests.support.servers import free_port
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 

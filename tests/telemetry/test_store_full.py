@@ -18,7 +18,7 @@ from bus.nats import connect
 from schemas.config import KafkaConfig, MetricsConfig, NatsConfig
 from schemas.control import WorkerStatus
 from telemetry.metrics import TelemetryMetrics
-from telemetry.store import Store
+from telemetry.store.store import Store
 from tests.support.kafka import KafkaBroker, missing_tool
 from tests.support.scraped import scrape_of
 from tests.support.servers import NatsServer, free_port

@@ -10,7 +10,7 @@ import msgspec
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.config import KafkaConfig
 from schemas.records import RECORD_VERSION
-from telemetry.store import Store
+from telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import dead_letters, running
 from tests.telemetry.records import delivery_record, request_record, worker_sample

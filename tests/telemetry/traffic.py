@@ -7,11 +7,11 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.clock import SystemClock
+from runtime.clock import SystemClock
 from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
-from telemetry.rollups import Rollups
-from telemetry.store import Store
-from telemetry.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.store import Store
+from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 
 NUM_REQUESTS = 2_400

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.tracing import Span, Tracing
+from runtime.tracing import Span, Tracing
 
 
 class KeptSpans:

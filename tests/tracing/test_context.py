@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import codec
-from bus.intake import read_job
-from bus.tracing import (
+from bus.jobs.decoding import read_job
+from runtime.tracing import (
     Span,
     TraceContext,
     life_span,
@@ -130,7 +130,7 @@ import gateway.__main__, scheduler.__main__, workers.__main__, telemetry.__main_
 from bus.tracing import open_tracing
 from schemas.config import TracingConfig
 assert open_tracing(TracingConfig(), "gateway", "g") is None
-tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "bus.otlp", "google.protobuf")
+tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "runtime.otlp", "google.protobuf")
 assert not [name for name in sys.modules if name.startswith(tracers)]
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

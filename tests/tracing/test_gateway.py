@@ -9,7 +9,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from bus.tracing import SpanKind, parse_traceparent
+from runtime.tracing import SpanKind, parse_traceparent
 from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.waiting import eventually

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bus.otlp import OtlpSink
-from bus.tracing import Span, SpanEvent, SpanKind, Tracing, open_tracing
+from runtime.otlp import OtlpSink
+from runtime.tracing import Span, SpanEvent, SpanKind, Tracing, open_tracing
 from schemas.config import TracingConfig
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.tracing import SpanKind, life_span, parse_traceparent, record_span
-from scheduler.endings import Endings
-from scheduler.tracing import JobTraces
+from runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
+from scheduler.jobs.finalizer import Endings
+from scheduler.jobs.tracing import JobTraces
 from schemas.control import Cancel, CancelReason
 from schemas.frames import Cancelled
 from schemas.jobs import Source

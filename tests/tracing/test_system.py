@@ -12,7 +12,7 @@ from nats import connect as connect_nats
 
 from bus import nats, subjects
 from bus.api import Bus, Line
-from bus.tracing import life_span, parse_traceparent
+from runtime.tracing import life_span, parse_traceparent
 from schemas.config import NatsConfig
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.tracing import Span, life_span, parse_traceparent, record_span
 from registry.served import ServedModel
+from runtime.tracing import Span, life_span, parse_traceparent, record_span
 from schemas.control import Cancel, CancelReason
 from schemas.frames import FinishReason
 from schemas.records import Life
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.conftest import demo
 from tests.workers.scripted import Bench, bench
-from workers.tracing import RunTraces
+from workers.host.tracing import RunTraces
 
 __all__ = ["demo"]
 

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from bus.api import Line
-from bus.clock import ManualClock
 from bus.codec import RECORD
-from bus.generations import Generation as GenerationEntry
 from bus.memory import MemoryBroker, MemoryBus
+from bus.running_requests import Generation as GenerationEntry
 from registry.catalogue import ModelEntry
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from registry.pricing import PriceBook
 from registry.served import ServedModel
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
+from runtime.clock import ManualClock
 from schemas.config import EngineConfig, WorkerConfig
 from schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
@@ -30,9 +30,9 @@ from schemas.sampling import SamplingParams
 from tests.support.tokenizers_made import byte_level, write_tokenizer
 from tests.support.waiting import eventually
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
-from workers.engine_keeper import EngineKeeper
-from workers.engine_process import EngineFailedError
-from workers.worker import Worker
+from workers.host.worker import Worker
+from workers.process.engine_process import EngineFailedError
+from workers.process.keeper import EngineKeeper
 
 EOS = 1
 CONTEXT_WINDOW_TOKENS = 128
@@ -72,9 +72,9 @@ def line_of(job: Job) -> Line:
 
 
 class ScriptedEngine:
-    """See ``workers.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it was told,
-    ``started`` what it has made something of; outputs come when the test calls ``emit``. A cancel
-    is answered with what ``took_us`` says, unless it is ``silent``."""
+    """See ``workers.process.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it
+    was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
+    A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
 
     def __init__(self) -> None:
         self.added: dict[str, EngineRequest] = {}
@@ -133,7 +133,7 @@ class ScriptedEngine:
 
 
 class RecordingIndex:
-    """See ``workers.index.Generations``. ``known`` is what it says; ``away``: nothing."""
+    """See ``workers.host.index.Generations``. ``known`` is what it says; ``away``: nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []

@@ -20,7 +20,6 @@ from schemas.frames import FinishReason
 from schemas.sampling import SamplingParams
 from tests.support.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
-from workers import engine_loop
 from workers.engine.engine import Engine
 from workers.engine.types import (
     DeviceLostError,
@@ -30,9 +29,10 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_loop import Link, drive
-from workers.engine_process import EngineClient, EngineFailedError
-from workers.engine_wire import (
+from workers.process import loop as engine_loop
+from workers.process.engine_process import EngineClient, EngineFailedError
+from workers.process.loop import Link, drive
+from workers.process.wire import (
     Add,
     Broken,
     Load,

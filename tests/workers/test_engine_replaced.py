@@ -7,16 +7,16 @@ import asyncio
 import msgspec
 import pytest
 
-from bus.clock import ManualClock
 from registry.served import ServedModel
+from runtime.clock import ManualClock
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
 from schemas.jobs import Tier
 from schemas.records import Status
 from tests.workers.scripted import Bench, ScriptedEngine, bench
 from workers.engine.types import EngineOutput, EngineStats
-from workers.engine_keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
-from workers.engine_process import EngineFailedError
+from workers.process.engine_process import EngineFailedError
+from workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 
 _GAUGES = {
     "max_num_sequences",

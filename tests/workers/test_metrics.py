@@ -7,9 +7,9 @@ from schemas.control import Cancel
 from schemas.frames import FinishReason
 from tests.support.scraped import Scraped, scrape_of
 from tests.workers.scripted import Bench, bench
-from workers.device_watch import DeviceReading
 from workers.engine.types import EngineOutput
-from workers.metrics import WorkerMetrics
+from workers.host.device_watch import DeviceReading
+from workers.host.metrics import WorkerMetrics
 
 _AT = {"model": "demo", "worker": "w"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bus.reader import StreamReader
+from bus.frame_reader import StreamReader
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason
 from schemas.frames import Done, FinishReason, TokenLogprob

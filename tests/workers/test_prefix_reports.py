@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.clock import ManualClock
 from bus.memory import MemoryBroker, MemoryBus
 from registry.served import ServedModel
+from runtime.clock import ManualClock
 from schemas.config import WorkerConfig
 from schemas.control import PrefixReport
 from tests.workers.scripted import bench
 from workers.engine.types import PrefixChanges
-from workers.prefix_reports import PrefixReporter
+from workers.host.prefix_reports import PrefixReporter
 
 
 def keys(*numbers: int) -> bytes:

@@ -12,7 +12,7 @@ from schemas.frames import TERMINAL_FRAMES, Done, Embedding, FinishReason
 from schemas.pooling import Pooling
 from tests.workers.scripted import Bench, bench
 from workers.engine.types import EngineOutput
-from workers.engine_keeper import MAX_RESTARTS, RESTART_WINDOW_S
+from workers.process.keeper import MAX_RESTARTS, RESTART_WINDOW_S
 
 _NUM_ACTIONS = 150
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bus.clock import ManualClock
 from registry.served import ServedModel
+from runtime.clock import ManualClock
 from schemas.control import Cancel, CancelReason, Drain, Ended, Served
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Tier

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from bus.clock import ManualClock
 from registry.served import ServedModel
+from runtime.clock import ManualClock
 from schemas.config import EngineConfig, SimulationConfig
 from schemas.errors import ConfigError
 from schemas.frames import FinishReason
@@ -20,8 +20,8 @@ from schemas.prefix import REPORTED_BYTES
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.workers.scripted import served_model
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
-from workers.simulated_engine import SimulatedEngine
-from workers.simulated_words import readable_token_ids
+from workers.simulated.engine import SimulatedEngine
+from workers.simulated.words import readable_token_ids
 
 _SIMULATION = SimulationConfig(
     prefill_tokens_per_s=1_000.0, step_ms=10.0, step_ms_per_sequence=0.0, step_ms_per_kv_token=0.0

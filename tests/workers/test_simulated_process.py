@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bus import nats
-from bus.process import MISCONFIGURED
+from runtime.process import MISCONFIGURED
 from schemas.config import NatsConfig
 from schemas.control import Dispatch, WorkerStatus
 from schemas.frames import Delta, Done, Frame

@@ -6,8 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from bus.clock import ManualClock
 from registry.served import ServedModel
+from runtime.clock import ManualClock
 from schemas.control import Ended, QueueStatus, Served
 from schemas.errors import BusUnavailableError
 from schemas.frames import FinishReason
@@ -15,7 +15,7 @@ from schemas.jobs import Tier
 from schemas.records import Record
 from tests.support.waiting import eventually
 from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
-from workers.engine_process import EngineFailedError
+from workers.process.engine_process import EngineFailedError
 
 
 async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:

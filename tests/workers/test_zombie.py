@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.generations import GenerationIndex
+from bus.running_requests import GenerationIndex
 from schemas.config import NatsConfig, RedisConfig
 from schemas.control import Cancel, CancelReason
 from tests.support.servers import NatsServer, RedisServer

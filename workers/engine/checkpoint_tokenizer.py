@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 
 
 def checkpoint_tokenizer(path: Path) -> Callable[[], Tokenizer | None]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.attention import PrefillChunk, TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.operations import HeadNorms, Product, Rotation

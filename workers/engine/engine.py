@@ -12,28 +12,33 @@ from pathlib import Path
 import msgspec
 import torch
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason
 from schemas.sampling import MAX_SEED
-from workers.engine.admission import check_config, check_kind, finished_before, longest_total_tokens
-from workers.engine.block_tables import BlockTables
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
-from workers.engine.choices import make_choices
-from workers.engine.cost_model import CostModel
-from workers.engine.device_work import FLOP_PER_BYTE, DeviceWork
+from workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from workers.engine.executor import Executor
-from workers.engine.grammar import Grammars
-from workers.engine.host_cache import HostCache
-from workers.engine.host_memory import host_memory_of
-from workers.engine.live import LiveRequests
+from workers.engine.grammar.grammars import Grammars
+from workers.engine.kv.block_tables import BlockTables
+from workers.engine.kv.host_cache import HostCache
+from workers.engine.kv.host_memory import host_memory_of
+from workers.engine.live_requests import LiveRequests
+from workers.engine.output_processor import Receiver
 from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
-from workers.engine.planner import Planner
-from workers.engine.receiver import Receiver
 from workers.engine.runners import Runner, load_runner
-from workers.engine.sampler import Sampler
+from workers.engine.sampling.sampler import Sampler
+from workers.engine.scheduling.admission import (
+    check_config,
+    check_kind,
+    finished_before,
+    longest_total_tokens,
+)
+from workers.engine.scheduling.cost_model import CostModel
+from workers.engine.scheduling.planner import Planner
 from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.sequence_group import make_choices
 from workers.engine.settings import settled
 from workers.engine.types import (
     DeviceTime,

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from workers.engine.cost_model import CostModel, StepWork
-from workers.engine.device_meter import DeviceMeter
-from workers.engine.device_work import DeviceWork
-from workers.engine.grammar import Grammars
-from workers.engine.launched import ChosenTokens, LaunchedStep
-from workers.engine.planner import Planner, ScheduledSequence
-from workers.engine.receiver import Chunk, Receiver
+from workers.engine.device.meter import DeviceMeter
+from workers.engine.device.work import DeviceWork
+from workers.engine.grammar.grammars import Grammars
+from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
+from workers.engine.output_processor import Chunk, Receiver
 from workers.engine.runners import Runner
+from workers.engine.scheduling.cost_model import CostModel, StepWork
+from workers.engine.scheduling.planner import Planner, ScheduledSequence
+from workers.engine.scheduling.step_speed import StepSpeed
 from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
-from workers.engine.step_speed import StepSpeed
 from workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from registry.checkpoint import ModelConfig, read_model_config
+from registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
-from workers.engine.device import device_of
-from workers.engine.device_loading import load_device_runner
-from workers.engine.kv_cache import KVCache
-from workers.engine.launched import LaunchedStep
-from workers.engine.planner import ScheduledSequence
+from workers.engine.device.device import device_of
+from workers.engine.device.loading import load_device_runner
+from workers.engine.in_flight_step import LaunchedStep
+from workers.engine.kv.cache import KVCache
 from workers.engine.runner import ModelRunner
+from workers.engine.scheduling.planner import ScheduledSequence
 from workers.engine.settings import choose_device, settled
 
 

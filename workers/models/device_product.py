@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.kernel_set import KernelSet
+from workers.engine.device.kernel_set import KernelSet
 from workers.engine.operations import Product, SwiGLU
 
 

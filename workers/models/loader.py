@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from registry.checkpoint import ModelConfig, open_tensors
-from registry.expert_layers import ExpertsConfig
-from registry.families import Experts, family_of
+from registry.checkpoints.checkpoint import ModelConfig, open_tensors
+from registry.checkpoints.expert_layers import ExpertsConfig
+from registry.checkpoints.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
 from workers.engine.operations import HeadNorms, Product
 from workers.models.decoder import DecoderWeights, LayerWeights

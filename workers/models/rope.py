@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.operations import Rotation
 
 

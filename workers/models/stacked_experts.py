@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from registry.expert_layers import ExpertsConfig
-from workers.engine.kernel_set import ExpertKernels
+from registry.checkpoints.expert_layers import ExpertsConfig
+from workers.engine.device.kernel_set import ExpertKernels
 from workers.engine.operations import Product
 
 

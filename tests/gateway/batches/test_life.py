@@ -8,8 +8,8 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from gateway.batch_runner import in_turn
-from gateway.batch_store import BatchRecord, BatchStore
+from gateway.batches.runner import in_turn
+from gateway.batches.store import BatchRecord, BatchStore
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.control import QueueStatus
 from tests.support.batch_system import (

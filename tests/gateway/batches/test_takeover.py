@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from bus import redis_keys
-from bus.redis_link import RedisLink
-from gateway.batch_runner import RELEASE
+from gateway.batches.runner import RELEASE
+from runtime.redis_link import RedisLink
 from schemas.config import RedisConfig
 from tests.support.batch_system import (
     Connect,

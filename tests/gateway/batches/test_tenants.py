@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.batch_system import (

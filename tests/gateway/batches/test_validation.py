@@ -54,7 +54,7 @@ async def test_a_file_that_is_no_batch(
 
 
 async def test_too_many_lines(redis: RedisConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.batch_input.MAX_LINES", 3)
+    monkeypatch.setattr("gateway.batches.input.MAX_LINES", 3)
     async with batch_gateway(in_memory(), redis) as front:
         batch = await front.end(await front.begin([chat_line(c, "x") for c in "abcd"]))
         assert batch.errors is not None

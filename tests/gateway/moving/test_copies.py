@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from tests.gateway.moving.clients import (
     CHAT,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bus.api import PublishedJob
-from gateway.answer import Answer
+from gateway.request.response_stream import Answer
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
 from tests.gateway.moving.clients import (

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway import idempotency
-from gateway.request_index import RequestIndex, digest_of
+from gateway.request import idempotency
+from gateway.request.index import RequestIndex, digest_of
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

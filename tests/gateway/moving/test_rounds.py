@@ -18,9 +18,9 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
 from bus.api import PublishedJob
-from gateway.caller import Caller
-from gateway.limits import Reservation
-from gateway.tool_catalogue import ToolCatalogue, load_tools
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.limits import Reservation
+from gateway.tools.catalogue import ToolCatalogue, load_tools
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
 from schemas.frames import Usage

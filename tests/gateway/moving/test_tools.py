@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from schemas.jobs import Job
 from tests.gateway.moving.clients import (

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.answer import Answer
-from gateway.caller import LOCAL
-from gateway.parsing import Ask, decode
-from gateway.parts import Part
-from gateway.response_input import ask_of, check_fields, given_items, messages_of
-from gateway.response_renderer import ResponseRenderer
+from gateway.request.parsing import Ask, decode
+from gateway.request.response_stream import Answer
+from gateway.responses.input import ask_of, check_fields, given_items, messages_of
+from gateway.responses.renderer import ResponseRenderer
+from gateway.streams.parts import Part
+from gateway.tenancy.caller import LOCAL
 from schemas.frames import TokenLogprob, Usage
 from schemas.openai import LogprobInfo
 from schemas.responses import ResponsesRequest

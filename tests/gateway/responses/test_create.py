@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from gateway.tool_catalogue import load_tools
+from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from schemas.frames import Failed
 from schemas.sampling import GrammarKind

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import InvalidJsonError
-from gateway.parsing import decode
-from gateway.parts import ChoiceEnd
-from gateway.response_input import check_fields, given_items, messages_of
+from gateway.request.parsing import decode
+from gateway.responses.input import check_fields, given_items, messages_of
+from gateway.streams.parts import ChoiceEnd
 from schemas.errors import GrammarError, ParameterError
 from schemas.responses import FunctionCallItem, Item, ResponsesRequest
 from tests.gateway.responses.rendered import (

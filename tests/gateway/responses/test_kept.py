@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from bus.redis_link import RedisAwayError, RedisLink
-from bus.tenants import TenantStore
+from bus.tenancy.tenants import TenantStore
+from runtime.redis_link import RedisAwayError, RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (

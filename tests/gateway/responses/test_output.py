@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import Refusal
-from gateway.parsing import decode
-from gateway.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
-from gateway.response_items import _without_end
+from gateway.request.parsing import decode
+from gateway.responses.items import _without_end
+from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
 from schemas.openai import LogprobInfo

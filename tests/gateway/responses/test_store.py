@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from bus import redis_keys
-from bus.redis_link import RedisAwayError, RedisLink
-from gateway.response_store import ResponseStore, conversation_of
+from gateway.responses.store import ResponseStore, conversation_of
+from runtime.redis_link import RedisAwayError, RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import PayloadTooLargeError
 from schemas.openai import TextFormat

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from bus.clock import Clock
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
+from runtime.clock import Clock
 from schemas.config import GatewayConfig
 from tests.gateway.sessions.fronts import (
     MODEL,

@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from redis.asyncio import Redis
 
-from bus.clock import Clock, SystemClock
-from bus.redis_link import RedisLink
-from gateway.caller import LOCAL, Caller
-from gateway.identity import Identity
-from gateway.models import Models
-from gateway.parsing import Ask
-from gateway.sessions import FittedSession, Sessions
-from registry.prompt_pool import PromptPool
+from gateway.request.models import Models
+from gateway.request.parsing import Ask
+from gateway.sessions.sessions import FittedSession, Sessions
+from gateway.tenancy.caller import LOCAL, Caller
+from gateway.tenancy.identity import Identity
 from registry.served import ServedModel
+from registry.tokenizers.prompt_pool import PromptPool
+from runtime.clock import Clock, SystemClock
+from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig, SessionContexts
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
 from bus.redis_keys import session_key
-from gateway.models import Models
+from gateway.request.models import Models
 from registry.served import ServedModel
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Failed

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from bus.redis_keys import session_key, session_turn_key
-from gateway.caller import LOCAL, Caller
-from gateway.parsing import Ask
-from gateway.session_store import SessionTooLargeError, SessionUnreadableError
-from gateway.sessions import SessionNotFoundError
+from gateway.request.parsing import Ask
+from gateway.sessions.sessions import SessionNotFoundError
+from gateway.sessions.store import SessionTooLargeError, SessionUnreadableError
+from gateway.tenancy.caller import LOCAL, Caller
 from schemas.config import GatewayConfig
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from bus.redis_keys import session_summary_key
-from gateway.caller import Caller
+from gateway.tenancy.caller import Caller
 from schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from schemas.jobs import Job, Source, Tier
 from tests.gateway.sessions.fronts import (

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bus.clock import ManualClock, SystemClock
-from bus.redis_link import RedisAwayError
-from gateway.caller import LOCAL
-from gateway.models import Models
-from gateway.parsing import Ask
-from gateway.sessions import SessionNotFoundError, Sessions
-from registry.prompt_pool import PromptPool
+from gateway.request.models import Models
+from gateway.request.parsing import Ask
+from gateway.sessions.sessions import SessionNotFoundError, Sessions
+from gateway.tenancy.caller import LOCAL
 from registry.served import ServedModel
+from registry.tokenizers.prompt_pool import PromptPool
+from runtime.clock import ManualClock, SystemClock
+from runtime.redis_link import RedisAwayError
 from schemas.config import GatewayConfig
 from schemas.jobs import ChatMessage
 from schemas.sampling import SamplingParams

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from bus.clock import SystemClock
-from gateway.tool_catalogue import load_tools
-from gateway.tool_network import Resolve, resolve
-from gateway.tool_runner import ToolResult, ToolRunner
+from gateway.tools.catalogue import load_tools
+from gateway.tools.network import Resolve, resolve
+from gateway.tools.runner import ToolResult, ToolRunner
+from runtime.clock import SystemClock
 from schemas.config import GatewayConfig
 
 WEATHER = {

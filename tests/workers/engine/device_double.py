@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from schemas.frames import TokenLogprob
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
-from workers.engine.launched import NOT_FINITE, ChosenTokens, LaunchedStep
-from workers.engine.planner import ScheduledSequence
+from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, LaunchedStep
 from workers.engine.pooling import PooledChunk
 from workers.engine.sampling.drawing import draw, draws_of
-from workers.engine.sampling.edits import has_edits
 from workers.engine.sampling.groups import GROUP_TOKENS, largest
+from workers.engine.sampling.logits_processors import has_edits
 from workers.engine.sampling.prompt_logprobs import ScoredChunk
+from workers.engine.scheduling.planner import ScheduledSequence
 from workers.engine.sequence import UNREAD_TOKEN, Sequence
 
 VOCAB_SIZE = 192

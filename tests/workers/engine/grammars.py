@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from schemas.frames import FinishReason
 from schemas.sampling import Grammar, GrammarKind

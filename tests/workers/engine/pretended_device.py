@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workers.engine.device import Array, MemoryInfo
+from workers.engine.device.device import Array, MemoryInfo
 from workers.kernels import gpu
 
 CUDA = torch.device("cuda", 0)

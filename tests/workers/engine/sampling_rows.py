@@ -10,8 +10,8 @@ import torch
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
 from schemas.sampling import SamplingParams
-from workers.engine.random_stream import stream_key
-from workers.engine.sampler import Sampler
+from workers.engine.sampling.random_stream import stream_key
+from workers.engine.sampling.sampler import Sampler
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
 

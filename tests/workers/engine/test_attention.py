@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.kv_cache import KVCache
+from workers.engine.kv.cache import KVCache
 
 HEAD_DIM = 4
 DTYPE = torch.float32

@@ -22,7 +22,7 @@ from tests.workers.checkpoints import (
 )
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from tests.workers.models.test_decoder import CASES, PROMPTS, mean_error
-from workers.engine.device_runner import DeviceRunner
+from workers.engine.device.runner import DeviceRunner
 from workers.engine.engine import Engine
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_compile.models import CONFIGS
-from registry.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
@@ -29,11 +29,11 @@ from tests.workers.engine.pretended_device import (
     replace_kernels,
 )
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine import device_loading
-from workers.engine.device import MemoryInfo
-from workers.engine.device_runner import DeviceRunner
+from workers.engine.device import loading as device_loading
+from workers.engine.device.device import MemoryInfo
+from workers.engine.device.runner import DeviceRunner
 from workers.engine.engine import Engine
-from workers.engine.launched import LaunchedStep
+from workers.engine.in_flight_step import LaunchedStep
 from workers.engine.settings import settled
 from workers.engine.types import EngineRequest
 from workers.kernels.gpu.blocks import copy_blocks

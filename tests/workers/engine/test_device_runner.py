@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from registry.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.late_device import LateDevice
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
-from workers.engine.device import HostDevice, MemoryInfo
-from workers.engine.device_graphs import ladder
-from workers.engine.device_inputs import fits
-from workers.engine.device_loading import load_device_runner
-from workers.engine.device_memory import cache_bytes
-from workers.engine.device_runner import DeviceRunner
-from workers.engine.device_state import DeviceState
+from workers.engine.device.device import HostDevice, MemoryInfo
+from workers.engine.device.graphs import ladder
+from workers.engine.device.inputs import fits
+from workers.engine.device.loading import load_device_runner
+from workers.engine.device.memory import cache_bytes
+from workers.engine.device.runner import DeviceRunner
+from workers.engine.device.state import DeviceState
 from workers.engine.engine import Engine
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.settings import settled

@@ -13,7 +13,7 @@ import torch
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.workers.engine.sampling_rows import random_logits, row, sample
 from tests.workers.kernels.gpu.device_sampling import CPU, begun, choose
-from workers.engine.device_sampler import DeviceSampler, LogprobBuffers
+from workers.engine.device.sampler import DeviceSampler, LogprobBuffers
 
 # The interpreter computes with numpy, which tells of what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

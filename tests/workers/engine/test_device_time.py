@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoint import ModelConfig
-from registry.expert_layers import ExpertsConfig
+from registry.checkpoints.checkpoint import ModelConfig
+from registry.checkpoints.expert_layers import ExpertsConfig
 from schemas.config import EngineConfig
 from schemas.pooling import Pooling
 from tests.workers.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
 from tests.workers.engine.support import SteppingClock, last_by_request, prompt, request
-from workers.engine.device_work import FLOP_PER_BYTE, Chunk, DeviceWork, num_token_parameters
+from workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork, num_token_parameters
 from workers.engine.engine import Engine
 from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineOutput, EngineRequest

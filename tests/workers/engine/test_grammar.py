@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import GrammarError, ParameterError
 from schemas.frames import FinishReason
 from schemas.pooling import Pooling
@@ -32,7 +32,7 @@ from tests.workers.engine.grammars import (
 )
 from tests.workers.engine.support import drain
 from workers.engine.engine import Engine
-from workers.engine.grammar_library import GrammarLibrary, Matcher
+from workers.engine.grammar.library import GrammarLibrary, Matcher
 from workers.engine.types import EngineOutput
 
 _WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"

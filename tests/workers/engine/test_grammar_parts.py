@@ -14,23 +14,23 @@ import psutil
 import pytest
 import torch
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import GrammarError
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.tokenizers_made import byte_fallback, byte_level, metaspace, write_tokenizer
 from tests.support.waiting import eventually
 from tests.workers.engine.grammars import ask, ebnf, regex, schema
-from workers.engine import grammar_compiler
-from workers.engine.grammar_compiler import GrammarCompiler
-from workers.engine.grammar_library import (
+from workers.engine.grammar import compiler as grammar_compiler
+from workers.engine.grammar.compiler import GrammarCompiler
+from workers.engine.grammar.library import (
     MAX_MESSAGE_CHARACTERS,
     GrammarLibrary,
     Matcher,
     shortened,
 )
-from workers.engine.grammar_masks import MaskFiller
-from workers.engine.grammar_probe import GrammarProbe
-from workers.engine.grammar_threads import TaskThreads
+from workers.engine.grammar.masks import MaskFiller
+from workers.engine.grammar.probe import GrammarProbe
+from workers.engine.grammar.threads import TaskThreads
 from workers.engine.sequence import Sequence
 
 _TOKENIZERS = {

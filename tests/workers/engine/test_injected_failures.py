@@ -15,7 +15,7 @@ from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
-from workers.engine import receiver
+from workers.engine import output_processor as receiver
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 

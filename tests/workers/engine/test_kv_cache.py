@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoint import ModelConfig
-from workers.engine.host_memory import PlainHostMemory, host_memory_of
-from workers.engine.kv_cache import KVCache, block_bytes, cache_dtype
-from workers.engine.locked_host_memory import LockedHostMemory
+from registry.checkpoints.checkpoint import ModelConfig
+from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype
+from workers.engine.kv.host_memory import PlainHostMemory, host_memory_of
+from workers.engine.kv.locked_host_memory import LockedHostMemory
 from workers.kernels.gpu.reference.heads import rotate_store
 
 CPU = torch.device("cpu")

@@ -17,17 +17,17 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from registry.token_bytes import token_bytes
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.token_bytes import token_bytes
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import MillraceError, ParameterError
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.tokenizers_made import byte_level
 from tests.workers.engine.sampling_reference import edited
 from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
-from workers.engine.sampler import Sampler
 from workers.engine.sampling.bad_words import BadWords
-from workers.engine.sampling.edits import LogitEdits, RowEdits
 from workers.engine.sampling.errors import NoTokenAllowedError
+from workers.engine.sampling.logits_processors import LogitEdits, RowEdits
+from workers.engine.sampling.sampler import Sampler
 from workers.engine.types import NonFiniteLogitsError
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)

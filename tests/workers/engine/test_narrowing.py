@@ -22,7 +22,7 @@ from schemas.sampling import SamplingParams
 from tests.workers.engine.sampling_reference import distribution
 from tests.workers.engine.sampling_rows import random_logits
 from workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
-from workers.engine.sampling.narrowing import limits_of, narrow
+from workers.engine.sampling.top_k_top_p import limits_of, narrow
 
 _NOTHING = 1e-30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from registry.checkpoint import ModelConfig
+from registry.checkpoints.checkpoint import ModelConfig
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from tests.workers.checkpoints import save_llama
@@ -18,7 +18,7 @@ from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.cpu_operations import CpuOperations
 from workers.engine.engine import Engine
-from workers.engine.kv_cache import KVCache
+from workers.engine.kv.cache import KVCache
 from workers.engine.operations import HeadNorms, Rotation, TorchOperations
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import HEAD_DIMS, CpuKernels

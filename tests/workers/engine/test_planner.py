@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.engine.support import FakeMemory, request
-from workers.engine.block_tables import BlockTables
-from workers.engine.cost_model import CostModel, StepWork
-from workers.engine.planner import MAX_PREEMPTIONS, Planner
+from workers.engine.kv.block_tables import BlockTables
+from workers.engine.scheduling.cost_model import CostModel, StepWork
+from workers.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
 from workers.engine.sequence import Sequence, SequenceState
 
 

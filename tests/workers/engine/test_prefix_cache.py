@@ -21,9 +21,9 @@ from tests.workers.engine.support import (
     request,
     tokens_by_request,
 )
-from workers.engine.block_pool import BlockPool
 from workers.engine.engine import Engine
-from workers.engine.prefix_cache import PrefixCache
+from workers.engine.kv.block_pool import BlockPool
+from workers.engine.kv.prefix_cache import PrefixCache
 
 SYSTEM = prompt(1, 70)  # four full blocks and six tokens
 

@@ -8,10 +8,10 @@ from typing import Any
 from schemas.prefix import extend_keys, root_key
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine.cost_model import CostModel, StepWork
 from workers.engine.engine import Engine
-from workers.engine.prefix_log import PrefixLog
-from workers.engine.step_speed import StepSpeed
+from workers.engine.kv.events import PrefixLog
+from workers.engine.scheduling.cost_model import CostModel, StepWork
+from workers.engine.scheduling.step_speed import StepSpeed
 from workers.engine.types import PrefixChanges
 
 

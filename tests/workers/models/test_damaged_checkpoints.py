@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from registry.checkpoint import open_tensors, read_model_config
+from registry.checkpoints.checkpoint import open_tensors, read_model_config
 from schemas.errors import CheckpointError
 from tests.workers.checkpoints import save_base_model, save_model
 from workers.models.loader import load_weights

@@ -18,8 +18,8 @@ from tests.workers.checkpoints import (
 )
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from workers.engine.engine import Engine
-from workers.engine.planner import ScheduledSequence
 from workers.engine.runner import ModelRunner
+from workers.engine.scheduling.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
 
 LLAMA3_ROPE = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from registry.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config
 from schemas.errors import CheckpointError, ConfigError
 from tests.workers.checkpoints import save_base_model, save_llama, save_model
 from workers.models.loader import choose_dtype, load_weights, num_parameters

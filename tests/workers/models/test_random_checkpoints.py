@@ -22,8 +22,8 @@ from tests.workers.models.drawn import (
     checkpoints,
 )
 from workers.engine.engine import Engine
-from workers.engine.planner import ScheduledSequence
 from workers.engine.runner import ModelRunner
+from workers.engine.scheduling.planner import ScheduledSequence
 from workers.engine.sequence import Sequence
 
 TOLERANCE = 1e-4

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from registry.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config
 from tests.workers.checkpoints import save_model
 from workers.kernels.gpu.reference import experts as reference_experts
 from workers.models.loader import load_weights

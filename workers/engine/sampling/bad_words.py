@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import lru_cache
 
-from registry.tokenizer import Tokenizer
+from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import ParameterError
 
 _CACHED_LISTS = 128

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from schemas.sampling import SamplingParams
-from workers.engine.random_stream import uniforms
 from workers.engine.sampling.groups import (
     GROUP_TOKENS,
     GroupedLogits,
     ScaledRows,
     first_largest,
 )
-from workers.engine.sampling.narrowing import Bounds, Limits, limits_of, narrow
+from workers.engine.sampling.random_stream import uniforms
+from workers.engine.sampling.top_k_top_p import Bounds, Limits, limits_of, narrow
 
 # No group weighs more than this many times its likeliest token, rounding included.
 _MOST_OF_PEAK = GROUP_TOKENS * (1 + 1e-4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.workers.engine.sampling_rows import Row, row
-from workers.engine.device_sampler import DeviceSampler
+from workers.engine.device.sampler import DeviceSampler
 from workers.kernels.gpu import sampling as kernels
 from workers.kernels.gpu.sampling import SamplingTiles
 

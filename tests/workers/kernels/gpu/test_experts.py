@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.engine.kernel_set import ExpertKernels
+from workers.engine.device.kernel_set import ExpertKernels
 from workers.engine.operations import SwiGLU
 from workers.kernels.gpu import experts as triton_experts
 from workers.kernels.gpu.reference import experts as reference_experts

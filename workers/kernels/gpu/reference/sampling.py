@@ -6,7 +6,7 @@ from math import inf
 
 import torch
 
-from workers.engine.random_stream import uniforms
+from workers.engine.sampling.random_stream import uniforms
 from workers.kernels.gpu.sampler_state import (
     GROUP_TOKENS,
     MOST_COUNTED,

@@ -1,0 +1,1 @@
+"""Clients of the servers under load, and what their answers say."""

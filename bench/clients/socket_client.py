@@ -1,0 +1,161 @@
+"""A WebSocket client connection for millrace.v1, one generation after the other.
+
+Frames are masked with zeros, which costs nothing: masks are for proxies that a load does not pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from typing import cast
+
+from bench.clients.events import read_message, read_refusal
+from bench.clients.exchange import Exchange
+from bench.clients.http_client import CONNECTION_LOST, request_bytes
+from bench.settings import LoadError, Target
+from schemas.websocket import SUBPROTOCOL
+
+_FIN, _TEXT, _CLOSE, _PING, _PONG = 0x80, 0x1, 0x8, 0x9, 0xA
+_MASKED = 0x80
+
+
+class SocketConnection(asyncio.Protocol):
+    """``opened`` after the handshake; then as an ``HttpConnection``."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._buffer = b""
+        self._partial: list[bytes] = []
+        self._is_greeted = False
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_open = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_open and self._exchange is None
+
+    def greet(self, target: Target, headers: list[tuple[str, str]]) -> None:
+        """Send the handshake."""
+        assert self._transport is not None
+        key = base64.b64encode(secrets.token_bytes(16)).decode()
+        handshake = [
+            *headers,
+            ("upgrade", "websocket"),
+            ("connection", "upgrade"),
+            ("sec-websocket-version", "13"),
+            ("sec-websocket-key", key),
+            ("sec-websocket-protocol", SUBPROTOCOL),
+        ]
+        self._transport.write(request_bytes(target, "GET", "/ws", handshake, b""))
+
+    def send(self, request: bytes, exchange: Exchange) -> None:
+        """Send one message; what answers it goes to ``exchange``. The connection must be idle."""
+        assert self._transport is not None
+        assert self.is_idle, "one generation at a time"
+        self._exchange = exchange
+        exchange.status = 101
+        exchange.sent_s = time.perf_counter()
+        self._transport.write(frame(_TEXT, request))
+
+    def close(self) -> None:
+        """Part with the server, whatever it is doing."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self.is_open = False
+        if not self.opened.done():
+            self.opened.set_exception(LoadError("the server closed the WebSocket's handshake"))
+        self._end(CONNECTION_LOST)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        self._buffer = self._buffer + data if self._buffer else data
+        if not self._is_greeted and not self._read_handshake():
+            return
+        self._read_frames(now_s)
+
+    # The answer, piece by piece.
+
+    def _read_handshake(self) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
+        words = head.split(b" ", 2)
+        if len(words) < 2 or words[1] != b"101":
+            refused = Exchange(0, 0.0, asyncio.get_running_loop())
+            refused.status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+            refused.body = self._buffer
+            read_refusal(refused)
+            self.opened.set_exception(LoadError(f"the WebSocket was refused: {refused.error}"))
+            self.close()
+            return False
+        self._is_greeted = True
+        self.is_open = True
+        self.opened.set_result(None)
+        return True
+
+    def _read_frames(self, now_s: float) -> None:
+        buffer, position = self._buffer, 0
+        while len(buffer) - position >= 2:
+            first, length = buffer[position], buffer[position + 1] & 0x7F
+            start = position + 2
+            if length >= 126:
+                wide = 2 if length == 126 else 8
+                if len(buffer) < start + wide:
+                    break
+                length = int.from_bytes(buffer[start : start + wide], "big")
+                start += wide
+            if len(buffer) < start + length:
+                break
+            position = start + length
+            self._take(first, buffer[start:position], now_s)
+        self._buffer = buffer[position:]
+
+    def _take(self, first: int, payload: bytes, now_s: float) -> None:
+        kind = first & 0xF
+        if kind == _PING:
+            assert self._transport is not None
+            self._transport.write(frame(_PONG, payload))
+        elif kind == _CLOSE:
+            code = int.from_bytes(payload[:2], "big") if len(payload) >= 2 else 1005
+            self._end(f"closed {code}")
+            self.close()
+        elif kind != _PONG:
+            if not first & _FIN or self._partial:
+                self._partial.append(payload)
+                if not first & _FIN:
+                    return
+                payload = b"".join(self._partial)
+                self._partial.clear()
+            exchange = self._exchange
+            if exchange is not None and read_message(exchange, payload, now_s):
+                self._exchange = None
+                exchange.close(now_s)
+
+    def _end(self, code: str) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.fail(code)
+            exchange.close(time.perf_counter())
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    """A client's frame."""
+    length = len(payload)
+    if length < 126:
+        head = bytes([_FIN | kind, _MASKED | length])
+    elif length < 1 << 16:
+        head = bytes([_FIN | kind, _MASKED | 126]) + length.to_bytes(2, "big")
+    else:
+        head = bytes([_FIN | kind, _MASKED | 127]) + length.to_bytes(8, "big")
+    return head + bytes(4) + payload

@@ -1,0 +1,1 @@
+"""From samples to a report: JSON, a table, a page, a comparison."""

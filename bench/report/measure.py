@@ -1,0 +1,228 @@
+"""From the samples of all processes to a report."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.clients.exchange import UNFINISHED, Sample
+from bench.health import ProcessHealth
+from bench.report.derived import e2e_ms, gaps_ms, tokens_by_part, tpot_ms, ttft_ms
+from bench.report.report import (
+    SCHEMA,
+    ClientHealth,
+    Distribution,
+    Goodput,
+    Report,
+    Requests,
+    RequestSample,
+    Throughput,
+    Tokens,
+)
+from bench.report.timeline import Parts, parts_of, timeline_of
+from bench.settings import Settings, Slo
+
+_Floats = npt.NDArray[np.float64]
+_NUM_HISTOGRAM_BINS = 48
+_HISTOGRAM_SHARE = 0.995
+_MAX_CLIENT_DELAY_P99_MS = 20.0
+
+
+def report_of(
+    settings: Settings,
+    samples: Sequence[Sample],
+    health: Sequence[ProcessHealth],
+    stopped_s: float,
+    started_at: datetime.datetime,
+    *,
+    interrupted: bool,
+    keep_samples: bool,
+) -> Report:
+    """The report of a run whose load ended ``stopped_s`` after its start."""
+    ordered = sorted(samples, key=lambda sample: sample.due_s)
+    begin_s = settings.warm_up_s
+    end_s = _end_of(settings, ordered, stopped_s, interrupted=interrupted)
+    measured_s = max(end_s - begin_s, 1e-9)
+    sent = [sample for sample in ordered if begin_s <= sample.due_s]
+    good = [sample for sample in sent if not sample.error]
+    parts = parts_of(ordered)
+    latencies = _latencies(settings, sent, good)
+    return Report(
+        schema=SCHEMA,
+        started_at=started_at.isoformat(timespec="seconds"),
+        settings=settings.without_secrets(),
+        interrupted=interrupted,
+        measured_s=measured_s,
+        requests=Requests(
+            num_sent=len(sent),
+            num_succeeded=len(good),
+            num_failed=sum(1 for sample in sent if sample.error not in {"", UNFINISHED}),
+            num_unfinished=sum(1 for sample in sent if sample.error == UNFINISHED),
+            num_warm_up=len(ordered) - len(sent),
+        ),
+        errors=dict(Counter(s.error for s in sent if s.error not in {"", UNFINISHED})),
+        tokens=_tokens(good),
+        throughput=_throughput(ordered, parts, begin_s, end_s),
+        latencies=latencies,
+        timeline=timeline_of(ordered, parts, max(end_s, stopped_s)),
+        client=_client_health(settings, health, latencies),
+        goodput=None if settings.slo is None else _goodput(settings.slo, sent, measured_s),
+        samples=tuple(_request_sample(s) for s in sent) if keep_samples else (),
+    )
+
+
+def distribution_of(values: _Floats, weights: _Floats | None = None) -> Distribution:
+    """Of at least one value, each counted ``weights`` times (once without)."""
+    order = np.argsort(values)
+    ordered = values[order]
+    counts = np.ones_like(ordered) if weights is None else weights[order]
+    reached = np.cumsum(counts)
+    total = float(reached[-1])
+
+    def at(share: float) -> float:
+        place = np.searchsorted(reached, share * total * (1 - 1e-12))
+        return float(ordered[min(int(place), len(ordered) - 1)])
+
+    top = max(at(_HISTOGRAM_SHARE), ordered[0] + 1e-6)
+    histogram, edges = np.histogram(
+        ordered, bins=_NUM_HISTOGRAM_BINS, range=(float(ordered[0]), top), weights=counts
+    )
+    return Distribution(
+        count=round(total),
+        mean=float((ordered * counts).sum() / total),
+        p50=at(0.5),
+        p90=at(0.9),
+        p95=at(0.95),
+        p99=at(0.99),
+        max=float(ordered[-1]),
+        quantiles_ms=tuple(round(at(share / 100), 4) for share in range(101)),
+        edges_ms=tuple(round(float(edge), 4) for edge in edges),
+        histogram=tuple(round(float(count), 1) for count in histogram),
+    )
+
+
+def _end_of(
+    settings: Settings, ordered: Sequence[Sample], stopped_s: float, *, interrupted: bool
+) -> float:
+    """When the measured time ended."""
+    if settings.duration_s is not None:
+        planned_s = settings.warm_up_s + settings.duration_s
+        return min(stopped_s, planned_s) if interrupted else planned_s
+    if interrupted:
+        return stopped_s
+    return max((sample.end_s for sample in ordered), default=stopped_s)
+
+
+def _latencies(
+    settings: Settings, sent: Sequence[Sample], good: Sequence[Sample]
+) -> dict[str, Distribution]:
+    """Of what succeeded; the client's own delay of all that was sent."""
+    gaps = [gaps_ms(sample) for sample in good]
+    tokens = [tokens_by_part(sample)[1:] for sample in good]
+    all_gaps = np.concatenate(gaps) if gaps else np.empty(0)
+    all_tokens = np.concatenate(tokens) if tokens else np.empty(0)
+    some = all_tokens > 0
+    values: dict[str, tuple[_Floats, _Floats | None]] = {
+        "ttft": (_of(ttft_ms, good), None),
+        # Tokens that come together share their gap evenly.
+        "itl": (all_gaps[some] / all_tokens[some], all_tokens[some]),
+        "gap": (all_gaps, None),
+        "tpot": (_of(tpot_ms, good), None),
+        "e2e": (_of(e2e_ms, good), None),
+    }
+    if settings.rate_per_s is not None:
+        values["client_delay"] = (_of(lambda s: (s.sent_s - s.due_s) * 1e3, sent), None)
+    return {name: distribution_of(of, weights) for name, (of, weights) in values.items() if len(of)}
+
+
+def _of(measure: Callable[[Sample], float | None], samples: Sequence[Sample]) -> _Floats:
+    values = [value for sample in samples if (value := measure(sample)) is not None]
+    return np.array(values, dtype=np.float64)
+
+
+def _tokens(good: Sequence[Sample]) -> Tokens:
+    num_parts = sum(sample.num_parts for sample in good)
+    num_output = sum(sample.num_output_tokens for sample in good)
+    return Tokens(
+        num_prompt=sum(sample.num_prompt_tokens for sample in good),
+        num_cached=sum(sample.num_cached_tokens for sample in good),
+        num_output=num_output,
+        counted_by=_either([s.has_usage for s in good], "server", "parts"),
+        parts_counted_by=_either([bool(s.part_tokens) for s in good], "server", "evenly"),
+        tokens_per_part=num_output / num_parts if num_parts else 0.0,
+    )
+
+
+def _either(flags: Sequence[bool], if_all: str, if_none: str) -> str:
+    if all(flags) and flags:
+        return if_all
+    return "mixed" if any(flags) else if_none
+
+
+def _throughput(
+    samples: Sequence[Sample], parts: Parts, begin_s: float, end_s: float
+) -> Throughput:
+    span_s = max(end_s - begin_s, 1e-9)
+    within = (parts.at_s >= begin_s) & (parts.at_s <= end_s)
+    ended = sum(1 for s in samples if not s.error and begin_s <= s.end_s <= end_s)
+    prompts = sum(
+        s.num_prompt_tokens
+        for s in samples
+        if s.first_s is not None and begin_s <= s.first_s <= end_s
+    )
+    return Throughput(
+        requests_per_s=ended / span_s,
+        output_tokens_per_s=float(parts.tokens[within].sum()) / span_s,
+        prompt_tokens_per_s=prompts / span_s,
+    )
+
+
+def _goodput(slo: Slo, sent: Sequence[Sample], measured_s: float) -> Goodput:
+    num_good = sum(1 for sample in sent if not sample.error and _keeps(slo, sample))
+    return Goodput(
+        slo=slo,
+        num_good=num_good,
+        requests_per_s=num_good / measured_s,
+        share=num_good / len(sent) if sent else 0.0,
+    )
+
+
+def _keeps(slo: Slo, sample: Sample) -> bool:
+    """A request with a single part has no TPOT to miss; one without any missed its TTFT."""
+    first = ttft_ms(sample)
+    bounds = (
+        (slo.ttft_ms, float("inf") if first is None else first),
+        (slo.tpot_ms, tpot_ms(sample) or 0.0),
+        (slo.e2e_ms, e2e_ms(sample)),
+    )
+    return all(bound is None or value <= bound for bound, value in bounds)
+
+
+def _client_health(
+    settings: Settings, health: Sequence[ProcessHealth], latencies: dict[str, Distribution]
+) -> ClientHealth:
+    reasons = [process.why_limited for process in health if process.why_limited]
+    delay = latencies.get("client_delay")
+    if settings.rate_per_s is not None and delay and delay.p99 > _MAX_CLIENT_DELAY_P99_MS:
+        reasons.append(f"requests were sent up to {delay.p99:.0f} ms late (p99)")
+    return ClientHealth(processes=tuple(health), why_limited="; ".join(dict.fromkeys(reasons)))
+
+
+def _request_sample(sample: Sample) -> RequestSample:
+    return RequestSample(
+        index=sample.index,
+        due_s=sample.due_s,
+        client_delay_ms=(sample.sent_s - sample.due_s) * 1e3,
+        ttft_ms=ttft_ms(sample),
+        e2e_ms=e2e_ms(sample),
+        status=sample.status,
+        error=sample.error,
+        num_prompt_tokens=sample.num_prompt_tokens,
+        num_output_tokens=sample.num_output_tokens,
+        gaps_ms=tuple(np.round(gaps_ms(sample), 3).tolist()),
+        part_tokens=tuple(np.frombuffer(sample.part_tokens, dtype=np.int32).tolist()),
+    )

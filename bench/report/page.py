@@ -1,0 +1,226 @@
+"""A report as one page of HTML that needs nothing else: no network, no scripts."""
+
+from __future__ import annotations
+
+import html
+from importlib import resources
+
+import msgspec
+
+from bench.report.plots import Marker, Series, bar_chart, line_chart, number
+from bench.report.report import Distribution, Report
+from bench.report.table import TITLES, load_in_words, notes, slo_in_words
+
+_PLOTTED = ("ttft", "itl", "e2e")
+_LONG_TITLES = {
+    "ttft": "Time to first token",
+    "itl": "Time between tokens",
+    "e2e": "Whole answer",
+}
+_PERCENTILES = ("p50", "p90", "p95", "p99")
+_LAST_QUANTILE = 99
+
+
+def render_page(report: Report) -> str:
+    """The whole document."""
+    style = resources.files("bench.report").joinpath("page.css").read_text()
+    title = f"{report.settings.model or report.settings.url} under load"
+    said = "".join(f"<p class=note>{_safe(note)}</p>" for note in notes(report))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{_safe(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{_safe(title)}</h1>
+<p>{_safe(load_in_words(report.settings))}</p>
+<p class=dim>{_safe(report.settings.url)} · {report.settings.api.value} · {report.started_at} ·
+{report.measured_s:.1f} s measured after {report.settings.warm_up_s:g} s of warm-up</p>
+</header>
+{said}
+<section class=cards>{_cards(report)}</section>
+<h2>Latencies</h2>
+<section class=plots>{_latency_plots(report)}</section>
+<h2>Over time</h2>
+<section class=plots>{_timeline_plots(report)}</section>
+<h2>Percentiles</h2>
+{_percentile_table(report)}
+{_error_table(report)}
+<h2>Settings</h2>
+{_settings_table(report)}
+<footer>{_safe(report.schema)} · millrace bench</footer>
+</body>
+</html>
+"""
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)
+
+
+def _cards(report: Report) -> str:
+    requests = report.requests
+    cards = [
+        ("output tokens/s", number(report.throughput.output_tokens_per_s), ""),
+        ("requests/s", number(report.throughput.requests_per_s), f"{requests.num_sent:,} sent"),
+    ]
+    for name in _PLOTTED:
+        of = report.latencies.get(name)
+        if of is not None:
+            cards.append((TITLES[name], f"{number(of.p50)} ms", f"p99 {number(of.p99)} ms"))
+    if report.goodput is not None:
+        cards.append(
+            (
+                "goodput",
+                f"{report.goodput.share:.1%}",
+                f"{number(report.goodput.requests_per_s)} requests/s within {slo_in_words(report)}",
+            )
+        )
+    failed = f"{requests.num_unfinished} unfinished" if requests.num_unfinished else ""
+    cards.append(("failed", f"{requests.num_failed:,}", failed))
+    return "".join(
+        f"<div class=card><span>{_safe(name)}</span><strong>{_safe(value)}</strong>"
+        f"<small>{_safe(more)}</small></div>"
+        for name, value, more in cards
+    )
+
+
+def _latency_plots(report: Report) -> str:
+    bounds = report.settings.slo
+    figures = []
+    for name in _PLOTTED:
+        of = report.latencies.get(name)
+        if of is None:
+            continue
+        slo_ms = getattr(bounds, f"{name}_ms", None) if bounds is not None else None
+        figures.append(_figure(_LONG_TITLES[name], _cdf(_LONG_TITLES[name], of, slo_ms)))
+        figures.append(_figure(f"{_LONG_TITLES[name]}, spread", _histogram(name, of)))
+    return "".join(figures)
+
+
+def _cdf(title: str, of: Distribution, slo_ms: float | None) -> str:
+    shown = of.quantiles_ms[: _LAST_QUANTILE + 1]
+    markers = [Marker(of.p50, f"p50 {number(of.p50)}"), Marker(of.p99, f"p99 {number(of.p99)}")]
+    if slo_ms is not None:
+        markers.append(Marker(slo_ms, f"SLO {number(slo_ms)}"))
+    return line_chart(
+        [Series(title, [(value, float(share)) for share, value in enumerate(shown)])],
+        x_title=f"milliseconds, up to p99 (max {number(of.max)})",
+        y_title="% at most",
+        label=f"{title}: cumulative distribution",
+        y_max=100.0,
+        markers=markers,
+    )
+
+
+def _histogram(name: str, of: Distribution) -> str:
+    return bar_chart(
+        of.edges_ms,
+        of.histogram,
+        x_title="milliseconds, up to p99.5",
+        y_title="tokens" if name == "itl" else "requests",
+        label=f"{_LONG_TITLES[name]}: histogram",
+        markers=[Marker(of.p50, "p50")],
+    )
+
+
+def _timeline_plots(report: Report) -> str:
+    bins = report.timeline
+    if not bins:
+        return ""
+    warm_up_s = report.settings.warm_up_s
+    end_s = bins[-1].at_s + bins[-1].width_s
+
+    def chart(title: str, y_title: str, *series: Series) -> str:
+        drawn = line_chart(
+            series,
+            x_title="seconds",
+            y_title=y_title,
+            label=f"{title} over time",
+            x_max=end_s,
+            shaded_until=warm_up_s,
+        )
+        return _figure(title, drawn)
+
+    def line(name: str, field: str, colour: str, *, filled: bool = False) -> Series:
+        points = [(one.at_s, float(getattr(one, field))) for one in bins]
+        points.append((end_s, points[-1][1]))
+        return Series(name, points, colour, stepped=True, filled=filled)
+
+    first = [(b.at_s + b.width_s / 2, b.ttft_p50_ms) for b in bins if b.ttft_p50_ms is not None]
+    errors = ""
+    if any(one.num_errors for one in bins):
+        errors = chart("Errors", "errors", line("errors", "num_errors", "d", filled=True))
+    return "".join(
+        (
+            chart("Output tokens", "tokens/s", line("tokens/s", "tokens_per_s", "a", filled=True)),
+            chart(
+                "Requests",
+                "requests/s",
+                line("sent", "arrivals_per_s", "b"),
+                line("ended", "ends_per_s", "a"),
+            ),
+            chart("In flight", "requests", line("in flight", "in_flight", "c", filled=True)),
+            chart("TTFT, median", "ms", Series("TTFT", first, "b")),
+            errors,
+        )
+    )
+
+
+def _figure(title: str, drawn: str) -> str:
+    return f"<figure><figcaption>{_safe(title)}</figcaption>{drawn}</figure>"
+
+
+def _percentile_table(report: Report) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("mean", *_PERCENTILES, "max", "count"))
+    rows = []
+    for name, title in TITLES.items():
+        of = report.latencies.get(name)
+        if of is None:
+            continue
+        cells = "".join(
+            f"<td>{getattr(of, column):,.2f}</td>" for column in ("mean", *_PERCENTILES, "max")
+        )
+        rows.append(f"<tr><th>{_safe(title)}</th>{cells}<td>{of.count:,}</td></tr>")
+    return (
+        f"<div class=wide><table><thead><tr><th>milliseconds</th>{head}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _error_table(report: Report) -> str:
+    if not report.errors:
+        return ""
+    rows = "".join(
+        f"<tr><th>{_safe(code)}</th><td>{count:,}</td></tr>"
+        for code, count in sorted(report.errors.items(), key=lambda item: -item[1])
+    )
+    return f"<h2>Errors</h2><div class=wide><table><tbody>{rows}</tbody></table></div>"
+
+
+def _settings_table(report: Report) -> str:
+    settings = report.settings
+    rows = []
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if value in (None, "", (), {}) or name == "slo":
+            continue
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        if isinstance(value, dict):
+            shown = msgspec.json.encode(value).decode()
+        rows.append(f"<tr><th>{_safe(name)}</th><td class=text>{_safe(shown)}</td></tr>")
+    if slo := slo_in_words(report):
+        rows.append(f"<tr><th>slo</th><td class=text>{_safe(slo)}</td></tr>")
+    for place, process in enumerate(report.client.processes):
+        rows.append(
+            f"<tr><th>load process {place + 1}</th><td class=text>CPU {process.cpu_share:.0%}, "
+            f"loop late by {process.lag_p50_ms:.1f} ms (p50), {process.lag_p99_ms:.1f} ms (p99), "
+            f"{process.lag_max_ms:.1f} ms (max)</td></tr>"
+        )
+    return f"<div class=wide><table><tbody>{''.join(rows)}</tbody></table></div>"

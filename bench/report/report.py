@@ -1,0 +1,171 @@
+"""The report of a run: what ``--json`` writes, and what tables, pages and comparisons read.
+
+``schema`` names this layout and its version. Fields may be added to a version; a field that
+changes its meaning makes a new version. All times are in the unit that their name ends in; times
+``at_s`` count from the start of the load, warm-up included.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bench.health import ProcessHealth
+from bench.settings import Settings, Slo
+from schemas.errors import ConfigError
+
+SCHEMA = "millrace.bench/1"
+
+# The distributions of a report, in the order in which they are shown.
+METRICS = ("ttft", "itl", "gap", "tpot", "e2e", "client_delay")
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """Of ``count`` measurements in milliseconds. ``quantiles_ms`` are 101, from the smallest to
+    the largest; ``histogram`` counts what lies between neighbouring ``edges_ms``, the last of
+    which leaves the slowest half percent out."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    quantiles_ms: tuple[float, ...]
+    edges_ms: tuple[float, ...]
+    histogram: tuple[float, ...]
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """Those that were due in the measured time. Every one succeeded, failed, or was unfinished
+    when the run ended; ``num_warm_up`` were sent before it and count nowhere."""
+
+    num_sent: int
+    num_succeeded: int
+    num_failed: int
+    num_unfinished: int
+    num_warm_up: int
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the requests that succeeded. ``counted_by`` is ``server`` (its usage), ``parts`` if it
+    gave no usage and each part was taken for a token, or ``mixed``; ``parts_counted_by`` likewise
+    says how many tokens the parts of an answer were taken to hold: ``server`` (it says so in each),
+    or ``evenly`` (the answer's tokens over its parts). ``tokens_per_part`` is the mean."""
+
+    num_prompt: int
+    num_cached: int
+    num_output: int
+    counted_by: str
+    parts_counted_by: str
+    tokens_per_part: float
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates over the measured time: requests by when they ended well, output tokens by when they
+    came, of whichever request; prompt tokens by when the answer began."""
+
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that succeeded within all of ``slo``, over the measured time; ``share`` is of all
+    that were sent in it."""
+
+    slo: Slo
+    num_good: int
+    requests_per_s: float
+    share: float
+
+
+class Bin(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of the run from ``at_s`` on. ``in_flight`` is the mean."""
+
+    at_s: float
+    width_s: float
+    tokens_per_s: float
+    arrivals_per_s: float
+    ends_per_s: float
+    num_errors: int
+    in_flight: float
+    ttft_p50_ms: float | None
+
+
+class ClientHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The load processes. ``why_limited`` is empty unless they, and not the server, may have been
+    the limit."""
+
+    processes: tuple[ProcessHealth, ...]
+    why_limited: str
+
+
+class RequestSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, with ``--samples``. Latencies are from ``due_s``."""
+
+    index: int
+    due_s: float
+    client_delay_ms: float
+    ttft_ms: float | None
+    e2e_ms: float
+    status: int
+    error: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    gaps_ms: tuple[float, ...]
+    part_tokens: tuple[int, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``measured_s`` is how long requests were measured, after ``settings.warm_up_s``;
+    ``latencies`` has the METRICS that there were measurements of; ``errors`` counts by code."""
+
+    schema: str
+    started_at: str
+    settings: Settings
+    interrupted: bool
+    measured_s: float
+    requests: Requests
+    errors: dict[str, int]
+    tokens: Tokens
+    throughput: Throughput
+    latencies: dict[str, Distribution]
+    timeline: tuple[Bin, ...]
+    client: ClientHealth
+    goodput: Goodput | None = None
+    samples: tuple[RequestSample, ...] = ()
+
+
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write it as JSON. Raises ConfigError if it cannot be written."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Raises ConfigError if it cannot be written."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_report(path: Path) -> Report:
+    """A report from its file. Raises ConfigError for anything else."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        schema = msgspec.json.decode(raw, type=_Head).schema
+        if schema != SCHEMA:
+            raise ConfigError(f"{path} is no {SCHEMA} report (schema: {schema!r})")
+        return msgspec.json.decode(raw, type=Report)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no report of millrace bench: {error}") from error

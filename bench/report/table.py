@@ -1,0 +1,123 @@
+"""A report on the terminal."""
+
+from __future__ import annotations
+
+from bench.report.report import Distribution, Report
+from bench.settings import Settings
+
+TITLES = {
+    "ttft": "TTFT",
+    "itl": "ITL (per token)",
+    "gap": "gap between parts",
+    "tpot": "TPOT",
+    "e2e": "E2E",
+    "client_delay": "client's own delay",
+}
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def render(report: Report) -> str:
+    """The whole report, ending with a line break."""
+    return "\n".join([*_summary(report), "", *_latencies(report), *_notes(report), ""])
+
+
+def load_in_words(settings: Settings) -> str:
+    """What was sent, in one line."""
+    if settings.rate_per_s is not None:
+        shape = "" if settings.burstiness == 1 else f", burstiness {settings.burstiness:g}"
+        how = f"open loop, {settings.rate_per_s:g} requests/s{shape}"
+    else:
+        how = f"closed loop, {settings.concurrency} clients"
+    prompts = f"{settings.input_tokens} tokens in"
+    if settings.dataset:
+        prompts = f"prompts of {settings.dataset}"
+    elif settings.shared_prefix_tokens:
+        prompts += f" ({settings.shared_prefix_tokens} shared)"
+    return f"{how}; {prompts}, up to {settings.output_tokens} out"
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader of the figures has to know, one sentence each."""
+    said = []
+    if report.interrupted:
+        said.append("The run was ended early; requests that ran then are left out.")
+    if report.requests.num_unfinished and not report.interrupted:
+        said.append(
+            f"{report.requests.num_unfinished} requests had no end when the run ended; latencies "
+            "are of those that had one, which are the faster ones."
+        )
+    if report.tokens.counted_by != "server":
+        said.append("The server gave no usage: each part of an answer was taken for one token.")
+    elif report.tokens.parts_counted_by != "server" and report.tokens.tokens_per_part > 1.01:
+        said.append(
+            f"A part of an answer held {report.tokens.tokens_per_part:.2f} tokens on average; the "
+            "API does not say how many each did, so ITL takes them to be spread evenly."
+        )
+    if report.client.why_limited:
+        said.append(
+            f"The client may have been the limit: {report.client.why_limited}. Use more "
+            "--processes, or another machine."
+        )
+    return said
+
+
+def _summary(report: Report) -> list[str]:
+    settings, requests, tokens = report.settings, report.requests, report.tokens
+    rates = report.throughput
+    counts = (
+        f"{requests.num_sent} sent, {requests.num_succeeded} succeeded, "
+        f"{requests.num_failed} failed, {requests.num_unfinished} unfinished"
+    )
+    amounts = f"{tokens.num_prompt:,} in ({tokens.num_cached:,} cached), {tokens.num_output:,} out"
+    throughput = (
+        f"{rates.requests_per_s:,.2f} requests/s, {rates.output_tokens_per_s:,.1f} output "
+        f"tokens/s, {rates.prompt_tokens_per_s:,.1f} prompt tokens/s"
+    )
+    rows = [
+        ("server", f"{settings.url}  {settings.api.value}  {settings.model}"),
+        ("load", load_in_words(settings)),
+        ("measured", f"{report.measured_s:.1f} s after {settings.warm_up_s:g} s of warm-up"),
+        ("requests", counts),
+        ("tokens", amounts),
+        ("throughput", throughput),
+    ]
+    if report.goodput is not None:
+        good = report.goodput
+        share = f"{good.requests_per_s:,.2f} requests/s ({good.share:.1%} of those sent)"
+        rows.append(("goodput", f"{share} within {slo_in_words(report)}"))
+    for code, count in sorted(report.errors.items(), key=lambda item: -item[1]):
+        rows.append(("error", f"{count} of {code}"))
+    processes = report.client.processes
+    shares = ", ".join(f"{one.cpu_share:.0%}" for one in processes)
+    lag_ms = max(one.lag_p99_ms for one in processes)
+    rows.append(("client", f"CPU of each process {shares}; loop late by p99 {lag_ms:.1f} ms"))
+    return [f"{name:<12}{value}" for name, value in rows]
+
+
+def slo_in_words(report: Report) -> str:
+    """Such as ``TTFT 200 ms, TPOT 50 ms``; empty without an SLO."""
+    slo = report.settings.slo
+    if slo is None:
+        return ""
+    bounds = (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms), ("E2E", slo.e2e_ms))
+    return ", ".join(f"{name} {bound:g} ms" for name, bound in bounds if bound is not None)
+
+
+def _latencies(report: Report) -> list[str]:
+    head = f"{'milliseconds':<20}" + "".join(f"{name:>10}" for name in _COLUMNS) + f"{'count':>12}"
+    lines = [head, "-" * len(head)]
+    for name, title in TITLES.items():
+        distribution = report.latencies.get(name)
+        if distribution is not None:
+            lines.append(_latency(title, distribution))
+    return lines
+
+
+def _latency(title: str, of: Distribution) -> str:
+    cells = "".join(f"{getattr(of, name):>10,.2f}" for name in _COLUMNS)
+    return f"{title:<20}{cells}{of.count:>12,}"
+
+
+def _notes(report: Report) -> list[str]:
+    said = notes(report)
+    return ["", *said] if said else []

@@ -1,0 +1,140 @@
+"""From a stored message to a Job: what a job must be, whoever published it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bus import codec, subjects
+from runtime.json_outline import check_outline
+from runtime.tracing import parse_traceparent
+from schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
+from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
+from schemas.tenants import LOCAL_TENANT
+
+MALFORMED = "malformed"
+TOO_MANY_DELIVERIES = "too_many_deliveries"
+NOT_A_LINE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
+FOREIGN_TENANT = (
+    "The subject says whose a job is, and this job names another tenant. Publish it under "
+    "jobs.<model>.<tier>.<tenant>."
+)
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who to tell about a message that is not a job, as far as it can be read."""
+
+    request_id: str = ""
+    reply: str = ""
+    tenant: str = LOCAL_TENANT
+    model: str = ""
+    store_result: bool = False
+    frames_as_json: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "reply", "tenant"):
+            check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
+        check_length("model", self.model, MAX_LABEL_CHARACTERS)
+
+
+class _Stated(msgspec.Struct, frozen=True):
+    """Tier and tenant as written; what is absent, the subject says."""
+
+    tier: str | None = None
+    tenant: str | None = None
+
+
+_OWNER: codec.Codec[Owner] = codec.Codec(Owner)
+_STATED: codec.Codec[_Stated] = codec.Codec(_Stated)
+
+
+def read_job(
+    subject: str,
+    payload: bytes,
+    content_type: str | None,
+    stored_ns: int,
+    traceparent: str | None = None,
+) -> Job:
+    """The job in a message of the stream JOBS.
+
+    The model in the body must be the subject's, and so must tier and tenant where both state
+    them; under a subject without a tenant a job is the keyless one's. A job without
+    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
+    names no trace is of that in the message's header ``traceparent``, if that is one. Raises
+    MalformedMessageError, and ForeignTenantError for a job that names another tenant.
+    """
+    try:
+        check_outline(payload, is_json=codec.is_json(content_type))
+    except ParameterError as error:
+        raise MalformedMessageError(error.message) from error
+    job = codec.JOB.decode(payload, content_type)
+    try:
+        line = subjects.line_of(subject)
+    except ValueError as error:
+        raise MalformedMessageError(NOT_A_LINE) from error
+    if job.model != line.model:
+        raise MalformedMessageError("the job's model is not the one that its subject names")
+    changes: dict[str, object] = {}
+    tenant = LOCAL_TENANT if line.tenant is None else line.tenant
+    if job.tier != line.tier or job.tenant != tenant:
+        stated = _STATED.decode(payload, content_type)
+        if stated.tier is not None and job.tier != line.tier:
+            raise MalformedMessageError("the job's tier is not the one that its subject names")
+        if stated.tenant is not None and job.tenant != tenant:
+            raise ForeignTenantError(FOREIGN_TENANT)
+        changes["tier"] = line.tier
+        changes["tenant"] = tenant
+    if job.received_ns == 0:
+        changes["received_ns"] = stored_ns
+    if codec.is_json(content_type):
+        changes["frames_as_json"] = True
+    if traceparent and not job.traceparent:
+        context = parse_traceparent(traceparent)
+        if context is not None:
+            # As it is written here: of another version, it may be of any length.
+            changes["traceparent"] = context.traceparent
+    try:
+        return msgspec.structs.replace(job, **changes) if changes else job
+    except ValueError as error:
+        raise MalformedMessageError(str(error)) from error
+
+
+def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
+    """Whatever can be read of who published a malformed job; empty where nothing can.
+
+    The subject's tenant holds, whatever the body says: who may publish under it alone must not be
+    answered in another's name.
+    """
+    try:
+        owner = _OWNER.decode(payload, content_type)
+    except MalformedMessageError:
+        return Owner()
+    changes: dict[str, object] = {}
+    tenant = _tenant_of(subject)
+    if tenant is not None:
+        changes["tenant"] = tenant
+    if codec.is_json(content_type):
+        changes["frames_as_json"] = True
+    return msgspec.structs.replace(owner, **changes) if changes else owner
+
+
+def _tenant_of(subject: str) -> str | None:
+    """None also where it is longer than any tenant's name."""
+    parts = subject.split(".")
+    if len(parts) == 3:
+        return LOCAL_TENANT
+    try:
+        tenant = subjects.untoken(parts[3]) if len(parts) in (4, 5) else None
+    except ValueError:
+        return None
+    return tenant if tenant is None or len(tenant) <= MAX_NAME_CHARACTERS else None
+
+
+def owner_of(job: Job) -> Owner:
+    return Owner(
+        request_id=job.request_id,
+        reply=job.reply,
+        tenant=job.tenant,
+        model=job.model,
+        store_result=job.store_result,
+        frames_as_json=job.frames_as_json,
+    )

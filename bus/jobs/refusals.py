@@ -1,0 +1,55 @@
+"""Answers for jobs that the queue itself gives up on, so that nobody waits for ever."""
+
+from __future__ import annotations
+
+from bus.api import FrameStreams, Outbox, Results
+from bus.jobs import decoding as intake
+from bus.jobs.ends import record_of, result_of
+from runtime.clock import Clock
+from schemas.control import EPOCHS_PER_DELIVERY
+from schemas.errors import MalformedMessageError
+from schemas.frames import Failed
+from schemas.jobs import Job
+from schemas.records import Status
+
+
+class Refusals:
+    """Tells the owner of a buried job: terminal frame, stored result if asked for, and record."""
+
+    def __init__(
+        self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
+    ) -> None:
+        self._frames = frames
+        self._results = results
+        self._outbox = outbox
+        self._clock = clock
+
+    async def refuse_unreadable(
+        self,
+        subject: str,
+        payload: bytes,
+        content_type: str | None,
+        error: MalformedMessageError,
+    ) -> None:
+        """For a message that is not a job: whoever can be made out in it is told."""
+        owner = intake.read_owner(subject, payload, content_type)
+        await self._tell(owner, error.code, error.message, epoch=0)
+
+    async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
+        """For a job that must not run: its record is stored, then its owner is told."""
+        epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
+        record = record_of(job, Status.FAILED, code, epoch, self._clock.now_ns())
+        await self._outbox.publish(record)
+        await self._tell(intake.owner_of(job), code, message, epoch)
+
+    async def _tell(self, owner: intake.Owner, code: str, message: str, epoch: int) -> None:
+        if not owner.request_id:
+            return
+        if owner.store_result:
+            now_ns = self._clock.now_ns()
+            await self._results.store(result_of(owner, Status.FAILED, code, message, now_ns))
+        if owner.reply:
+            frame = Failed(code=code, message=message, epoch=epoch)
+            await self._frames.publish(
+                owner.reply, [(owner.request_id, frame)], as_json=owner.frames_as_json
+            )

@@ -1,0 +1,129 @@
+"""Who runs which request, in Redis: a hint that spares questions, never the truth itself.
+
+Leases and heartbeats decide; while Redis is away nothing is known and everything goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bus import redis_keys
+from runtime.clock import Clock
+from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from schemas.config import RedisConfig
+
+TTL_S = 3600
+
+# KEYS: the request's, and what the worker runs. ARGV: worker id, epoch, finished, TTL in s, request
+# id, lease (empty: it is not known, or over). A request that is finished stays so, and a run of an
+# older epoch, which was superseded, changes nothing.
+_WRITE = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'epoch', 'finished')
+if known[2] == '1' or (known[1] and tonumber(known[1]) > tonumber(ARGV[2])) then return 0 end
+redis.call('HSET', KEYS[1], 'worker_id', ARGV[1], 'epoch', ARGV[2], 'finished', ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+if ARGV[6] == '' then
+  redis.call('HDEL', KEYS[2], ARGV[5])
+else
+  redis.call('HSET', KEYS[2], ARGV[5], ARGV[6])
+  redis.call('EXPIRE', KEYS[2], ARGV[4])
+end
+return 1
+"""
+)
+
+
+# KEYS: the request's. ARGV: a model, why it was chosen, TTL in s. Gives the choice that was first.
+_SETTLE = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'model', 'route_reason')
+if known[1] then return known end
+redis.call('HSET', KEYS[1], 'model', ARGV[1], 'route_reason', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return {ARGV[1], ARGV[2]}
+"""
+)
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """Who ran a request last, at what epoch, and whether it is answered."""
+
+    worker_id: str
+    epoch: int
+    finished: bool
+
+
+class GenerationIndex:
+    """Calls never raise, but ``check``. Owns its link to Redis; ``close`` ends it."""
+
+    def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
+        self._link = RedisLink(config, clock)
+
+    async def check(self) -> None:
+        """As ``RedisLink.check``."""
+        await self._link.check()
+
+    async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None:
+        """The worker runs the request from now on, under a lease."""
+        await self._write(request_id, worker_id, epoch, finished=0, lease=lease)
+
+    async def drop(self, request_id: str, worker_id: str) -> None:
+        """The worker runs the request no more; another does, or will."""
+        await self._call("HDEL", redis_keys.held_key(worker_id), request_id)
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        """The leases of what a worker runs, by request id, as far as it is known. Of some of them
+        another may have taken over since: ``lookup`` tells."""
+        found: dict[bytes, bytes] | None = await self._call(
+            "HGETALL", redis_keys.held_key(worker_id)
+        )
+        return {key.decode(): lease.decode() for key, lease in (found or {}).items()}
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """The request is answered; nobody needs to run it again."""
+        await self._write(request_id, worker_id, epoch, finished=1)
+
+    async def lookup(self, request_id: str) -> Generation | None:
+        """None: nothing is known, or nobody can say."""
+        key = redis_keys.generation_key(request_id)
+        found: list[bytes | None] | None = await self._call(
+            "HMGET", key, "worker_id", "epoch", "finished"
+        )
+        if found is None or found[0] is None or found[1] is None:
+            return None
+        return Generation(
+            worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
+        )
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        """The model that was first chosen for a request, and why: this one, if none was or nobody
+        can say."""
+        key = redis_keys.generation_key(request_id)
+        try:
+            found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
+        except RedisAwayError:
+            return model, reason
+        return found[0].decode(), found[1].decode()
+
+    async def close(self) -> None:
+        """Calls that still wait end as if Redis were away."""
+        await self._link.close()
+
+    async def _write(
+        self, request_id: str, worker_id: str, epoch: int, finished: int, lease: str = ""
+    ) -> None:
+        keys = [redis_keys.generation_key(request_id), redis_keys.held_key(worker_id)]
+        arguments: list[Argument] = [worker_id, epoch, finished, TTL_S, request_id, lease]
+        try:
+            await self._link.evaluate(_WRITE, keys, arguments)
+        except RedisAwayError:
+            return  # It is a hint; leases and heartbeats decide, also while Redis takes no writes.
+
+    async def _call(self, *command: Argument) -> Any:
+        try:
+            return await self._link.call(*command)
+        except RedisAwayError:
+            return None

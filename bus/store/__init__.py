@@ -1,0 +1,1 @@
+"""What the journal keeps: large objects, and whether there is room for more."""

@@ -1,0 +1,142 @@
+"""Large objects as chunks in the journal."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+
+import msgspec
+
+from bus import codec, subjects
+from bus.api import Journal, JournalEntry, StoredObject
+from bus.store.journal import JournalConflictError
+from runtime.clock import Clock
+from schemas.errors import BusUnavailableError, MillraceError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 128 * 1024
+_INFOS_AT_ONCE = 500
+
+
+class ObjectLostError(MillraceError):
+    """An object's bytes are not all there any more."""
+
+    code = "file_lost"
+    http_status = 410
+
+
+class JournalObjects:
+    """See ``bus.api.Objects``.
+
+    Chunks go under a name that is drawn anew for each attempt; the entry that says what the object
+    is comes last and at most once. So whoever finds the entry finds all the bytes, and of two that
+    store the same object one wins and the other removes what it wrote.
+    """
+
+    def __init__(
+        self, journal: Journal, clock: Clock, ttl_s: float, max_payload_bytes: int
+    ) -> None:
+        self.ttl_s = ttl_s
+        self._journal = journal
+        self._clock = clock
+        self._chunk_bytes = min(_CHUNK_BYTES, max_payload_bytes // 2)
+
+    async def put(
+        self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
+    ) -> StoredObject:
+        upload_id = secrets.token_hex(16)
+        chunk_name = subjects.object_chunks(upload_id)
+        digest = hashlib.sha256()
+        size_bytes = num_chunks = last = 0
+        try:
+            async for chunk in _of_size(chunks, self._chunk_bytes):
+                digest.update(chunk)
+                last = await self._journal.append(chunk_name, chunk, after=last)
+                size_bytes += len(chunk)
+                num_chunks += 1
+            stored = StoredObject(
+                name=name,
+                size_bytes=size_bytes,
+                num_chunks=num_chunks,
+                sha256=digest.hexdigest(),
+                upload_id=upload_id,
+                stored_ns=self._clock.now_ns(),
+                metadata=metadata,
+            )
+            await self._journal.append(
+                subjects.object_entry(owner, name), codec.encode(stored), after=0
+            )
+        except JournalConflictError:
+            await self._forget(chunk_name)
+            there = await self.info(owner, name)
+            if there is None:
+                raise
+            return there
+        except BaseException:
+            if num_chunks:
+                await self._forget(chunk_name)
+            raise
+        return stored
+
+    async def _forget(self, chunk_name: str) -> None:
+        try:
+            await self._journal.drop(chunk_name)
+        except BusUnavailableError:
+            logger.warning("chunks of a broken upload stay until they are old")
+
+    async def info(self, owner: str, name: str) -> StoredObject | None:
+        entry = await self._journal.last(subjects.object_entry(owner, name))
+        return None if entry is None else _read(entry)
+
+    async def infos(self, owner: str, names: Sequence[str]) -> list[StoredObject]:
+        found: list[StoredObject] = []
+        for start in range(0, len(names), _INFOS_AT_ONCE):
+            wanted = [
+                subjects.object_entry(owner, name) for name in names[start : start + _INFOS_AT_ONCE]
+            ]
+            entries = await self._journal.last_of(wanted)
+            found.extend(_read(entries[one]) for one in wanted if one in entries)
+        return found
+
+    async def names(self, owner: str) -> list[str]:
+        found = await self._journal.names(subjects.object_entry(owner))
+        return sorted(map(subjects.last_token, found))
+
+    async def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
+        chunk_name = subjects.object_chunks(stored.upload_id)
+        last = 0
+        for _ in range(stored.num_chunks):
+            entry = await self._journal.next(chunk_name, last)
+            if entry is None:
+                raise ObjectLostError(f"The file {stored.name} was deleted or has expired.")
+            last = entry.sequence
+            yield entry.payload
+
+    async def delete(self, owner: str, name: str) -> bool:
+        stored = await self.info(owner, name)
+        if stored is None:
+            return False
+        await self._journal.drop(subjects.object_entry(owner, name))
+        await self._journal.drop(subjects.object_chunks(stored.upload_id))
+        return True
+
+
+async def _of_size(chunks: AsyncIterable[bytes], size_bytes: int) -> AsyncIterator[bytes]:
+    """The same bytes in pieces of one size; the last may be shorter."""
+    held = bytearray()
+    async for chunk in chunks:
+        held += chunk
+        start = 0
+        while len(held) - start >= size_bytes:
+            yield bytes(held[start : start + size_bytes])
+            start += size_bytes
+        del held[:start]
+    if held:
+        yield bytes(held)
+
+
+def _read(entry: JournalEntry) -> StoredObject:
+    return msgspec.msgpack.decode(entry.payload, type=StoredObject)

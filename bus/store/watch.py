@@ -1,0 +1,211 @@
+"""Which stores have no room, as far as one process can see: what its door and its health go by."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bus.store.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
+from runtime.clock import Clock
+from runtime.redis_link import RedisLink
+from schemas.config import StorageConfig
+from schemas.errors import BusUnavailableError, StoreFullError
+
+logger = logging.getLogger(__name__)
+
+# A store that was short of room has it again a little above the mark, so that it does not go to
+# and fro at it.
+_ENOUGH = 1.25
+_DIRECT_SHARE = 0.5
+# Whoever connects to the bus sets the queue up as it is in good times.
+_ASSERT_EVERY_S = 5.0
+_MIB = 1024 * 1024
+
+
+def free_bytes(folder: str) -> int:
+    """What is free on the disk of a folder, which need not be there so far. Raises OSError."""
+    path = Path(folder)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    state = os.statvfs(path)
+    return state.f_bavail * state.f_frsize
+
+
+def folders_of(config: StorageConfig) -> dict[str, str]:
+    """The folders that a process was told of, by store."""
+    folders = {
+        NATS: config.nats_dir,
+        REDIS: config.redis_dir,
+        KAFKA: config.kafka_dir,
+        CLICKHOUSE: config.clickhouse_dir,
+    }
+    return {store: folder for store, folder in folders.items() if folder}
+
+
+class StoreWatch:
+    """Looks at the stores every ``check_interval_s``.
+
+    What it can see: the free room on the disks of the folders it was told of, streams that the
+    message bus gave up (with ``storage``), and whether Redis can write (with ``redis``). Where
+    ``gates`` is set, it has the queue refuse jobs of all publishers while hardly any room is left.
+    """
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        clock: Clock,
+        storage: Storage | None = None,
+        redis: RedisLink | None = None,
+        *,
+        gates: bool = False,
+        read_free_bytes: Callable[[str], int] = free_bytes,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._storage = storage
+        self._redis = redis
+        self._gates = gates
+        self._read_free_bytes = read_free_bytes
+        self._folders = folders_of(config)
+        self._short: set[str] = set()
+        self._closed_s: float | None = None
+        self._told: dict[str, str] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.free: dict[str, int] = {}
+        self.failed_streams: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Look on and on, in a task that ``close`` ends."""
+        self._task = asyncio.create_task(self._run(), name="stores")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self.look()
+            await self._clock.sleep(self._config.check_interval_s)
+
+    async def look(self) -> None:
+        """Look at everything once. Never raises for a store that cannot be seen just now: what was
+        last seen of it stays."""
+        for store, folder in self._folders.items():
+            try:
+                self.free[store] = await asyncio.to_thread(self._read_free_bytes, folder)
+            except OSError as error:
+                logger.debug(
+                    "a disk cannot be looked at", extra={"store": store, "why": repr(error)}
+                )
+        self._note_short()
+        await self._look_at_bus()
+        if self._redis is not None:
+            await self._redis.look_for_room()
+        self._tell()
+
+    def is_short(self, store: str) -> bool:
+        """Whether a store's disk is nearly full."""
+        return store in self._short
+
+    def troubles(self) -> dict[str, str]:
+        """The stores that have no room, each with the rest of a sentence that begins with it."""
+        troubles = {
+            store: f"has {self.free[store] // _MIB} MiB of room left on its disk, which is less "
+            f"than the {self._config.min_free_bytes // _MIB} MiB of storage.min_free_bytes"
+            for store in sorted(self._short)
+        }
+        if self.failed_streams:
+            streams = ", ".join(sorted(self.failed_streams))
+            cause = next(iter(self.failed_streams.values()))
+            troubles[NATS] = (
+                f"has given its streams {streams} up ({cause}) and takes nothing for them until "
+                "nats-server is started again"
+            )
+        if self._redis is not None and self._redis.is_full:
+            troubles[REDIS] = "cannot write to its disk"
+        return troubles
+
+    def check(self) -> None:
+        """Raises StoreFullError while the store of accepted work has no room."""
+        trouble = self.troubles().get(NATS)
+        if trouble is not None:
+            raise StoreFullError(NATS, trouble)
+
+    def _note_short(self) -> None:
+        least = self._config.min_free_bytes
+        for store, free in self.free.items():
+            if free < (least * _ENOUGH if store in self._short else least):
+                self._short.add(store)
+            else:
+                self._short.discard(store)
+
+    async def _look_at_bus(self) -> None:
+        if self._storage is None:
+            return
+        try:
+            self.failed_streams = await self._storage.failed_streams()
+            if self._gates:
+                await self._keep_gate(self._storage)
+        except BusUnavailableError as error:
+            logger.debug("the bus does not say how its store is", extra={"why": error.message})
+
+    async def _keep_gate(self, storage: Storage) -> None:
+        if NATS not in self.free:
+            return
+        now_s = self._clock.monotonic()
+        if self.free[NATS] < self._config.min_free_bytes * _DIRECT_SHARE:
+            if self._closed_s is None or now_s - self._closed_s >= _ASSERT_EVERY_S:
+                await storage.admit_jobs(admit=False)
+                self._closed_s = now_s
+        elif self._closed_s is not None and not self.is_short(NATS):
+            await storage.admit_jobs(admit=True)
+            self._closed_s = None
+
+    def _tell(self) -> None:
+        troubles = self.troubles()
+        for store in troubles.keys() - self._told.keys():
+            logger.error("a store has no room", extra={"store": store, "why": troubles[store]})
+        for store in self._told.keys() - troubles.keys():
+            logger.info("a store has room again", extra={"store": store})
+        self._told = troubles
+
+
+class StoreMetrics(Collector):
+    """What Prometheus sees of the stores."""
+
+    def __init__(
+        self,
+        stores: Iterable[str],
+        troubles: Callable[[], Mapping[str, str]],
+        free: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """``stores`` are those that the process knows of, ``troubles`` those in trouble."""
+        self._stores = set(stores)
+        self._troubles = troubles
+        self._free = free
+
+    def collect(self) -> Iterator[Metric]:
+        healthy = GaugeMetricFamily(
+            "millrace_store_healthy",
+            "1 while a store takes what is to be kept, 0 while it has no room, as /healthz says",
+            labels=["store"],
+        )
+        troubles = self._troubles()
+        for store in sorted(self._stores | troubles.keys()):
+            healthy.add_metric([store], int(store not in troubles))
+        room = GaugeMetricFamily(
+            "millrace_store_free_bytes",
+            "What is free on the disk of a store, where the process can see that",
+            labels=["store"],
+        )
+        for store, num_bytes in sorted(self._free().items()):
+            room.add_metric([store], num_bytes)
+        yield from (healthy, room)

@@ -1,0 +1,189 @@
+"""Accounts, that is tenants and API keys, as limits are kept for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from bus import redis_keys
+from bus.tenancy.tenants import Stored
+from runtime.redis_link import RedisLink
+from schemas.jobs import Tier
+from schemas.tenants import (
+    KeyRecord,
+    LimitSet,
+    TenantRecord,
+    TierLimits,
+    key_limits,
+    tenant_limits,
+)
+
+TICKS = 60_000
+"""What one request or token weighs in a bucket: as much as a minute has ms, so that a limit of n a
+minute drains n ticks each ms."""
+
+_NS_PER_S = 1_000_000_000
+_NOT_LOOKED_UP = b"?"
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant or a key with its limits, as of the ``version`` of its record."""
+
+    kind: Literal["tenant", "key"]
+    name: str
+    limits: LimitSet
+    version: bytes = _NOT_LOOKED_UP
+
+    @property
+    def record_key(self) -> str:
+        if self.kind == "tenant":
+            return redis_keys.tenant_key(self.name)
+        return redis_keys.api_key_key(self.name)
+
+    @property
+    def _account(self) -> str:
+        if self.kind == "tenant":
+            return redis_keys.tenant_account(self.name)
+        return redis_keys.api_key_account(self.name)
+
+    @property
+    def state_keys(self) -> tuple[str, str, str]:
+        """Buckets, running requests and holds."""
+        account = self._account
+        return (
+            redis_keys.buckets_key(account),
+            redis_keys.running_key(account),
+            redis_keys.holds_key(account),
+        )
+
+    def spent_key(self, month: str) -> str:
+        return redis_keys.spent_key(self._account, month)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.limits != LimitSet()
+
+
+class Standing(NamedTuple):
+    """What an account uses now: ticks in its buckets, running requests, money in billionths."""
+
+    requests: int = 0
+    tokens: int = 0
+    num_running: int = 0
+    spent_nano: int = 0
+    held_nano: int = 0
+
+
+class Charge(NamedTuple):
+    """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
+    that one of its several prompts and its completion may have, None if it has but one."""
+
+    request_id: str
+    model: str
+    tier: Tier
+    num_prompt_tokens: int
+    max_tokens: int
+    cost_nano: int
+    lapse_ms: int
+    longest_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """What has to fit a context."""
+        return self.num_tokens if self.longest_tokens is None else self.longest_tokens
+
+
+NEXT_MONTH = -1
+NEVER = -2
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Granted, or the limit (named as in ``LimitSet``) and the account that refuse, with the ms to
+    wait, NEXT_MONTH or NEVER. ``standings`` are those of all accounts after it."""
+
+    standings: tuple[Standing, ...]
+    refused_by: Account | None = None
+    limit: str = ""
+    wait_ms: int = 0
+
+
+def tenant_account(tenant: str, stored: Stored[TenantRecord], tiers: TierLimits) -> Account:
+    return Account(
+        kind="tenant",
+        name=tenant,
+        limits=tenant_limits(stored.record, tiers),
+        version=stored.version,
+    )
+
+
+def key_account(stored: Stored[KeyRecord], tiers: TierLimits) -> Account:
+    return Account(
+        kind="key",
+        name=stored.record.key_id,
+        limits=key_limits(stored.record, tiers),
+        version=stored.version,
+    )
+
+
+def verdict_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> Verdict:
+    """What the script that reserves has answered."""
+    _, refused, limit, wait_ms, *numbers = answer
+    counts = [int(number) for number in numbers]
+    standings = tuple(Standing(*counts[i : i + 5]) for i in range(0, len(counts), 5))
+    assert isinstance(limit, bytes)
+    return Verdict(
+        standings=standings,
+        refused_by=accounts[int(refused) - 1] if refused else None,
+        limit=limit.decode(),
+        wait_ms=int(wait_ms),
+    )
+
+
+async def read_standing(
+    link: RedisLink, account: Account, month: str, now_ms: int | None = None
+) -> Standing:
+    """What the account uses; ``now_ms`` None: by Redis' own clock. Raises RedisAwayError."""
+    if now_ms is None:
+        seconds, microseconds = await link.call("TIME")
+        now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
+    buckets, running, holds = account.state_keys
+    kept, num_running, held, spent = await asyncio.gather(
+        link.call("HMGET", buckets, "at", "requests", "tokens"),
+        link.call("ZCOUNT", running, f"({now_ms}", "+inf"),
+        link.call("HGET", holds, ""),
+        link.call("GET", account.spent_key(month)),
+    )
+    elapsed_ms = max(0, now_ms - int(kept[0] or now_ms))
+    return Standing(
+        requests=drain(int(kept[1] or 0), account.limits.requests_per_minute, elapsed_ms),
+        tokens=drain(int(kept[2] or 0), account.limits.tokens_per_minute, elapsed_ms),
+        num_running=int(num_running),
+        spent_nano=int(spent or 0),
+        held_nano=int(held or 0),
+    )
+
+
+def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
+    """What is left in a bucket after a while; nothing is ever in one without a limit."""
+    return 0 if per_minute is None else max(0, ticks - elapsed_ms * per_minute)
+
+
+def month_of(now_ns: int) -> str:
+    """The UTC month, as in 202611."""
+    return f"{datetime.fromtimestamp(now_ns // _NS_PER_S, UTC):%Y%m}"
+
+
+def next_month_s(now_ns: int) -> float:
+    """Seconds until the next UTC month."""
+    now = datetime.fromtimestamp(now_ns // _NS_PER_S, UTC)
+    year, month = (now.year + 1, 1) if now.month == 12 else (now.year, now.month + 1)
+    return (datetime(year, month, 1, tzinfo=UTC) - now).total_seconds()

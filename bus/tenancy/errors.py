@@ -1,0 +1,153 @@
+"""What a caller is told who is over a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.tenancy.accounts import NEVER, NEXT_MONTH, Account, Charge, Standing, Verdict, next_month_s
+from runtime.redis_link import RedisAwayError
+from schemas.errors import MillraceError
+from schemas.tenants import from_nano
+
+_RETRY_AFTER_S = 2.0
+
+
+class RateLimitError(MillraceError):
+    """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
+
+    ``comes_back``: there is room again this month. ``accounts`` stand as ``standings`` say;
+    ``headers`` are for a door that speaks HTTP to add.
+    """
+
+    code = "rate_limit_exceeded"
+    retryable = True
+    http_status = 429
+
+    def __init__(
+        self,
+        message: str,
+        limit: str,
+        retry_after_s: float | None,
+        accounts: Sequence[Account],
+        standings: Sequence[Standing],
+        *,
+        comes_back: bool,
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.accounts = accounts
+        self.standings = standings
+        self.comes_back = comes_back
+        self.headers: list[tuple[bytes, bytes]] = []
+
+
+class RequestsPerMinuteError(RateLimitError):
+    """Too many requests lately."""
+
+    code = "requests_per_minute"
+
+
+class TokensPerMinuteError(RateLimitError):
+    """Too many tokens lately."""
+
+    code = "tokens_per_minute"
+
+
+class TooManyTokensError(TokensPerMinuteError):
+    """More tokens in this one request than the limit ever admits."""
+
+    retryable = False
+
+
+class ConcurrentRequestsError(RateLimitError):
+    """Too many requests at the same time."""
+
+    code = "concurrent_requests"
+
+
+class InsufficientQuotaError(RateLimitError):
+    """The month's budget does not cover what the request may cost."""
+
+    code = "insufficient_quota"
+
+
+class TierContextError(MillraceError):
+    """Prompt and completion exceed what the caller's tier may hold at once."""
+
+    code = "context_length_exceeded"
+    http_status = 400
+    limit = "context_tokens"
+
+
+class KeyGoneError(MillraceError):
+    """The API key was revoked since it was looked up, or is not there any more."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+    def __init__(self, key_id: str, *, is_revoked: bool) -> None:
+        super().__init__(f"The API key {key_id} opens nothing any more.")
+        self.key_id = key_id
+        self.is_revoked = is_revoked
+
+
+class LimitsAwayError(RedisAwayError):
+    """Work that can wait is not taken while nobody can say what its tenant has used."""
+
+    retry_after_s = _RETRY_AFTER_S
+
+
+_KINDS: dict[str, type[RateLimitError]] = {
+    "requests_per_minute": RequestsPerMinuteError,
+    "tokens_per_minute": TokensPerMinuteError,
+    "concurrent_requests": ConcurrentRequestsError,
+    "monthly_budget": InsufficientQuotaError,
+}
+
+
+def rate_limit_error(
+    accounts: Sequence[Account], verdict: Verdict, charge: Charge, now_ns: int
+) -> RateLimitError:
+    """The error that says whose limit it is, how large, and when there is room again."""
+    account = verdict.refused_by
+    assert account is not None, "it was granted"
+    kind = _KINDS[verdict.limit]
+    size = getattr(account.limits, verdict.limit)
+    retry_after_s: float | None = verdict.wait_ms / 1_000
+    if verdict.wait_ms == NEVER:
+        kind, retry_after_s = TooManyTokensError, None
+        advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
+    elif verdict.wait_ms == NEXT_MONTH:
+        retry_after_s = next_month_s(now_ns)
+        spent = verdict.standings[accounts.index(account)].spent_nano
+        advice = (
+            f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
+            "A new month begins at 00:00 UTC on the first."
+        )
+    elif verdict.limit == "monthly_budget":
+        advice = "What is left is set aside for requests that run. Try again when some have ended."
+    elif verdict.limit == "concurrent_requests":
+        advice = "Try again when one of them has ended."
+    else:
+        advice = f"Try again in {verdict.wait_ms / 1_000:.1f} s."
+    whose = f"{account.kind} {account.name}"
+    message = f"Limit {verdict.limit} of {whose} reached: {size}. {advice}"
+    return kind(
+        message,
+        verdict.limit,
+        retry_after_s,
+        accounts,
+        verdict.standings,
+        comes_back=verdict.wait_ms not in (NEVER, NEXT_MONTH),
+    )
+
+
+def tier_context_error(account: Account, charge: Charge) -> TierContextError:
+    """The error that names the window and whose it is."""
+    return TierContextError(
+        f"Requests of {account.kind} {account.name} (tier {charge.tier.value}) may hold "
+        f"{account.limits.context_tokens} tokens, but this one for {charge.model} asks for "
+        f"{charge.num_prompt_tokens} tokens in the prompt and {charge.max_tokens} in the "
+        "completion. Shorten the prompt or lower max_tokens."
+    )

@@ -1,0 +1,343 @@
+"""What each request may use: set aside before it starts, settled when it ends.
+
+Whoever lets requests in keeps the limits: gateways those of their callers, schedulers those of the
+tenants whose services publish jobs themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from decimal import Decimal
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from bus import redis_keys
+from bus.tenancy.accounts import (
+    Account,
+    Charge,
+    Standing,
+    Verdict,
+    key_account,
+    month_of,
+    read_standing,
+    tenant_account,
+    verdict_of,
+)
+from bus.tenancy.errors import KeyGoneError, LimitsAwayError, rate_limit_error, tier_context_error
+from bus.tenancy.local import LocalLimits
+from bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
+from bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
+from runtime.clock import Clock
+from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from schemas.frames import Usage
+from schemas.jobs import Tier
+from schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
+
+_RESERVE = Script(Path(__file__).with_name("reserve.lua").read_text(encoding="utf-8"))
+
+_MS_PER_S = 1_000
+_NS_PER_MS = 1_000_000
+_MAX_KNOWN = 10_000
+
+
+class Holder(Protocol):
+    """Whose limits a request counts against: a tenant's, and those of the key that it came with
+    (empty: none). ``context_tokens`` is the window to go by until their records were read."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def key_id(self) -> str: ...
+
+    @property
+    def context_tokens(self) -> int | None: ...
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What was set aside for a request, and how its accounts stand with that. ``degraded``: Redis
+    was away, and the limits were this process's own."""
+
+    accounts: tuple[Account, ...]
+    standings: tuple[Standing, ...]
+    degraded: bool = False
+
+
+class _Known(msgspec.Struct):
+    """The accounts of a caller as Redis had them last, and how they stood in which month."""
+
+    accounts: tuple[Account, ...]
+    is_revoked: bool = False
+    month: str = ""
+    standings: tuple[Standing, ...] = ()
+
+
+class LimitKeeper:
+    """Keeps the limits of tenants and keys in Redis, and within the process while it is away.
+
+    Every reservation is settled once, by whoever comes first; one that nobody settles
+    frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,
+    ``num_degraded`` reservations made without Redis. Owns the task that settles; ``close`` ends it.
+    ``redis_time``: buckets and deadlines go by Redis' clock, which all processes share.
+    ``remembers``: what is settled may be set aside or settled once more, which does nothing then.
+    """
+
+    def __init__(
+        self,
+        link: RedisLink | None,
+        tiers: TierLimits,
+        clock: Clock,
+        *,
+        redis_time: bool = True,
+        remembers: bool = False,
+    ) -> None:
+        self._link = link
+        self._tiers = tiers
+        self._remembers = remembers
+        self._clock = clock
+        self._redis_time = redis_time
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._local = LocalLimits(clock)
+        self._settlements = Settlements(link, clock, redis_time=redis_time)
+        self.num_refusals: Counter[str] = Counter()
+        self.num_degraded = 0
+
+    @property
+    def num_unsettled(self) -> int:
+        """How many settlements wait for Redis."""
+        return self._settlements.num_waiting
+
+    @property
+    def num_settlements_lost(self) -> int:
+        """How many settlements were given up."""
+        return self._settlements.num_lost
+
+    async def take(
+        self,
+        holder: Holder,
+        request_id: str,
+        *,
+        model: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        cost_upper: Decimal,
+        deadline_s: float,
+        tier: Tier | None = None,
+        longest_tokens: int | None = None,
+    ) -> Taken:
+        """Set aside tokens (of all prompts and choices together), money and a place.
+
+        ``longest_tokens`` is what one prompt with one completion may have, if there are several.
+
+        ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
+        own, if it is not the holder's. The same ``request_id`` again takes nothing more. Raises
+        RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
+        LimitsAwayError for a batch while Redis is away.
+        """
+        charge = Charge(
+            request_id=request_id,
+            model=model,
+            tier=tier or holder.tier,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            cost_nano=to_nano(cost_upper),
+            lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
+            longest_tokens=longest_tokens,
+        )
+        month = month_of(self._clock.now_ns())
+        degraded = False
+        try:
+            accounts, verdict = await self._reserve(holder, charge, month)
+        except RedisAwayError:
+            degraded = True
+            accounts, verdict = self._reserve_here(holder, charge, month)
+        except asyncio.CancelledError:
+            # It may have been granted all the same.
+            self.settle_soon(request_id, None, None)
+            raise
+        if verdict.refused_by is not None:
+            self.num_refusals[verdict.limit] += 1
+            raise rate_limit_error(accounts, verdict, charge, self._clock.now_ns())
+        return Taken(accounts=accounts, standings=verdict.standings, degraded=degraded)
+
+    async def settle(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> bool:
+        """Charge what a request used and give back the rest; ``usage`` None: nothing was served,
+        and all comes back.
+
+        Whether this settled it: not if somebody did before, nor if Redis is away; it is tried again
+        in the background then.
+        """
+        settlement = self._settlement(request_id, usage, cost)
+        return await self._settlements.settle(settlement)
+
+    def settle_soon(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
+        """``settle`` without waiting for it."""
+        self._settlements.settle_soon(self._settlement(request_id, usage, cost))
+
+    def settle_here(self, request_id: str) -> None:
+        """Somebody else settles it in Redis: free its place and share of the budget within the
+        process. Its tokens drain as if all had been used."""
+        self._local.release(request_id)
+
+    async def standing(self, holder: Holder) -> list[tuple[Account, Standing]]:
+        """The limits of the holder's tenant and key and what is used of them. Raises RedisAwayError
+        or KeyGoneError."""
+        if self._link is None:
+            raise RedisAwayError
+        store = TenantStore(self._link)
+        accounts: tuple[Account, ...]
+        if holder.key_id:
+            found = await store.key(holder.key_id)
+            if found is None:
+                raise KeyGoneError(holder.key_id, is_revoked=False)
+            key, tenant = found
+            accounts = (
+                tenant_account(holder.tenant, tenant, self._tiers),
+                key_account(key, self._tiers),
+            )
+        else:
+            tenant = await store.tenant(holder.tenant)
+            accounts = (tenant_account(holder.tenant, tenant, self._tiers),)
+        now_ms = None if self._redis_time else self._now_ms()
+        month = month_of(self._clock.now_ns())
+        standings = await asyncio.gather(
+            *(read_standing(self._link, account, month, now_ms) for account in accounts)
+        )
+        return list(zip(accounts, standings, strict=True))
+
+    async def close(self, timeout_s: float) -> None:
+        """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
+        await self._settlements.close(timeout_s)
+
+    async def _reserve(
+        self, holder: Holder, charge: Charge, month: str
+    ) -> tuple[tuple[Account, ...], Verdict]:
+        """By the script, which is run again if the records have changed since they were seen."""
+        if self._link is None:
+            raise RedisAwayError
+        who = (holder.tenant, holder.key_id)
+        while True:
+            known = self._known.get(who)
+            if known is None:
+                accounts = self._accounts_unseen(holder)
+            else:
+                accounts = known.accounts
+                _check(holder, charge, known)
+            keys, arguments = self._call(accounts, charge, month)
+            answer: list[bytes | int] = await self._link.evaluate(_RESERVE, keys, arguments)
+            if answer[0] == b"changed":
+                self._learn(holder, [raw for raw in answer[1:] if isinstance(raw, bytes)])
+                continue
+            verdict = verdict_of(accounts, answer)
+            if known is not None:
+                known.month, known.standings = month, verdict.standings
+                self._known.move_to_end(who)
+            self._local.forget_idle()
+            return accounts, verdict
+
+    def _reserve_here(
+        self, holder: Holder, charge: Charge, month: str
+    ) -> tuple[tuple[Account, ...], Verdict]:
+        known = self._known.get((holder.tenant, holder.key_id))
+        if known is None:
+            known = _Known(self._accounts_unseen(holder))
+        accounts = known.accounts
+        if charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
+            raise LimitsAwayError
+        _check(holder, charge, known)
+        standings = known.standings if known.month == month else ()
+        spent_nano = [standing.spent_nano for standing in standings] or [0] * len(accounts)
+        self.num_degraded += 1
+        return accounts, self._local.reserve(accounts, spent_nano, charge, month)
+
+    def _accounts_unseen(self, holder: Holder) -> tuple[Account, ...]:
+        """What to go by as long as no record was read: the limits of the holder's tier."""
+        if not holder.key_id:
+            limits = LimitSet()
+            if holder.tenant != LOCAL_TENANT:
+                limits = self._tiers.of(holder.tier)
+            return (Account(kind="tenant", name=holder.tenant, limits=limits),)
+        limits = msgspec.structs.replace(
+            self._tiers.of(holder.tier), context_tokens=holder.context_tokens
+        )
+        return (
+            Account(kind="tenant", name=holder.tenant, limits=limits),
+            Account(kind="key", name=holder.key_id, limits=LimitSet()),
+        )
+
+    def _learn(self, holder: Holder, records: list[bytes]) -> None:
+        """Take in records and versions: the tenant's, and the key's if there is one."""
+        who = (holder.tenant, holder.key_id)
+        tenant = Stored(decode_tenant(holder.tenant, records[0]), records[1])
+        known = _Known((tenant_account(holder.tenant, tenant, self._tiers),))
+        if holder.key_id:
+            if not records[2]:
+                self._known.pop(who, None)
+                raise KeyGoneError(holder.key_id, is_revoked=False)
+            key = Stored(decode_key(records[2]), records[3])
+            known.accounts = (*known.accounts, key_account(key, self._tiers))
+            known.is_revoked = key.record.revoked_ns is not None
+        self._known[who] = known
+        self._known.move_to_end(who)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _call(
+        self, accounts: tuple[Account, ...], charge: Charge, month: str
+    ) -> tuple[list[str], list[Argument]]:
+        """KEYS and ARGV of the script that reserves."""
+        keys = [redis_keys.reservation_key(charge.request_id)]
+        arguments: list[Argument] = [
+            script_time(self._clock, redis_time=self._redis_time),
+            charge.request_id,
+            charge.lapse_ms,
+            KEEP_MS,
+            charge.num_tokens,
+            charge.cost_nano,
+        ]
+        for account in accounts:
+            keys += [account.record_key, *account.state_keys, account.spent_key(month)]
+            limits = account.limits
+            budget = limits.monthly_budget
+            arguments += [
+                account.version,
+                _or_none(limits.requests_per_minute),
+                _or_none(limits.tokens_per_minute),
+                _or_none(limits.concurrent_requests),
+                _or_none(None if budget is None else to_nano(budget)),
+            ]
+        return keys, arguments
+
+    def _settlement(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> Settlement:
+        num_tokens = None if usage is None else usage.prompt_tokens + usage.completion_tokens
+        cost_nano = 0 if cost is None or usage is None else to_nano(cost)
+        return Settlement(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            cost_nano=cost_nano,
+            since_s=self._clock.monotonic(),
+            spent_keys=self._local.settle(request_id, num_tokens, cost_nano),
+            remember=self._remembers,
+        )
+
+    def _now_ms(self) -> int:
+        return self._clock.now_ns() // _NS_PER_MS
+
+
+def _check(holder: Holder, charge: Charge, known: _Known) -> None:
+    if known.is_revoked:
+        raise KeyGoneError(holder.key_id, is_revoked=True)
+    for account in known.accounts:
+        bound = account.limits.context_tokens
+        if bound is not None and charge.num_context_tokens > bound:
+            raise tier_context_error(account, charge)
+
+
+def _or_none(limit: int | None) -> Argument:
+    return "" if limit is None else limit

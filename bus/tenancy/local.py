@@ -1,0 +1,215 @@
+"""Limits within this process, for the time that Redis is away."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bus.tenancy.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
+from runtime.clock import Clock
+
+_MS_PER_S = 1_000
+_WAIT_MS = 1_000
+_KEEP_MS = 3_600_000
+
+_Refusal = tuple[str, int]
+
+
+class _Ledger:
+    """What one account has used here since Redis went away."""
+
+    def __init__(self, spent_nano: int, now_ms: int) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self.requests_taken = 0
+        self.tokens_taken = 0
+        self.spent_nano = spent_nano
+        self.held_nano = 0
+        self.running: set[str] = set()
+        self.at_ms = now_ms
+
+    def drain(self, account: Account, now_ms: int) -> None:
+        elapsed_ms = now_ms - self.at_ms
+        self.requests = drain(self.requests, account.limits.requests_per_minute, elapsed_ms)
+        self.tokens = drain(self.tokens, account.limits.tokens_per_minute, elapsed_ms)
+        self.at_ms = now_ms
+
+    def refusals(self, account: Account, charge: Charge) -> Iterator[_Refusal]:
+        """Each limit that refuses, and the ms to wait."""
+        limits = account.limits
+        buckets = (
+            ("requests_per_minute", limits.requests_per_minute, self.requests, 1),
+            ("tokens_per_minute", limits.tokens_per_minute, self.tokens, charge.num_tokens),
+        )
+        for name, per_minute, used, wanted in buckets:
+            if per_minute is None:
+                continue
+            over = used + (wanted - per_minute) * TICKS
+            if wanted > per_minute:
+                yield name, NEVER
+            elif over > 0:
+                yield name, -(-over // per_minute)
+        concurrent = limits.concurrent_requests
+        if concurrent is not None and len(self.running) >= concurrent:
+            yield "concurrent_requests", _WAIT_MS
+        if limits.monthly_budget is not None and charge.cost_nano > 0:
+            left_nano = limits.monthly_budget.scaleb(9) - self.spent_nano - charge.cost_nano
+            if left_nano < 0:
+                yield "monthly_budget", NEXT_MONTH
+            elif left_nano < self.held_nano:
+                yield "monthly_budget", _WAIT_MS
+
+    def take(self, account: Account, charge: Charge) -> tuple[int, int]:
+        """How many requests and tokens ever went into the buckets, with these."""
+        limits = account.limits
+        self.requests += TICKS * (limits.requests_per_minute is not None)
+        self.tokens += TICKS * charge.num_tokens * (limits.tokens_per_minute is not None)
+        self.requests_taken += 1
+        self.tokens_taken += charge.num_tokens
+        self.held_nano += charge.cost_nano
+        self.running.add(charge.request_id)
+        return self.requests_taken, self.tokens_taken
+
+    def give_back(self, num_requests: int, num_tokens: int, taken: tuple[int, int]) -> None:
+        """Take out what was not used and has not drained; the bucket drains in the order in which
+        it was filled, so what went in after ``taken`` lies above it. ``num_tokens`` less than
+        nothing: more were used."""
+        left = self.requests - (self.requests_taken - taken[0]) * TICKS
+        self.requests -= min(max(0, left), num_requests * TICKS)
+        if num_tokens < 0:
+            self.tokens_taken -= num_tokens
+            self.tokens -= num_tokens * TICKS
+        else:
+            left = self.tokens - (self.tokens_taken - taken[1]) * TICKS
+            self.tokens -= min(max(0, left), num_tokens * TICKS)
+
+    def standing(self) -> Standing:
+        return Standing(
+            self.requests, self.tokens, len(self.running), self.spent_nano, self.held_nano
+        )
+
+
+class _Part(NamedTuple):
+    """What a reservation took of one account."""
+
+    account: Account
+    ledger: _Ledger
+    taken: tuple[int, int]
+
+
+class _Reservation:
+    def __init__(self, charge: Charge, parts: list[_Part], spent_keys: tuple[str, ...]) -> None:
+        self.charge = charge
+        self.parts = parts
+        self.spent_keys = spent_keys
+        self.has_lapsed = False
+
+    def release(self) -> None:
+        """Free its place and its share of the budget."""
+        if not self.has_lapsed:
+            self.has_lapsed = True
+            for part in self.parts:
+                part.ledger.running.discard(self.charge.request_id)
+                part.ledger.held_nano -= self.charge.cost_nano
+
+
+class LocalLimits:
+    """The same limits by the same rules, of the same sizes, but of this process alone.
+
+    An account begins with empty buckets and what it was last known to have spent. ``forget_idle``
+    once Redis is back.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ledgers: dict[str, _Ledger] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._lapses: list[tuple[int, str]] = []
+
+    def reserve(
+        self,
+        accounts: Sequence[Account],
+        spent_nano: Sequence[int],
+        charge: Charge,
+        month: str,
+    ) -> Verdict:
+        """All or nothing; once for a request. ``spent_nano``: as last known of each account."""
+        now_ms = self._now_ms()
+        self._release_lapsed(now_ms)
+        spent_keys = tuple(account.spent_key(month) for account in accounts)
+        ledgers = []
+        for key, known_nano in zip(spent_keys, spent_nano, strict=True):
+            ledger = self._ledgers.setdefault(key, _Ledger(known_nano, now_ms))
+            ledger.spent_nano = max(ledger.spent_nano, known_nano)
+            ledgers.append(ledger)
+        found: list[tuple[int, Account, str]] = []
+        for account, ledger in zip(accounts, ledgers, strict=True):
+            ledger.drain(account, now_ms)
+        standings = tuple(ledger.standing() for ledger in ledgers)
+        if charge.request_id in self._reservations:
+            return Verdict(standings=standings)
+        for account, ledger in zip(accounts, ledgers, strict=True):
+            found += [
+                (wait_ms, account, name) for name, wait_ms in ledger.refusals(account, charge)
+            ]
+        if found:
+            wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
+            return Verdict(standings=standings, refused_by=account, limit=name, wait_ms=wait_ms)
+        parts = [
+            _Part(account, ledger, ledger.take(account, charge))
+            for account, ledger in zip(accounts, ledgers, strict=True)
+        ]
+        self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
+        heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
+        return Verdict(standings=tuple(ledger.standing() for ledger in ledgers))
+
+    def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
+        """Give back what was not used; where Redis keeps what the accounts have spent.
+
+        Empty if the request was not granted here.
+        """
+        made = self._reservations.pop(request_id, None)
+        if made is None:
+            return ()
+        made.release()
+        now_ms = self._now_ms()
+        for account, ledger, taken in made.parts:
+            ledger.drain(account, now_ms)
+            unused = made.charge.num_tokens - (num_tokens or 0)
+            ledger.give_back(int(num_tokens is None), unused, taken)
+            ledger.spent_nano += cost_nano
+        return made.spent_keys
+
+    def release(self, request_id: str) -> None:
+        """It is over, and what it used is told elsewhere; its tokens count as used."""
+        made = self._reservations.pop(request_id, None)
+        if made is not None:
+            made.release()
+
+    def forget_idle(self) -> None:
+        """Redis counts again: keep only what running requests still need."""
+        if self._ledgers and not self._reservations:
+            self._ledgers.clear()
+            self._lapses.clear()
+
+    def _now_ms(self) -> int:
+        return int(self._clock.monotonic() * _MS_PER_S)
+
+    def _release_lapsed(self, now_ms: int) -> None:
+        """A reservation lapses at its deadline, and is forgotten if nobody settles it then."""
+        while self._lapses and self._lapses[0][0] <= now_ms:
+            lapse_ms, request_id = heapq.heappop(self._lapses)
+            made = self._reservations.get(request_id)
+            if made is None:
+                continue
+            if made.has_lapsed:
+                del self._reservations[request_id]
+            else:
+                made.release()
+                heapq.heappush(self._lapses, (lapse_ms + _KEEP_MS, request_id))
+
+
+def _rank(wait_ms: int) -> float:
+    """The longest wait is the one to tell."""
+    return float("inf") if wait_ms == NEVER else 1e15 if wait_ms == NEXT_MONTH else wait_ms

@@ -1,0 +1,169 @@
+"""Settlements that nobody waits for, and that outlast an absence of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from bus import redis_keys
+from runtime.clock import Clock
+from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+
+_log = logging.getLogger(__name__)
+
+KEEP_MS = 3_600_000
+"""For so long it is known of a request that it is settled, and after its deadline what was set
+aside for it."""
+
+_SETTLE = Script(Path(__file__).with_name("settle.lua").read_text(encoding="utf-8"))
+_KEEP_MONTH_MS = 400 * 86_400_000
+_NS_PER_MS = 1_000_000
+
+_MAX_WAITING = 100_000
+_BATCH = 256
+_PAUSE_S = 1.0
+_GIVE_UP_S = 600.0
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended: its tokens (None: nothing was served) and what it cost in billionths.
+
+    ``spent_keys`` are for one that Redis may not know of: where its accounts keep what they spent.
+    ``remember``: others may settle it again, or set something aside for it once more.
+    """
+
+    request_id: str
+    num_tokens: int | None
+    cost_nano: int
+    since_s: float
+    spent_keys: tuple[str, ...] = ()
+    remember: bool = False
+
+
+class Settler:
+    """Sends settlements in the background, again and again for ten minutes while Redis is away.
+
+    Owns its task; ``close`` ends it. ``num_lost`` counts those that were given up.
+    """
+
+    def __init__(self, send: Callable[[Settlement], Awaitable[object]], clock: Clock) -> None:
+        self._send = send
+        self._clock = clock
+        self._waiting: deque[Settlement] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self.num_lost = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def put(self, settlement: Settlement) -> None:
+        """Returns at once. Needs a running event loop."""
+        if self._closed or len(self._waiting) >= _MAX_WAITING:
+            self._lose(1)
+            return
+        self._waiting.append(settlement)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self, timeout_s: float) -> None:
+        """Send what waits, for at most ``timeout_s``; what is left is lost."""
+        self._closed = True
+        task = self._task
+        if task is not None:
+            await asyncio.wait([task], timeout=timeout_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._lose(len(self._waiting))
+        self._waiting.clear()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            # They leave the queue when they are sent, so that none is lost on the way.
+            batch = [self._waiting[i] for i in range(min(_BATCH, len(self._waiting)))]
+            outcomes = await asyncio.gather(*map(self._send, batch), return_exceptions=True)
+            again: list[Settlement] = []
+            for settlement, outcome in zip(batch, outcomes, strict=True):
+                self._waiting.popleft()
+                if isinstance(outcome, RedisAwayError):
+                    again.append(settlement)
+                elif isinstance(outcome, Exception):
+                    _log.error("a settlement failed", exc_info=outcome)
+                    self._lose(1)
+            oldest_s = self._clock.monotonic() - _GIVE_UP_S
+            kept = [settlement for settlement in again if settlement.since_s >= oldest_s]
+            self._lose(len(again) - len(kept))
+            self._waiting.extendleft(reversed(kept))
+            if again:
+                await self._clock.sleep(_PAUSE_S)
+
+    def _lose(self, count: int) -> None:
+        if count:
+            self.num_lost += count
+            _log.warning("settlements were given up", extra={"num_lost": count})
+
+
+class Settlements:
+    """Settles in Redis what was set aside there; without a link, nowhere. Owns the task that tries
+    again while Redis is away; ``close`` ends it, the link is its owner's."""
+
+    def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
+        self._link = link
+        self._clock = clock
+        self._redis_time = redis_time
+        self._settler = Settler(self._send, clock)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for Redis."""
+        return self._settler.num_waiting
+
+    @property
+    def num_lost(self) -> int:
+        """How many were given up."""
+        return self._settler.num_lost
+
+    async def settle(self, settlement: Settlement) -> bool:
+        """Whether this settled it: not if somebody did before, nor if Redis is away; it is tried
+        again in the background then."""
+        if self._link is None:
+            return False
+        try:
+            return await self._send(settlement)
+        except RedisAwayError:
+            self._settler.put(settlement)
+            return False
+
+    def settle_soon(self, settlement: Settlement) -> None:
+        """``settle`` without waiting for it."""
+        if self._link is not None:
+            self._settler.put(settlement)
+
+    async def close(self, timeout_s: float) -> None:
+        """Send those that wait, for at most ``timeout_s``."""
+        await self._settler.close(timeout_s)
+
+    async def _send(self, settlement: Settlement) -> bool:
+        assert self._link is not None, "without Redis nothing is settled there"
+        keys = [redis_keys.reservation_key(settlement.request_id), *settlement.spent_keys]
+        arguments: list[Argument] = [
+            script_time(self._clock, redis_time=self._redis_time),
+            settlement.request_id,
+            "" if settlement.num_tokens is None else settlement.num_tokens,
+            settlement.cost_nano,
+            KEEP_MS,
+            _KEEP_MONTH_MS,
+            int(settlement.remember),
+        ]
+        return bool(await self._link.evaluate(_SETTLE, keys, arguments))
+
+
+def script_time(clock: Clock, *, redis_time: bool) -> Argument:
+    """What scripts are told about the time, in ms; empty: they look themselves."""
+    return "" if redis_time else clock.now_ns() // _NS_PER_MS

@@ -1,0 +1,231 @@
+"""Tenants and their API keys, as Redis keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from bus import redis_keys
+from runtime.redis_link import RedisLink, Script
+from schemas.jobs import Tier
+from schemas.tenants import (
+    KEY_PREFIX,
+    KeyRecord,
+    LimitOverrides,
+    TenantRecord,
+    check_tenant,
+    unknown_tenant,
+)
+
+_R = TypeVar("_R")
+
+_KEY_ID_BYTES = 6
+_KEY_ID = re.compile(rf"[0-9a-f]{{{2 * _KEY_ID_BYTES}}}")
+_SECRET_BYTES = 32
+_VERSION_BYTES = 8
+ABSENT = b""
+
+# A record is a hash of its JSON and a version, which is another after each change. KEYS: the
+# record's, then sets. ARGV: the version that it must have (empty: there is none), JSON, the new
+# version, then what goes into each set.
+_WRITE = Script(
+    """
+if (redis.call('HGET', KEYS[1], 'version') or '') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'record', ARGV[2], 'version', ARGV[3])
+for i = 2, #KEYS do redis.call('SADD', KEYS[i], ARGV[i + 2]) end
+return 1
+"""
+)
+
+# KEYS: an API key's record. ARGV: where the records of tenants are, but for the tenant's name.
+_LOOK_UP = Script(
+    """
+local key = redis.call('HMGET', KEYS[1], 'record', 'version')
+if not key[1] then return {} end
+local owner = ARGV[1] .. cjson.decode(key[1]).tenant
+local tenant = redis.call('HMGET', owner, 'record', 'version')
+return {key[1], key[2], tenant[1] or '', tenant[2] or ''}
+"""
+)
+
+# KEYS: records of API keys. Answers the places, from 1, of those that open nothing.
+_CLOSED = Script(
+    """
+local closed = {}
+for i = 1, #KEYS do
+  local record = redis.call('HGET', KEYS[i], 'record')
+  local revoked = record and cjson.decode(record).revoked_ns
+  if not record or (revoked and revoked ~= cjson.null) then closed[#closed + 1] = i end
+end
+return closed
+"""
+)
+_CLOSED_AT_ONCE = 256
+
+
+class Stored(msgspec.Struct, Generic[_R], frozen=True):
+    """A record and the version that it had; ABSENT if it stands for one that is not there."""
+
+    record: _R
+    version: bytes
+
+
+class TenantStore:
+    """Calls raise RedisAwayError while Redis is away. The link is its owner's."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def key(self, key_id: str) -> tuple[Stored[KeyRecord], Stored[TenantRecord]] | None:
+        """The key, revoked or not, and its tenant; in one round trip."""
+        found: list[bytes] = await self._link.evaluate(
+            _LOOK_UP, [redis_keys.api_key_key(key_id)], [redis_keys.tenant_key("")]
+        )
+        if not found:
+            return None
+        key = decode_key(found[0])
+        return Stored(key, found[1]), Stored(decode_tenant(key.tenant, found[2]), found[3])
+
+    async def tenant(self, tenant: str) -> Stored[TenantRecord]:
+        """The tenant's record, or what holds for one that has none."""
+        found: list[bytes | None] = await self._link.call(
+            "HMGET", redis_keys.tenant_key(tenant), "record", "version"
+        )
+        return Stored(decode_tenant(tenant, found[0] or b""), found[1] or ABSENT)
+
+    async def change_tenant(
+        self, tenant: str, change: Callable[[TenantRecord], TenantRecord]
+    ) -> TenantRecord:
+        """Store what ``change`` makes of the record; it is called again if somebody was faster.
+
+        Raises ValueError for a name that no tenant can have.
+        """
+        check_tenant(tenant)
+        key = redis_keys.tenant_key(tenant)
+        while True:
+            known = await self.tenant(tenant)
+            changed = change(known.record)
+            record = msgspec.json.encode(changed)
+            if await self._link.evaluate(
+                _WRITE,
+                [key, redis_keys.TENANTS_KEY],
+                [known.version, record, _new_version(), tenant],
+            ):
+                return changed
+
+    async def create_key(
+        self,
+        tenant: str,
+        now_ns: int,
+        *,
+        name: str = "",
+        tier: Tier | None = None,
+        limits: LimitOverrides | None = None,
+        is_admin: bool = False,
+    ) -> tuple[KeyRecord, str]:
+        """A new key and its token, which nobody can be told again.
+
+        The tenant needs a record of its own to be listed.
+        """
+        key_id = secrets.token_hex(_KEY_ID_BYTES)
+        secret = secrets.token_hex(_SECRET_BYTES)
+        record = KeyRecord(
+            key_id=key_id,
+            digest=digest_of(secret),
+            tenant=tenant,
+            name=name,
+            tier=tier,
+            limits=limits or LimitOverrides(),
+            is_admin=is_admin,
+            created_ns=now_ns,
+        )
+        if not await self._write_key(record, ABSENT):
+            return await self.create_key(
+                tenant, now_ns, name=name, tier=tier, limits=limits, is_admin=is_admin
+            )
+        return record, f"{KEY_PREFIX}{key_id}-{secret}"
+
+    async def revoke(self, key_id: str, now_ns: int) -> KeyRecord | None:
+        """The key, which opens nothing from now on; None if there is no such key."""
+        while True:
+            found = await self.key(key_id)
+            if found is None:
+                return None
+            key, _ = found
+            if key.record.revoked_ns is not None:
+                return key.record
+            revoked = msgspec.structs.replace(key.record, revoked_ns=now_ns)
+            if await self._write_key(revoked, key.version):
+                return revoked
+
+    async def closed_keys(self, key_ids: Iterable[str]) -> set[str]:
+        """Those of the keys that open nothing: they were revoked, or are not there."""
+        found: set[str] = set()
+        asked = list(key_ids)
+        for start in range(0, len(asked), _CLOSED_AT_ONCE):
+            batch = asked[start : start + _CLOSED_AT_ONCE]
+            keys = [redis_keys.api_key_key(key_id) for key_id in batch]
+            places: list[int] = await self._link.evaluate(_CLOSED, keys)
+            found.update(batch[place - 1] for place in places)
+        return found
+
+    async def tenants(self) -> list[str]:
+        """The names of all tenants that have a record."""
+        found: list[bytes] = await self._link.call("SMEMBERS", redis_keys.TENANTS_KEY)
+        return sorted(name.decode() for name in found)
+
+    async def keys_of(self, tenant: str) -> list[KeyRecord]:
+        """The tenant's keys, the oldest first."""
+        key_ids: list[bytes] = await self._link.call(
+            "SMEMBERS", redis_keys.tenant_api_keys_key(tenant)
+        )
+        records: list[bytes | None] = await asyncio.gather(
+            *(
+                self._link.call("HGET", redis_keys.api_key_key(key_id.decode()), "record")
+                for key_id in key_ids
+            )
+        )
+        keys = [decode_key(record) for record in records if record is not None]
+        return sorted(keys, key=lambda key: (key.created_ns, key.key_id))
+
+    async def _write_key(self, record: KeyRecord, version: bytes) -> bool:
+        keys = [
+            redis_keys.api_key_key(record.key_id),
+            redis_keys.tenant_api_keys_key(record.tenant),
+        ]
+        raw = msgspec.json.encode(record)
+        return bool(
+            await self._link.evaluate(_WRITE, keys, [version, raw, _new_version(), record.key_id])
+        )
+
+
+def digest_of(secret: str) -> str:
+    """What is kept of a secret. It has 256 random bits, so one round of SHA-256 is enough."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def parse_token(token: str) -> tuple[str, str] | None:
+    """Key id and secret; None for what is not a token of ours."""
+    if not token.startswith(KEY_PREFIX):
+        return None
+    key_id, _, secret = token.removeprefix(KEY_PREFIX).partition("-")
+    return (key_id, secret) if _KEY_ID.fullmatch(key_id) and secret else None
+
+
+def decode_key(raw: bytes) -> KeyRecord:
+    return msgspec.json.decode(raw, type=KeyRecord)
+
+
+def decode_tenant(tenant: str, raw: bytes) -> TenantRecord:
+    """``raw`` is empty for a tenant without a record."""
+    return msgspec.json.decode(raw, type=TenantRecord) if raw else unknown_tenant(tenant)
+
+
+def _new_version() -> str:
+    return secrets.token_hex(_VERSION_BYTES)

@@ -1,0 +1,1 @@
+"""``millrace up``: all parts on one machine, started, watched and stopped."""

@@ -1,0 +1,167 @@
+"""Has as many local worker processes as the schedulers want."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from bus.fleet.desired_replicas import WantedWorkers
+from cli.local.supervisor import Process, StartError
+from runtime.clock import Clock
+from schemas.control import QueueStatus
+
+# How long after a start that failed another one is tried: the first time, and at most.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class Processes(Protocol):
+    """Of a supervisor, what is needed here."""
+
+    async def start(self, process: Process) -> None: ...
+
+    async def remove(self, name: str) -> None: ...
+
+
+class _State(Enum):
+    STARTING = auto()
+    UP = auto()
+    STOPPING = auto()
+
+
+@dataclass
+class _Place:
+    """A worker process, from before its start until it is gone."""
+
+    name: str
+    model: str
+    state: _State
+    starting: asyncio.Task[None] | None = None
+
+
+class WorkerScaler:
+    """Starts and stops workers as queue statuses are heard; it owns the tasks that do so, while the
+    processes are the supervisor's.
+
+    New workers start at once, side by side. Those of a model are stopped one after the other, as
+    each drains: its streams go to the others meanwhile. First are those that are not there yet,
+    then those that hold least, of these the youngest. A name is free again when its process is
+    gone. A start that fails is said, and tried again later.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        new_worker: Callable[[str, str], Process],
+        num_held: Callable[[str], int],
+        max_workers: int,
+        clock: Clock,
+        say: Callable[[str], None],
+    ) -> None:
+        """``new_worker`` makes a process of a name and a model; ``num_held`` is how many requests
+        the worker of a name holds."""
+        self._processes = processes
+        self._new_worker = new_worker
+        self._num_held = num_held
+        self._max_workers = max_workers
+        self._clock = clock
+        self._say = say
+        self._wanted = WantedWorkers()
+        self._places: dict[str, _Place] = {}  # in the order of their starts
+        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long it is
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def adopt(self, name: str, model: str) -> None:
+        """Take over a worker that is up."""
+        self._places[name] = _Place(name, model, _State.UP)
+
+    def on_queue(self, status: QueueStatus) -> None:
+        """Follow what the schedulers want. Returns at once."""
+        if self._closed:
+            return
+        now_s = self._clock.monotonic()
+        self._wanted.note(status, now_s)
+        wanted = min(self._wanted.of(status.model, now_s) or 0, self._max_workers)
+        places = [place for place in self._places.values() if place.model == status.model]
+        here = [place for place in places if place.state is not _State.STOPPING]
+        if len(here) < wanted:
+            if now_s >= self._pauses.get(status.model, (now_s, 0.0))[0]:
+                for _ in range(wanted - len(here)):
+                    self._start(status.model, wanted)
+        elif (
+            len(here) > wanted
+            and len(here) == len(places)
+            and self._wanted.is_settled(status.model, now_s)
+        ):
+            self._stop(self._least_needed(here), wanted)
+
+    async def close(self) -> None:
+        """Start and stop nothing more; what is there stays to the supervisor."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _least_needed(self, places: list[_Place]) -> _Place:
+        def rank(indexed: tuple[int, _Place]) -> tuple[bool, int, int]:
+            age, place = indexed
+            is_up = place.state is _State.UP
+            return is_up, self._num_held(place.name) if is_up else 0, -age
+
+        return min(enumerate(places), key=rank)[1]
+
+    def _start(self, model: str, wanted: int) -> None:
+        names = (f"worker-{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in self._places)
+        self._say(f"{name} is starting: {_are(wanted)} wanted for {model}")
+        place = self._places[name] = _Place(name, model, _State.STARTING)
+        place.starting = self._spawn(self._bring_up(place), f"start {name}")
+
+    def _stop(self, place: _Place, wanted: int) -> None:
+        self._say(f"{place.name} is stopping: {_are(wanted)} wanted for {place.model}")
+        place.state = _State.STOPPING
+        self._spawn(self._take_down(place), f"stop {place.name}")
+
+    async def _bring_up(self, place: _Place) -> None:
+        try:
+            await self._processes.start(self._new_worker(place.name, place.model))
+        except (StartError, OSError) as error:
+            self._say(str(error))
+            self._pause(place.model)
+            # From here on it counts no more, and nobody but this task stops it.
+            place.state = _State.STOPPING
+            await self._processes.remove(place.name)
+            del self._places[place.name]
+        else:
+            place.state = _State.UP
+            self._pauses.pop(place.model, None)
+
+    async def _take_down(self, place: _Place) -> None:
+        if place.starting is not None:
+            place.starting.cancel()
+            await asyncio.wait((place.starting,))
+        await self._processes.remove(place.name)
+        del self._places[place.name]
+
+    def _pause(self, model: str) -> None:
+        now_s = self._clock.monotonic()
+        until_s, pause_s = self._pauses.get(model, (now_s, 0.0))
+        if now_s < until_s:
+            return  # it failed together with another
+        pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._pauses[model] = (now_s + pause_s, pause_s)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"

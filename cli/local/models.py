@@ -1,0 +1,27 @@
+"""Which models ``millrace up`` runs, and the catalogue that its parts read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from registry.catalogue import load_catalogue
+from registry.checkpoints.checkpoint import read_model_config
+from registry.source import resolve
+
+
+def catalogue_for(catalogue: str, models: Sequence[str], file: Path) -> tuple[str, tuple[str, ...]]:
+    """The catalogue file for all parts and the names of ``models``, each a name, a folder or a hub
+    id.
+
+    The catalogue that is written to ``file`` holds these models and no other, and the routes among
+    them, so that none is offered which no worker serves. Fetches what is not on this machine, so
+    that nothing starts before the weights are here. Raises ConfigError, ModelNotFoundError or
+    CheckpointError.
+    """
+    known = load_catalogue(catalogue)
+    chosen = {entry.name: entry for entry in map(known.entry_for, models)}
+    for entry in chosen.values():
+        read_model_config(resolve(entry))
+    known.only(chosen).write(file)
+    return str(file), tuple(chosen)

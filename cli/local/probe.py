@@ -1,0 +1,57 @@
+"""A first request to each model of a stack that has just come up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+from bus.api import Bus
+from registry.catalogue import load_catalogue
+from registry.checkpoints.checkpoint import read_model_config
+from registry.source import resolve
+from schemas.config import Config
+from schemas.frames import TERMINAL_FRAMES, Frame
+from schemas.jobs import Job, Tier
+from schemas.pooling import Pooling
+from schemas.sampling import SamplingParams
+from schemas.tenants import own_reply
+
+PROBE_TENANT = "system"
+# For the first answer of a model, whose worker may still warm up.
+_FIRST_ANSWER_S = 60.0
+
+
+def probe_pooling(config: Config, model: str) -> Pooling | None:
+    """Models that make no tokens are asked for an embedding. Raises MillraceError."""
+    path = resolve(load_catalogue(config.catalogue).get(model))
+    return None if read_model_config(path).has_head else Pooling.MEAN
+
+
+async def serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
+    """One token, or embedding, by the whole path: queue, scheduler, worker, frames. Raises
+    TimeoutError."""
+    request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
+    reply = own_reply(PROBE_TENANT, request_id)
+    ended = asyncio.get_running_loop().create_future()
+
+    def on_frame(_request_id: str, frame: Frame) -> None:
+        if isinstance(frame, TERMINAL_FRAMES) and not ended.done():
+            ended.set_result(frame)
+
+    subscription = await bus.frames.subscribe(reply, on_frame)
+    await bus.jobs.publish(
+        Job(
+            request_id=request_id,
+            model=model,
+            prompt="Hello",
+            sampling=SamplingParams(max_tokens=1),
+            pooling=pooling,
+            reply=reply,
+            tenant=PROBE_TENANT,
+            tier=Tier.ENTERPRISE,
+        )
+    )
+    async with asyncio.timeout(_FIRST_ANSWER_S):
+        await ended
+    await subscription.close()

@@ -1,0 +1,239 @@
+"""Runs processes: starts them, writes their pids and logs, restarts what dies, stops them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli.local.private_files import make_private
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_BACKOFF_S = 0.2
+_LONGEST_BACKOFF_S = 5.0
+_STABLE_AFTER_S = 10.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Ready = Callable[[], Awaitable[bool]]
+
+
+class StartError(Exception):
+    """A process did not come up; the message says which, and where its log is."""
+
+
+@dataclass
+class Process:
+    """One supervised process.
+
+    ``before_start`` runs before each start, ``ready`` is polled until it holds, ``on_restart`` runs
+    after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
+    take to end after SIGTERM. When all stop, those of a higher ``stage`` do before the others, and
+    one with ``hurry_after_s`` is told again then: there is nobody left who could take over.
+    """
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    before_start: Callable[[], None] | None = None
+    ready: Ready | None = None
+    start_timeout_s: float = 60.0
+    stop_timeout_s: float = 3.0
+    hurry_after_s: float | None = None
+    stage: int = 0
+    on_restart: Callable[[], Awaitable[None]] | None = None
+
+
+class Supervisor:
+    """Owns the processes that it starts: none outlives it, even if it is killed."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        log_dir: Path,
+        say: Callable[[str], None] = print,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._env = dict(env)
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._say = say
+        self._running: dict[str, _Running] = {}
+        self._stopping = False
+        make_private(run_dir)
+        make_private(log_dir)
+
+    async def start(self, process: Process) -> None:
+        """Start a process and wait until it is ready. Raises StartError."""
+        running = _Running(process)
+        self._running[process.name] = running
+        await self._spawn(running)
+        await self._wait_ready(running)
+        running.watcher = asyncio.create_task(self._watch(running), name=f"watch {process.name}")
+
+    async def restart(self, name: str) -> None:
+        """End a process, in an orderly way if it can; its watcher starts it again. One that has not
+        been started yet needs nothing."""
+        running = self._running.get(name)
+        if running is not None and running.handle is not None and running.handle.returncode is None:
+            await _end(running.handle, running.process.stop_timeout_s)
+
+    async def remove(self, name: str) -> None:
+        """Stop one process for good, in an orderly way if it can. One that is not there needs
+        nothing; a ``start`` of it that still waits is to be cancelled first."""
+        running = self._running.get(name)
+        if running is not None:
+            await self._halt(running, running.process.stop_timeout_s)
+            del self._running[name]
+
+    async def stop(self, within_s: float) -> None:
+        """Stop all, stage by stage; whatever is left at the end is killed."""
+        self._stopping = True
+        deadline = time.monotonic() + within_s
+        by_stage = sorted(self._running.values(), key=_stage, reverse=True)
+        for _, stage in itertools.groupby(by_stage, key=_stage):
+            left_s = max(0.2, deadline - time.monotonic())
+            await asyncio.gather(*(self._halt_with_all(one, left_s) for one in stage))
+
+    async def _halt_with_all(self, running: _Running, left_s: float) -> None:
+        process = running.process
+        await self._halt(running, min(process.stop_timeout_s, left_s), process.hurry_after_s)
+
+    async def _halt(
+        self, running: _Running, within_s: float, hurry_after_s: float | None = None
+    ) -> None:
+        if running.watcher is not None:
+            running.watcher.cancel()
+            await asyncio.gather(running.watcher, return_exceptions=True)
+        if running.handle is not None:
+            await _end(running.handle, within_s, hurry_after_s)
+        self._pid_file(running).unlink(missing_ok=True)
+
+    async def _spawn(self, running: _Running) -> None:
+        process = running.process
+        if process.before_start is not None:
+            process.before_start()
+        log = self._log_path(running).open("ab")
+        try:
+            running.handle = await asyncio.create_subprocess_exec(
+                *process.command,
+                env={**self._env, **process.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartError(f"{process.name} cannot be started: {error}") from error
+        finally:
+            log.close()
+        running.started_at = time.monotonic()
+        self._pid_file(running).write_text(f"{running.handle.pid}\n")
+
+    async def _wait_ready(self, running: _Running) -> None:
+        process, handle = running.process, running.handle
+        assert handle is not None
+        deadline = time.monotonic() + process.start_timeout_s
+        while process.ready is not None and not await process.ready():
+            if handle.returncode is not None:
+                raise StartError(
+                    f"{process.name} ended with exit code {handle.returncode} before it was "
+                    f"ready: {self._last_words(running)}"
+                )
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"{process.name} was not ready within {process.start_timeout_s:.0f} s: "
+                    f"{self._last_words(running)}"
+                )
+            await asyncio.sleep(0.02)
+
+    async def _watch(self, running: _Running) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            assert running.handle is not None
+            code = await running.handle.wait()
+            # Whatever the process had started must not outlive it.
+            _signal_group(running.handle.pid, signal.SIGKILL)
+            if self._stopping:
+                return
+            if time.monotonic() - running.started_at > _STABLE_AFTER_S:
+                backoff_s = _FIRST_BACKOFF_S
+            self._say(f"{running.process.name} ended ({_how(code)}); starting it again")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+            try:
+                await self._spawn(running)
+                await self._wait_ready(running)
+                if running.process.on_restart is not None:
+                    await running.process.on_restart()
+            except (StartError, OSError) as error:
+                # It is ended, so that the next turn starts it once more.
+                self._say(str(error))
+                if running.handle.returncode is None:
+                    _signal_group(running.handle.pid, signal.SIGKILL)
+
+    def _pid_file(self, running: _Running) -> Path:
+        return self._run_dir / f"{running.process.name}.pid"
+
+    def _log_path(self, running: _Running) -> Path:
+        return self._log_dir / f"{running.process.name}.log"
+
+    def _last_words(self, running: _Running) -> str:
+        path = self._log_path(running)
+        lines = path.read_text(errors="replace").strip().splitlines()
+        return f"{lines[-1] if lines else 'it said nothing'} (log: {path})"
+
+
+@dataclass
+class _Running:
+    process: Process
+    handle: asyncio.subprocess.Process | None = None
+    watcher: asyncio.Task[None] | None = None
+    started_at: float = 0.0
+
+
+def _stage(running: _Running) -> int:
+    return running.process.stage
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _end(
+    handle: asyncio.subprocess.Process, within_s: float, hurry_after_s: float | None = None
+) -> None:
+    """SIGTERM, once more after ``hurry_after_s``, then SIGKILL for the process and whatever it had
+    started."""
+    hurry_after_s = min(within_s, hurry_after_s or within_s)
+    for wait_s in (hurry_after_s, within_s - hurry_after_s):
+        if handle.returncode is None and wait_s > 0:
+            _signal_group(handle.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await handle.wait()
+    _signal_group(handle.pid, signal.SIGKILL)
+    await handle.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal a process and all that it started; it leads its own session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our packages with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]

@@ -1,0 +1,1 @@
+"""Commands that run an engine in their own process, without a bus."""

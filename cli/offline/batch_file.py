@@ -1,0 +1,187 @@
+"""The lines of ``millrace generate``: requests in, answers out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cli.offline.generated import Choice, Generated, OfflineRequest
+from registry.served import ServedModel
+from schemas.errors import ConfigError, MillraceError, ParameterError
+from schemas.frames import TokenLogprob
+from schemas.jobs import ChatMessage, Job
+from schemas.sampling import SamplingParams
+
+_MAX_SHOWN = 20
+_MAX_PRIORITY = 1_000
+
+
+class BadLinesError(MillraceError):
+    """Lines of the input cannot be run; the message names each by its number."""
+
+    code = "invalid_input"
+    http_status = 400
+
+
+class BadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that cannot be run, and why; ``id`` is its own if it has one, else its number."""
+
+    id: str | int
+    number: int
+    code: str
+    message: str
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What a line says besides the fields of SamplingParams."""
+
+    id: str | int | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    cancel_after_tokens: int | None = None
+
+
+_ROW_FIELDS = frozenset(_Row.__struct_fields__)
+_line_decoder = msgspec.json.Decoder(dict[str, Any])
+_encoder = msgspec.json.Encoder()
+
+
+def read_requests(
+    file: Path, served: ServedModel, *, keep_bad: bool = False
+) -> list[OfflineRequest | BadLine]:
+    """Every request of ``file``, checked and tokenised; blank lines are skipped.
+
+    A request without an id gets its line number. Raises ConfigError if the file cannot be read.
+    A line that is no request for this model is in the list as such with ``keep_bad``; without it
+    BadLinesError is raised, with the number of each.
+    """
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    read: list[OfflineRequest | BadLine] = []
+    seen: dict[str | int, int] = {}
+    seed_source = random.Random()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        request = _read_line(number, line, served, seed_source)
+        if isinstance(request, OfflineRequest):
+            first = seen.setdefault(request.id, number)
+            if first != number:
+                why = f"id {request.id!r} is also that of line {first}"
+                request = BadLine(id=number, number=number, code=BadLinesError.code, message=why)
+        read.append(request)
+    bad = [request for request in read if isinstance(request, BadLine)]
+    if bad and not keep_bad:
+        shown = [f"{file}, line {line.number}: {line.message}" for line in bad[:_MAX_SHOWN]]
+        more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
+        raise BadLinesError("\n".join([*shown, *more]))
+    return read
+
+
+def answer_line(generated: Generated) -> str:
+    """An answer as one line of JSON: the completion, or ``choices`` if several were asked for."""
+    request, choices = generated.request, generated.choices
+    assert request.job.prompt_token_ids is not None
+    answer: dict[str, Any] = {"id": request.id}
+    if len(choices) == 1:
+        answer |= _completion(choices[0], generated)
+    else:
+        answer["completion_tokens"] = generated.num_tokens
+        answer["choices"] = [
+            {"index": index, **_completion(choice, generated)}
+            for index, choice in enumerate(choices)
+        ]
+    answer["prompt_tokens"] = len(request.job.prompt_token_ids)
+    if generated.prompt_logprobs:
+        answer["prompt_logprobs"] = [
+            None if entry is None else _logprob(entry) for entry in generated.prompt_logprobs
+        ]
+    if generated.num_cached_tokens:
+        answer["cached_tokens"] = generated.num_cached_tokens
+    return _encoder.encode(answer).decode() + "\n"
+
+
+def bad_line_answer(line: BadLine) -> str:
+    """What is answered to a line that cannot be run."""
+    error = {"code": line.code, "message": line.message}
+    return _encoder.encode({"id": line.id, "error": error}).decode() + "\n"
+
+
+def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
+    """``cancelled``, ``logprobs`` and ``error`` are there if there are any."""
+    shown: dict[str, Any] = {
+        "token_ids": choice.token_ids,
+        "text": "".join(choice.text),
+        "finish_reason": choice.finish_reason,
+        "completion_tokens": len(choice.token_ids),
+    }
+    if generated.request.job.sampling.logprobs is not None:
+        shown["logprobs"] = [_logprob(entry) for entry in choice.logprobs]
+    if choice.error is not None:
+        code, message = choice.error
+        shown["error"] = {"code": code, "message": message}
+    elif not choice.ended:
+        shown["cancelled"] = True
+    return shown
+
+
+def _read_line(
+    number: int, raw: bytes, served: ServedModel, seed_source: random.Random
+) -> OfflineRequest | BadLine:
+    own_id: str | int = number
+    try:
+        fields = _line_decoder.decode(raw)
+        row = msgspec.convert({k: v for k, v in fields.items() if k in _ROW_FIELDS}, _Row)
+        own_id = number if row.id is None else row.id
+        return _request(number, own_id, row, fields, served, seed_source)
+    except (MillraceError, ValueError) as error:
+        code = error.code if isinstance(error, MillraceError) else BadLinesError.code
+        return BadLine(id=own_id, number=number, code=code, message=str(error))
+
+
+def _request(
+    number: int,
+    own_id: str | int,
+    row: _Row,
+    fields: dict[str, Any],
+    served: ServedModel,
+    seed_source: random.Random,
+) -> OfflineRequest:
+    if abs(row.priority) > _MAX_PRIORITY:
+        raise ParameterError("priority", f"priority must be within ±{_MAX_PRIORITY}")
+    if row.cancel_after_tokens is not None and row.cancel_after_tokens < 0:
+        raise ParameterError("cancel_after_tokens", "cancel_after_tokens must not be negative")
+    sampling = {name: value for name, value in fields.items() if name not in _ROW_FIELDS}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = (sampling["stop"],)
+    job = Job(
+        request_id=str(number),
+        model=served.entry.name,
+        prompt=row.prompt,
+        messages=row.messages,
+        prompt_token_ids=row.prompt_token_ids,
+        sampling=msgspec.convert(sampling, SamplingParams, str_keys=True),
+    )
+    return OfflineRequest(
+        id=own_id,
+        job=served.prepare(job, seed_source, in_frames=False),
+        priority=row.priority,
+        cache_salt=row.cache_salt,
+        cancel_after_tokens=row.cancel_after_tokens,
+    )
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob,
+        "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top],
+    }

@@ -1,0 +1,124 @@
+"""``millrace embed``: the embeddings of a file of texts, straight from the engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from cli.offline.engine_options import add_engine_options, engine_config, print_start_of_engine
+from schemas.errors import ConfigError
+from schemas.pooling import Pooling
+
+if TYPE_CHECKING:
+    from cli.offline.embed_file import EmbedText
+    from workers.engine.engine import Engine
+    from workers.engine.types import EngineOutput
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace embed``."""
+    parser = subparsers.add_parser(
+        "embed",
+        help="embed a file of texts",
+        description="Each line of the input is a JSON object with text or prompt_token_ids, and "
+        "optionally id. Each line of the output, in the same order, has id, embedding and "
+        "prompt_tokens, or id and error.",
+    )
+    parser.add_argument("--model", required=True, metavar="PATH|NAME")
+    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: stdout")
+    parser.add_argument(
+        "--pooling",
+        choices=[pooling.value for pooling in Pooling],
+        help="the last token's hidden state or the mean over all (default: as the catalogue or "
+        "the checkpoint's modules.json and 1_Pooling/config.json say)",
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="scale embeddings to length 1 (default: as the checkpoint's modules.json says)",
+    )
+    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
+    add_engine_options(parser, "texts")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if every text was embedded, 1 if some failed; a bad line raises before any has run."""
+    from workers.engine.threads import configure_threads
+
+    config = engine_config(arguments)
+    # Before anything imports torch: it reads its thread settings once.
+    configure_threads(config, shared=False)
+    from cli.offline.embed_file import read_texts
+    from registry.catalogue import load_catalogue
+    from registry.checkpoints.sentence_embedding import read_embedding_defaults
+    from registry.served import ServedModel
+    from workers.engine.engine import Engine
+
+    catalogue = load_catalogue(arguments.catalogue)
+    name = catalogue.entry_for(arguments.model).name
+    served = ServedModel.load(catalogue.with_model(arguments.model), name)
+    defaults = read_embedding_defaults(served.path)
+    chosen = None if arguments.pooling is None else Pooling(arguments.pooling)
+    pooling = chosen or served.entry.pooling or defaults.pooling
+    if pooling is None:
+        raise ConfigError("The checkpoint does not say how to pool; choose with --pooling.")
+    normalize = bool(defaults.normalize if arguments.normalize is None else arguments.normalize)
+    texts = read_texts(arguments.input, served)
+    print_start_of_engine()
+    engine = Engine.load(served.path, config)
+    embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
+    if arguments.output is None:
+        return _write(embedded, sys.stdout, normalize=normalize)
+    try:
+        output = arguments.output.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
+    with output:
+        return _write(embedded, output, normalize=normalize)
+
+
+def _embed(
+    engine: Engine, texts: Sequence[EmbedText], pooling: Pooling, *, max_batch: int
+) -> Iterator[tuple[EmbedText, EngineOutput]]:
+    """Each text with what became of it, in order, as soon as those before it are there."""
+    from workers.engine.types import EngineRequest
+
+    waiting = iter(texts)
+    done: dict[str, EngineOutput] = {}
+    num_running = 0
+    for text in texts:
+        while str(text.number) not in done:
+            for new in islice(waiting, max_batch - num_running):
+                engine.add(
+                    EngineRequest(
+                        request_id=str(new.number),
+                        prompt_token_ids=new.token_ids,
+                        pooling=pooling,
+                    )
+                )
+                num_running += 1
+            finished = {o.request_id: o for o in engine.step() if o.finished}
+            num_running -= len(finished)
+            done |= finished
+        yield text, done.pop(str(text.number))
+
+
+def _write(
+    embedded: Iterator[tuple[EmbedText, EngineOutput]], output: TextIO, *, normalize: bool
+) -> int:
+    from cli.offline.embed_file import embedding_line, error_line
+
+    num_failed = 0
+    for text, made in embedded:
+        if made.error is None:
+            output.write(embedding_line(text, made.embedding, normalize=normalize))
+        else:
+            num_failed += 1
+            output.write(error_line(text, made.error))
+    return 1 if num_failed else 0

@@ -1,0 +1,168 @@
+"""``millrace generate``: a file of requests straight on the engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from cli.offline.engine_options import (
+    DEFAULTS,
+    add_engine_options,
+    engine_config,
+    print_start_of_engine,
+)
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cli.offline.batch_file import BadLine
+    from cli.offline.generated import OfflineRequest
+    from cli.offline.offline import OfflineBatch
+    from registry.served import ServedModel
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace generate``."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="run a file of requests straight on the engine",
+        description="Each line of the input is a JSON object with prompt, prompt_token_ids or "
+        "messages, and optionally id, any sampling parameter (max_tokens, temperature, top_p, "
+        "top_k, min_p, typical_p, seed, stop, stop_token_ids, ignore_eos, min_tokens, logprobs, "
+        "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
+        "bad_words, n, grammar as {kind, text}), priority (higher goes first), cache_salt, and "
+        "cancel_after_tokens. Answers are written in the same order. The last line on stderr is a "
+        "JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was counted.",
+    )
+    parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
+    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
+    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
+    add_engine_options(parser, "requests")
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
+    )
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        default=DEFAULTS.num_blocks,
+        help="blocks of keys and values, instead of --kv-cache-bytes",
+    )
+    parser.add_argument(
+        "--host-cache-bytes",
+        type=int,
+        default=DEFAULTS.host_cache_bytes,
+        help="memory for blocks of preempted and idle requests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute every prompt, also what earlier ones have in common with it",
+    )
+    parser.add_argument(
+        "--answer-bad-lines",
+        action="store_true",
+        help="answer a line that cannot be run with an error and run the others (default: run "
+        "nothing then)",
+    )
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
+    answered: then none has run."""
+    from workers.engine.thread_report import choose_threads
+
+    config = engine_config(
+        arguments,
+        kv_cache_bytes=arguments.kv_cache_bytes or 0,
+        num_blocks=arguments.num_blocks,
+        host_cache_bytes=arguments.host_cache_bytes,
+        prefix_cache=not arguments.no_prefix_cache,
+    )
+    # Before anything imports torch: it reads its thread settings once.
+    threads = choose_threads(config, shared=False)
+    from cli.offline.batch_file import BadLinesError, read_requests
+    from registry.catalogue import load_catalogue
+    from registry.served import ServedModel
+
+    catalogue = load_catalogue(arguments.catalogue)
+    name = catalogue.entry_for(arguments.model).name
+    served = ServedModel.load(catalogue.with_model(arguments.model), name)
+    try:
+        requests = read_requests(arguments.input, served, keep_bad=arguments.answer_bad_lines)
+    except BadLinesError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    try:
+        output = arguments.output.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
+    print(f"the engine computes with {threads}", file=sys.stderr)
+    with output:
+        return _generate(served, requests, config, output)
+
+
+def _generate(
+    served: ServedModel,
+    requests: list[OfflineRequest | BadLine],
+    config: EngineConfig,
+    output: TextIO,
+) -> int:
+    import msgspec
+
+    from cli.offline.offline import OfflineBatch
+    from workers.engine.engine import Engine
+
+    print_start_of_engine()
+    engine = Engine.load(served.path, config)
+    batch = OfflineBatch(engine, served.tokenizer, engine.stats().max_num_sequences)
+    num_bad = _write_answers(batch, requests, output)
+    engine.check_integrity()
+    summary = batch.summary(num_bad)
+    print(msgspec.json.encode(summary).decode(), file=sys.stderr)
+    return 1 if summary.num_failed else 0
+
+
+def _write_answers(
+    batch: OfflineBatch, lines: list[OfflineRequest | BadLine], output: TextIO
+) -> int:
+    """In the order of the lines, each as soon as those before it are there; how many were bad."""
+    from tqdm import tqdm
+
+    from cli.offline.batch_file import BadLine, answer_line, bad_line_answer
+
+    requests = [line for line in lines if not isinstance(line, BadLine)]
+    answers: dict[str, str] = {}
+    order = iter(lines)
+    awaited = next(order, None)
+    num_tokens = 0
+
+    def write_what_is_there() -> None:
+        nonlocal awaited
+        while awaited is not None:
+            if isinstance(awaited, BadLine):
+                output.write(bad_line_answer(awaited))
+            elif awaited.job.request_id in answers:
+                output.write(answers.pop(awaited.job.request_id))
+            else:
+                return
+            awaited = next(order, None)
+
+    with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar:
+
+        def on_tokens(count: int) -> None:
+            nonlocal num_tokens
+            num_tokens += count
+            bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+
+        write_what_is_there()
+        for generated in batch.run(requests, on_tokens):
+            answers[generated.request.job.request_id] = answer_line(generated)
+            bar.update()
+            write_what_is_there()
+    return len(lines) - len(requests)

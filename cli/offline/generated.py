@@ -1,0 +1,148 @@
+"""One request of an offline batch, and its answer as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from registry.tokenizers.tokenizer import Tokenizer
+from schemas.frames import FinishReason, TokenLogprob
+from schemas.jobs import Job
+from workers.engine.types import EngineOutput, EngineRequest
+from workers.host.output_text import TextStream
+
+
+class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared job, whose request id is the number of its line, and what only the engine is told.
+
+    ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
+    after the first step that could have run it) the caller goes away.
+    """
+
+    id: str | int
+    job: Job
+    priority: int = 0
+    cache_salt: str = ""
+    cancel_after_tokens: int | None = None
+
+    def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
+        job = self.job
+        assert job.prompt_token_ids is not None
+        return EngineRequest(
+            request_id=job.request_id,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            eos_token_ids=tuple(eos_token_ids),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+
+
+@dataclass
+class Choice:
+    """One completion of a request. Times are monotonic seconds."""
+
+    stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    error: tuple[str, str] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def take(self, output: EngineOutput, now_s: float, limit: int | None) -> None:
+        """Add what a step made, but no more than ``limit`` tokens and nothing behind a stop
+        string."""
+        for at, token_id in enumerate(output.token_ids[:limit]):
+            text, stopped = self.stream.push(token_id)
+            self.text.append(text)
+            self.token_ids.append(token_id)
+            self.logprobs += output.logprobs[at : at + 1]
+            self.last_token_s = now_s
+            if len(self.token_ids) == 1:
+                self.first_token_s = now_s
+            if stopped:
+                self.finish_reason = FinishReason.STOP
+                return
+        self.error = output.error
+        if limit is None or len(output.token_ids) <= limit:
+            self.finish_reason = output.finish_reason
+        if self.ended:
+            self.text.append(self.stream.flush())
+
+
+class Generated:
+    """A request's answer: ``choices`` as many as it asked for. ``cancelled``: the caller went away
+    before they had all ended. Owns nothing in the engine: ``OfflineBatch`` cancels there."""
+
+    def __init__(self, request: OfflineRequest, tokenizer: Tokenizer, added_s: float) -> None:
+        job = request.job
+        self.request = request
+        self.added_s = added_s
+        self.cancelled = False
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.choices = [
+            Choice(TextStream(tokenizer, job.sampling, job.prompt_token_ids or ()))
+            for _ in range(job.sampling.n)
+        ]
+        self._num_in_engine = len(self.choices)
+        self._started = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or all(choice.ended for choice in self.choices)
+
+    @property
+    def ended_in_engine(self) -> bool:
+        """Whether the engine has nothing of it any more."""
+        return self._num_in_engine == 0
+
+    @property
+    def error(self) -> tuple[str, str] | None:
+        """The error of the first choice that failed."""
+        return next((choice.error for choice in self.choices if choice.error is not None), None)
+
+    def take(self, output: EngineOutput, now_s: float) -> bool:
+        """Add what a step made for one of the choices; whether that was the end of it all."""
+        if self.ended:
+            return False
+        if output.started:
+            self._started = True
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.finished:
+            self._num_in_engine -= 1
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        choice = self.choices[output.choice]
+        if not choice.ended:
+            choice.take(output, now_s, self._num_tokens_left())
+        if output.error is not None and not self._started:
+            # Refused as a whole: that is said once.
+            self._num_in_engine = 0
+            for other in self.choices:
+                other.error = output.error
+        limit = self.request.cancel_after_tokens
+        if limit and self.num_tokens >= limit and not self.ended:
+            self.leave()
+        return self.ended
+
+    def leave(self) -> None:
+        """The caller goes away."""
+        self.cancelled = True
+
+    def _num_tokens_left(self) -> int | None:
+        """Until the caller goes away."""
+        limit = self.request.cancel_after_tokens
+        return None if limit is None else max(0, limit - self.num_tokens)

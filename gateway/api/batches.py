@@ -1,0 +1,141 @@
+"""``/v1/batches``: many requests in one file, answered within a day by any gateway."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.api.files import Files
+from gateway.api.paging import new_ordered_id, page_of
+from gateway.batches.store import BatchRecord, BatchStore
+from gateway.core import Gateway
+from gateway.errors import NotFoundError
+from gateway.request.message_fields import check_metadata
+from gateway.request.parsing import decode
+from gateway.transport.http import json_response, read_body
+from runtime.redis_link import RedisAwayError
+from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
+from schemas.errors import MillraceError, ParameterError
+from schemas.files import FilePurpose
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+WINDOW = "24h"
+
+_ID_PREFIX = "batch_"
+_WINDOW_S = 24 * 3600
+_DEFAULT_PAGE = 20
+_MAX_PAGE = 100
+_NS_PER_S = 1_000_000_000
+_STOPPABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+
+
+class BatchOverError(MillraceError):
+    """The batch has ended, or is about to; nothing is left to cancel."""
+
+    code = "batch_not_cancellable"
+    http_status = 409
+
+
+class BatchesApi:
+    """Starlette endpoints; each tenant sees its own batches. Batches are run by ``BatchRunner``."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = BatchStore(gateway.bus.journal)
+        self._files = Files(gateway.bus.objects)
+        self._decoder = msgspec.json.Decoder(BatchRequest)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """The batch is stored; a gateway begins to run it soon."""
+        gateway = self._gateway
+        caller = await gateway.identity.caller(request.scope)
+        gateway.stores.check()
+        body = await read_body(request.scope, request.receive, gateway.config)
+        asked = decode(self._decoder, body)
+        _check(asked)
+        await self._check_input(caller.tenant, asked.input_file_id)
+        if gateway.redis is None:
+            raise RedisAwayError
+        now_ns = gateway.clock.now_ns()
+        batch = Batch(
+            id=new_ordered_id(_ID_PREFIX, now_ns),
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            status=BatchStatus.VALIDATING,
+            created_at=now_ns // _NS_PER_S,
+            expires_at=now_ns // _NS_PER_S + _WINDOW_S,
+            metadata=asked.metadata,
+        )
+        record = BatchRecord(batch=batch, caller=caller)
+        await self._store.create(record, gateway.config.max_open_batches)
+        return json_response(batch)
+
+    async def retrieve(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        record = await self._store.get(caller.tenant, request.path_params["batch_id"])
+        return json_response(record.batch)
+
+    async def list(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        ids = await self._store.ids(caller.tenant)
+        page = page_of(request, ids, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+        data = tuple(await self._store.batches(caller.tenant, page.ids))
+        return json_response(
+            BatchList(
+                data=data,
+                first_id=data[0].id if data else None,
+                last_id=data[-1].id if data else None,
+                has_more=page.has_more,
+            )
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        """What waits and runs is cancelled; what is done by then is in the files. Again is the same
+        as once."""
+        caller = await self._gateway.identity.caller(request.scope)
+        batch_id = request.path_params["batch_id"]
+        now_s = self._gateway.clock.now_ns() // _NS_PER_S
+
+        def cancelling(record: BatchRecord) -> BatchRecord:
+            batch = record.batch
+            if batch.status not in _STOPPABLE:
+                return record
+            batch = replace(batch, status=BatchStatus.CANCELLING, cancelling_at=now_s)
+            return replace(record, batch=batch)
+
+        record = await self._store.change(caller.tenant, batch_id, cancelling)
+        if record.batch.cancelling_at is None:
+            raise BatchOverError(
+                f"The batch {batch_id} is {record.batch.status}; it cannot be cancelled any more."
+            )
+        return json_response(record.batch)
+
+    async def _check_input(self, tenant: str, file_id: str) -> None:
+        try:
+            file, _ = await self._files.get(tenant, file_id)
+        except NotFoundError as error:
+            raise ParameterError("input_file_id", error.message) from error
+        if file.purpose is not FilePurpose.BATCH:
+            raise ParameterError(
+                "input_file_id", f"The file {file_id} has the purpose {file.purpose}, not batch."
+            )
+
+
+def _check(asked: BatchRequest) -> None:
+    if asked.endpoint not in ENDPOINTS:
+        raise ParameterError("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}.")
+    if asked.completion_window != WINDOW:
+        raise ParameterError("completion_window", f"completion_window must be {WINDOW}.")
+    check_metadata(asked.metadata)

@@ -1,0 +1,105 @@
+"""An answer's parts to its client as server-sent events, as they come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.api.client_connection import HttpClient
+from gateway.rendering.chunks import SSE_KEEP_ALIVE, encode
+from gateway.rendering.rendering import Renderer
+from gateway.request.response_stream import Answer
+from gateway.streams.parts import Part
+from gateway.transport.connection_writer import Wire
+from gateway.transport.event_ids import event_id_line, with_event_id
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
+
+_KEEP_ALIVE_S = 15.0
+
+
+class EventPump:
+    """Writes to the client's wire whenever its answer has something, without waking a task."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        answer: Answer,
+        client: HttpClient,
+        wire: Wire,
+        renderer: Renderer,
+    ) -> None:
+        self._gateway = gateway
+        self._answer = answer
+        self._client = client
+        self._wire = wire
+        self._render = renderer.part
+        self._plain = renderer.plain
+        self._id_prefix = f"id: {answer.request_id}/".encode()
+        self._is_asked = False
+        self._is_over = False
+        self._has_written = False
+
+    async def run(self, early: list[Part]) -> bool:
+        """Write ``early``, then parts as they come until the answer's end; False if the client is
+        gone before that. Silence is broken by comments."""
+        client, answer = self._client, self._answer
+        self._write(early)
+        client.on_wake = self._wire.on_writable = self._ask
+        self._ask()
+        try:
+            while not (answer.ended or client.has_left() or client.going_away):
+                if await client.wait_up_to(_KEEP_ALIVE_S):
+                    continue
+                if not self._has_written and self._wire.is_writable:
+                    self._wire.write([SSE_KEEP_ALIVE])
+                self._has_written = False
+        finally:
+            client.on_wake = self._wire.on_writable = None
+            self._is_over = True
+        return answer.ended and not client.has_left()
+
+    def pulse(self) -> None:
+        self._is_asked = False
+        client, answer = self._client, self._answer
+        if self._is_over or client.has_left():
+            return
+        now_s = self._gateway.clock.monotonic()
+        if not self._wire.is_writable:
+            client.sending_since_s = client.sending_since_s or now_s
+            return
+        client.sending_since_s = None
+        if self._plain is not None:
+            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            if progress is not None:
+                if progress.text:
+                    self._write_plain(progress.text, *self._plain)
+                return
+        self._write(answer.take(now_s))
+        if answer.ended:
+            client.call()
+
+    def drop(self, reason: str) -> None:
+        self._client.drop(reason)
+
+    def _ask(self) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.pulse.ask(self)
+
+    def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
+        next_index = self._answer.choices[0].next_index
+        event = b"%b%d\n%b%b%b" % (self._id_prefix, next_index, before, encode(text), after)
+        self._wire.write([event])
+        self._has_written = True
+
+    def _write(self, parts: list[Part]) -> None:
+        if not parts:
+            return
+        render = self._render
+        events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
+        if not events:
+            return
+        line = event_id_line(self._id_prefix, self._answer.next_indices)
+        self._wire.write([with_event_id(events, line)])
+        self._has_written = True

@@ -1,0 +1,296 @@
+"""``/v1/files``: what clients upload for batches, and what batches leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from bus.api import Objects, StoredObject
+from gateway.api.paging import new_ordered_id, page_of
+from gateway.batches.store import BatchStore
+from gateway.core import Gateway
+from gateway.errors import NotFoundError
+from gateway.transport.body_deadline import BodyDeadline
+from gateway.transport.http import ClientLeftError, content_length, json_response
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from schemas.files import FileDeleted, FileList, FileObject, FilePurpose
+
+_ID_PREFIX = "file-"
+_READ_BYTES = 256 * 1024
+_LINGER_S = 2.0
+_FORM_BYTES = 64 * 1024  # what a form has around its file
+_MAX_FILENAME_CHARACTERS = 256
+_MAX_PAGE = 10_000
+_NO_CHARSET = "The form is not in the charset that its content-type names; leave charset out."
+_LIST_FIELDS = ("order", "purpose")
+_NS_PER_S = 1_000_000_000
+
+
+class FileInUseError(MillraceError):
+    """The file is what a batch that is not finished reads."""
+
+    code = "file_in_use"
+    http_status = 409
+
+
+class StorageFullError(MillraceError):
+    """The tenant has as many files, or bytes of files, as it may have."""
+
+    code = "storage_limit_exceeded"
+    http_status = 413
+
+
+class Files:
+    """The files of all tenants, in the bus's object store."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    async def put(
+        self,
+        tenant: str,
+        file_id: str,
+        chunks: AsyncIterator[bytes],
+        filename: str,
+        purpose: FilePurpose,
+    ) -> FileObject:
+        """Store a file; one that is there already stays."""
+        metadata = {"filename": filename, "purpose": purpose.value}
+        return self._file(await self._objects.put(tenant, file_id, chunks, metadata))
+
+    async def get(self, tenant: str, file_id: str) -> tuple[FileObject, StoredObject]:
+        """Raises NotFoundError, also for another tenant's file."""
+        stored = await self._objects.info(tenant, file_id)
+        if stored is None:
+            raise NotFoundError(f"There is no file {file_id!r:.100}.")
+        return self._file(stored), stored
+
+    def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
+        """Its bytes. Raises ObjectLostError when they are not all there."""
+        return self._objects.read(stored)
+
+    async def ids(self, tenant: str) -> list[str]:
+        return await self._objects.names(tenant)
+
+    async def files(self, tenant: str, ids: list[str]) -> list[FileObject]:
+        """Those that are still there."""
+        return [self._file(stored) for stored in await self._objects.infos(tenant, ids)]
+
+    async def delete(self, tenant: str, file_id: str) -> None:
+        """Raises NotFoundError."""
+        if not await self._objects.delete(tenant, file_id):
+            raise NotFoundError(f"There is no file {file_id!r:.100}.")
+
+    def _file(self, stored: StoredObject) -> FileObject:
+        created_s = stored.stored_ns // _NS_PER_S
+        return FileObject(
+            id=stored.name,
+            bytes=stored.size_bytes,
+            created_at=created_s,
+            expires_at=created_s + round(self._objects.ttl_s),
+            filename=stored.metadata["filename"],
+            purpose=FilePurpose(stored.metadata["purpose"]),
+        )
+
+
+class FilesApi:
+    """Starlette endpoints; each tenant sees its own files."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._files = Files(gateway.bus.objects)
+        self._batches = BatchStore(gateway.bus.journal)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """A form with ``file`` and ``purpose``; the file passes through, it is never in memory as a
+        whole."""
+        caller = await self._gateway.identity.caller(request.scope)
+        self._gateway.stores.check()
+        limit_bytes = self._gateway.config.max_file_bytes
+        parser = await _parser(request, self._gateway.config)
+        try:
+            form = await parser.parse()
+        except MultiPartException as error:
+            raise ParameterError("file", f"The form cannot be read: {error.message}") from error
+        except UnicodeError as error:
+            raise ParameterError("content-type", _NO_CHARSET) from error
+        try:
+            upload = _checked(dict(form.multi_items()))
+            if (upload.size or 0) > limit_bytes:
+                raise PayloadTooLargeError(upload.size or 0, limit_bytes)
+            if not upload.size:
+                raise ParameterError("file", "The file is empty.")
+            await self._check_room(caller.tenant, upload.size)
+            stored = await self._files.put(
+                caller.tenant,
+                new_ordered_id(_ID_PREFIX, self._gateway.clock.now_ns()),
+                _chunks(upload),
+                upload.filename or "",
+                FilePurpose.BATCH,
+            )
+            await self._check_still_room(caller.tenant, stored)
+        finally:
+            await form.close()
+        return json_response(stored)
+
+    async def _check_still_room(self, tenant: str, stored: FileObject) -> None:
+        """Others may have been uploaded meanwhile: those that no more fit together go again."""
+        try:
+            await self._check_room(tenant, stored.bytes, besides=stored.id)
+        except StorageFullError:
+            await self._files.delete(tenant, stored.id)
+            raise
+
+    async def _check_room(self, tenant: str, size_bytes: int, besides: str = "") -> None:
+        """Raises StorageFullError if a file of this size is too much beside the tenant's others."""
+        config = self._gateway.config
+        ids = [one for one in await self._files.ids(tenant) if one != besides]
+        if len(ids) >= config.max_stored_files:
+            raise StorageFullError(
+                f"{len(ids)} files are kept, which is the limit. Delete some first."
+            )
+        stored_bytes = sum(file.bytes for file in await self._files.files(tenant, ids))
+        limit_bytes = config.max_stored_file_bytes
+        if stored_bytes + size_bytes > limit_bytes:
+            raise StorageFullError(
+                f"{stored_bytes} bytes of files are kept and {size_bytes} would be more than the "
+                f"limit of {limit_bytes} bytes. Delete some first."
+            )
+
+    async def list(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        purpose = request.query_params.get("purpose")
+        ids = await self._files.ids(caller.tenant)
+        if purpose is not None:
+            of_purpose = await self._files.files(caller.tenant, ids)
+            ids = [file.id for file in of_purpose if file.purpose.value == purpose]
+        page = page_of(request, ids, default=_MAX_PAGE, most=_MAX_PAGE, more_fields=_LIST_FIELDS)
+        data = tuple(await self._files.files(caller.tenant, page.ids))
+        return json_response(
+            FileList(
+                data=data,
+                first_id=data[0].id if data else None,
+                last_id=data[-1].id if data else None,
+                has_more=page.has_more,
+            )
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        file, _ = await self._files.get(caller.tenant, request.path_params["file_id"])
+        return json_response(file)
+
+    async def content(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        file, stored = await self._files.get(caller.tenant, request.path_params["file_id"])
+        return StreamingResponse(
+            self._files.read(stored),
+            headers={"content-length": str(file.bytes)},
+            media_type="application/octet-stream",
+        )
+
+    async def delete(self, request: Request) -> Response:
+        """Refused while a batch reads the file."""
+        caller = await self._gateway.identity.caller(request.scope)
+        file_id = request.path_params["file_id"]
+        batch_id = await self._batches.reader_of(caller.tenant, file_id)
+        if batch_id is not None:
+            raise FileInUseError(
+                f"The batch {batch_id} reads this file. Cancel it, or wait for its end."
+            )
+        await self._files.delete(caller.tenant, file_id)
+        return json_response(FileDeleted(id=file_id))
+
+
+async def _parser(request: Request, config: GatewayConfig) -> MultiPartParser:
+    """Raises ParameterError for another kind of body, PayloadTooLargeError for a declared size."""
+    limit_bytes = config.max_file_bytes
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise ParameterError(
+            "content-type", "Send a form of the type multipart/form-data with file and purpose."
+        )
+    declared_bytes = content_length(request.scope)
+    if declared_bytes is not None and declared_bytes > limit_bytes + _FORM_BYTES:
+        await _let_finish(request)
+        raise PayloadTooLargeError(declared_bytes, limit_bytes)
+    return MultiPartParser(request.headers, _body(request, config), max_files=1, max_fields=8)
+
+
+async def _body(request: Request, config: GatewayConfig) -> AsyncGenerator[bytes]:
+    """The body as it comes. Raises PayloadTooLargeError once it is too long, SlowRequestError when
+    nothing comes or it trickles, and ClientLeftError."""
+    limit_bytes = config.max_file_bytes
+    num_bytes = 0
+    now_s = asyncio.get_running_loop().time
+    deadline = BodyDeadline(config, now_s())
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline.at_s(num_bytes, now_s())):
+                event = await request.receive()
+        except TimeoutError:
+            raise deadline.error(num_bytes) from None
+        if event["type"] == "http.disconnect":
+            raise ClientLeftError
+        chunk = event.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > limit_bytes + _FORM_BYTES:
+            await _let_finish(request)
+            raise PayloadTooLargeError(num_bytes, limit_bytes)
+        yield chunk
+        if not event.get("more_body", False):
+            return
+
+
+async def _let_finish(request: Request) -> None:
+    """Throw away what still comes, for a moment: clients read an answer after they have sent."""
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while (event := await request.receive())["type"] != "http.disconnect":
+                if not event.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _checked(fields: dict[str, UploadFile | str]) -> UploadFile:
+    """The form's file. Raises ParameterError naming the field at fault."""
+    for name in fields:
+        if name not in ("file", "purpose"):
+            raise ParameterError(name, f"{name:.100} is not a field of this request; leave it out.")
+    upload, purpose = fields.get("file"), fields.get("purpose")
+    if not isinstance(upload, UploadFile):
+        raise ParameterError("file", "file is required, with a file name.")
+    if len(upload.filename or "") > _MAX_FILENAME_CHARACTERS:
+        raise ParameterError(
+            "file", f"The file's name must have at most {_MAX_FILENAME_CHARACTERS} characters."
+        )
+    if any("\ud800" <= character <= "\udfff" for character in upload.filename or ""):
+        # Some charsets can write halves of characters, which nothing can be made of.
+        raise ParameterError("content-type", _NO_CHARSET)
+    if purpose is None:
+        raise ParameterError("purpose", "purpose is required; it must be batch.")
+    if purpose != FilePurpose.BATCH.value:
+        raise ParameterError("purpose", f"purpose must be batch, got {purpose!r:.100}.")
+    return upload
+
+
+async def _chunks(upload: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await upload.read(_READ_BYTES):
+        yield chunk

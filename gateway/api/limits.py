@@ -1,0 +1,123 @@
+"""``GET /v1/limits``: what a caller may use, and what is left of it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Literal, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bus.tenancy.accounts import Account, Standing
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.identity import Identity, require_admin
+from gateway.tenancy.limit_headers import remaining
+from gateway.tenancy.limits import Limiter
+from gateway.transport.http import json_response
+from schemas.errors import ParameterError
+from schemas.jobs import Tier
+from schemas.tenants import LimitSet, check_tenant, from_nano
+
+
+class Remaining(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of each limit of a ``LimitSet``; None: no limit."""
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_requests: int | None
+    context_tokens: int | None
+    monthly_budget: Decimal | None
+
+
+class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant or key: its limits, what is left of them, and what it has spent this month. What
+    runs may cost ``held`` at most, which is not left either."""
+
+    kind: Literal["tenant", "key"]
+    name: str
+    limits: LimitSet
+    remaining: Remaining
+    spent: Decimal
+    held: Decimal
+
+
+class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``GET /v1/limits``. ``tier`` is null for another tenant than the caller's."""
+
+    tenant: str
+    tier: Tier | None
+    accounts: tuple[AccountLimits, ...]
+    object: Literal["limits"] = "limits"
+
+
+class _Gateway(Protocol):
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def limiter(self) -> Limiter: ...
+
+
+class LimitsApi:
+    """Starlette endpoints over one gateway."""
+
+    def __init__(self, gateway: _Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/limits", self.limits, methods=["GET"])]
+
+    async def limits(self, request: Request) -> Response:
+        """The caller's own; an administrator may ask for those of ``?tenant=``."""
+        caller = await self._gateway.identity.caller(request.scope)
+        asked = request.query_params.get("tenant")
+        tier: Tier | None = caller.tier
+        if asked is not None and asked != caller.tenant:
+            require_admin(caller)
+            try:
+                check_tenant(asked)
+            except ValueError as error:
+                raise ParameterError("tenant", f"{error}.") from error
+            caller, tier = Caller(tenant=asked), None
+        accounts = await self._gateway.limiter.caller_standing(caller)
+        answer = CallerLimits(
+            tenant=caller.tenant,
+            tier=tier,
+            accounts=tuple(account_limits(account, standing) for account, standing in accounts),
+        )
+        return json_response(answer)
+
+
+def account_limits(account: Account, standing: Standing) -> AccountLimits:
+    """An account as it is shown."""
+    limits = account.limits
+    spent, held = from_nano(standing.spent_nano), from_nano(standing.held_nano)
+    left = Remaining(
+        requests_per_minute=_left(limits.requests_per_minute, standing.requests),
+        tokens_per_minute=_left(limits.tokens_per_minute, standing.tokens),
+        concurrent_requests=(
+            None
+            if limits.concurrent_requests is None
+            else max(0, limits.concurrent_requests - standing.num_running)
+        ),
+        context_tokens=limits.context_tokens,
+        monthly_budget=(
+            None
+            if limits.monthly_budget is None
+            else max(Decimal(0), limits.monthly_budget - spent - held)
+        ),
+    )
+    return AccountLimits(
+        kind=account.kind,
+        name=account.name,
+        limits=limits,
+        remaining=left,
+        spent=spent,
+        held=held,
+    )
+
+
+def _left(per_minute: int | None, ticks: int) -> int | None:
+    return None if per_minute is None else remaining(per_minute, ticks)

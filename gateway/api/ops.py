@@ -1,0 +1,194 @@
+"""``/ops/api``: the saved queries over all requests, for administrators, as JSON or as CSV."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.core import Gateway
+from gateway.errors import NotFoundError, TelemetryUnavailableError
+from gateway.tenancy.identity import require_admin
+from schemas.control import TelemetryAnswer, TelemetryQuery
+from schemas.errors import MillraceError, ParameterError
+
+logger = logging.getLogger(__name__)
+
+MAX_EXPORT_ROWS = 100_000
+_EXPORT = "requests"
+_PAGE_ROWS = 2_000
+_MAX_TRIES = 3
+_PAUSE_S = 0.5
+_RELATIVE = re.compile(r"-[0-9]{1,12}|0")
+_JSON = "application/json"
+_CSV = "text/csv; charset=utf-8"
+_HEADERS = {"cache-control": "no-store", "vary": "accept"}
+
+
+class QueryError(MillraceError):
+    """The telemetry process could not answer a query."""
+
+    code = "query_failed"
+    http_status = 400
+
+
+class AnswerTooLargeError(MillraceError):
+    """What was asked for is more than one answer holds."""
+
+    code = "answer_too_large"
+    http_status = 400
+
+
+class _Count(msgspec.Struct, frozen=True):
+    requests: int
+
+
+class OpsApi:
+    """Starlette endpoints over one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._counts = msgspec.json.Decoder(tuple[_Count])
+
+    def routes(self) -> list[Route]:
+        return [Route("/ops/api/{query}", self.query, methods=["GET"])]
+
+    async def query(self, request: Request) -> Response:
+        """Rows of a saved query, as telemetry gave them: CSV for a name that ends in ``.csv`` or a
+        caller that accepts nothing else. ``requests.csv`` is each request of a range, row by row.
+
+        Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
+        TelemetryUnavailableError.
+        """
+        require_admin(await self._gateway.identity.caller(request.scope))
+        asked: str = request.path_params["query"]
+        name = asked.removesuffix(".csv")
+        wants_csv = name != asked or _accepts_only_csv(request)
+        params = _single_values(request)
+        if not wants_csv:
+            answer = await self._ask(name, params)
+            return Response(answer.rows_json, media_type=_JSON, headers=_HEADERS)
+        if name == _EXPORT:
+            return await self._export(params)
+        answer = await self._ask(name, params, is_csv=True)
+        return Response(answer.rows_csv, media_type=_CSV, headers=_attachment(name))
+
+    async def _export(self, params: dict[str, str]) -> Response:
+        """All pages of the range, one after the other; what it ends at is fixed at the start."""
+        fixed: dict[str, str | int | float] = {**params, **self._fixed_range(params)}
+        for name in ("rows", "after_us", "after_hash"):
+            if name in params:
+                raise ParameterError(name, f"{_EXPORT}.csv has no parameter {name!r}.")
+        (count,) = self._counts.decode((await self._ask("requests_count", fixed)).rows_json)
+        if count.requests > MAX_EXPORT_ROWS:
+            raise AnswerTooLargeError(
+                f"The range holds {count.requests} requests, and a file takes {MAX_EXPORT_ROWS}. "
+                "Choose a shorter range, a tenant, a model or a status; millrace sql has no bound."
+            )
+        first, page_rows = await self._page(fixed, _PAGE_ROWS)
+        pages = self._pages(fixed, first, page_rows)
+        return StreamingResponse(pages, media_type=_CSV, headers=_attachment(_EXPORT))
+
+    async def _pages(
+        self, params: dict[str, str | int | float], page: bytes, page_rows: int
+    ) -> AsyncIterator[bytes]:
+        """``page``, of up to ``page_rows``, and those after it, the names of the columns only once.
+
+        A page that telemetry does not give in a few tries ends the file in the middle, without the
+        end that HTTP marks, so that nobody takes it for the whole.
+        """
+        num_rows = 0
+        names, _, rows = page.partition(b"\r\n")
+        yield names + b"\r\n"
+        while rows:
+            yield rows
+            num_rows += page_rows
+            if num_rows > 2 * MAX_EXPORT_ROWS:
+                raise AnswerTooLargeError("More requests came into the range than a file takes.")
+            # The last two columns are numbers, which no cell with a line break can be mistaken for.
+            _, after_us, after_hash = rows.rstrip().rsplit(b",", 2)
+            following = {**params, "after_us": int(after_us), "after_hash": int(after_hash)}
+            page, page_rows = await self._page_in_the_end(following, page_rows)
+            rows = page.partition(b"\r\n")[2]
+
+    async def _page(self, params: dict[str, str | int | float], num_rows: int) -> tuple[bytes, int]:
+        """A page of so many rows, or of fewer where so many fit no answer; how many it may have."""
+        while True:
+            try:
+                asked = {**params, "rows": num_rows}
+                return (await self._ask("requests_page", asked, is_csv=True)).rows_csv, num_rows
+            except AnswerTooLargeError:
+                if num_rows == 1:
+                    raise
+                num_rows //= 2
+
+    async def _page_in_the_end(
+        self, params: dict[str, str | int | float], num_rows: int
+    ) -> tuple[bytes, int]:
+        for attempt in range(1, _MAX_TRIES + 1):
+            try:
+                return await self._page(params, num_rows)
+            except TelemetryUnavailableError:
+                if attempt == _MAX_TRIES:
+                    logger.warning("an export ended in the middle: telemetry does not answer")
+                    raise
+                await self._gateway.clock.sleep(_PAUSE_S)
+        raise AssertionError
+
+    async def _ask(
+        self, name: str, params: dict[str, str | int | float] | dict[str, str], is_csv: bool = False
+    ) -> TelemetryAnswer:
+        query = TelemetryQuery(name=name, params={**params}, format="csv" if is_csv else "json")
+        answer = await self._gateway.bus.control.query_telemetry(
+            query, self._gateway.config.telemetry_timeout_s
+        )
+        if answer is None:
+            raise TelemetryUnavailableError("The telemetry process does not answer.")
+        if not answer.error:
+            return answer
+        match answer.code:
+            case NotFoundError.code:
+                raise NotFoundError(answer.error)
+            case ParameterError.code:
+                raise ParameterError(answer.param, answer.error)
+            case TelemetryUnavailableError.code:
+                raise TelemetryUnavailableError(answer.error)
+            case AnswerTooLargeError.code:
+                raise AnswerTooLargeError(answer.error)
+            case _:
+                raise QueryError(answer.error)
+
+    def _fixed_range(self, params: dict[str, str]) -> dict[str, int]:
+        """The bounds of the range as they are now; telemetry says what is wrong with others."""
+        fixed = {}
+        for name, default in (("from_s", "-900"), ("to_s", "0")):
+            text = params.get(name, default)
+            if _RELATIVE.fullmatch(text):
+                fixed[name] = int(self._gateway.clock.now_ns() // 10**9) + int(text)
+        return fixed
+
+
+def _single_values(request: Request) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in values:
+            raise ParameterError(f"{name:.60}", f"{name:.60} is given twice.")
+        values[name] = value
+    return values
+
+
+def _accepts_only_csv(request: Request) -> bool:
+    kinds = [
+        kind.partition(";")[0].strip() for kind in request.headers.get("accept", "").split(",")
+    ]
+    return "text/csv" in kinds and _JSON not in kinds and "*/*" not in kinds
+
+
+def _attachment(name: str) -> dict[str, str]:
+    """Headers of a file to be kept; ``name`` is a saved query's."""
+    return {**_HEADERS, "content-disposition": f'attachment; filename="millrace-{name}.csv"'}

@@ -1,0 +1,212 @@
+"""``POST /v1/responses``, and what is kept of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from gateway.core import Gateway
+from gateway.rendering.logprobs import logprob_infos
+from gateway.rendering.rendering import Endpoint, Prepared, read_long
+from gateway.request.parsing import Ask, decode
+from gateway.request.submitter import tier_of
+from gateway.responses.input import LOGPROBS, ask_of, check_fields, given_items, messages_of
+from gateway.responses.renderer import ResponseRenderer
+from gateway.responses.store import (
+    PreviousResponseNotFoundError,
+    ResponseNotFoundError,
+    ResponseStore,
+    conversation_of,
+    model_of,
+)
+from gateway.responses.window import fit_window
+from gateway.tenancy.caller import Caller
+from gateway.transport.http import json_response
+from registry.tokenizers.prompt_pool import PromptPool
+from runtime.redis_link import RedisAwayError
+from schemas.errors import ParameterError, PayloadTooLargeError
+from schemas.responses import (
+    Item,
+    ItemList,
+    ResponseDeleted,
+    ResponsesRequest,
+    StoredResponse,
+)
+from schemas.tools import ToolDefinition
+
+if TYPE_CHECKING:
+    from gateway.request.response_stream import Answer
+
+_MAX_PAGE_ITEMS = 100
+_PAGE_ITEMS = 20
+
+
+class ResponsesEndpoint(Endpoint):
+    """Answers in the shape of OpenAI's Responses API.
+
+    An answer is kept unless ``store`` is false, so that a later request can continue it. While
+    Redis is away, one that asks to be kept is refused, and one that does not say is not kept.
+    """
+
+    route = "/v1/responses"
+    id_prefix = "resp"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = ResponseStore(gateway.redis, gateway.config)
+        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        """Raises MillraceError for a body that cannot be honoured."""
+        request, given = await read_long(prompts, caller, body, self._read)
+        previous = await self._previous(request.previous_response_id, caller)
+        earlier = () if previous is None else conversation_of(previous)
+        items = (*earlier, *given)
+        ask = await read_long(
+            prompts,
+            caller,
+            body,
+            lambda _body: ask_of(request, messages_of(items, request.instructions)),
+        )
+        tools = self._all_tools(ask)
+        former = "" if previous is None else model_of(previous)
+        ask = await self._gateway.choice.resolve(ask, caller.tenant, tier_of(ask, caller), former)
+        if request.truncation == "auto":
+            model = await self._gateway.models.get(ask.model)
+            ask = await fit_window(ask, tools, model, caller, self._gateway.config, prompts)
+        keeps = await self._keeps(request, items)
+        render = partial(self._renderer, request, earlier, given, keeps)
+        return Prepared(ask=ask, stream=bool(request.stream), render=render)
+
+    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item, ...]]:
+        request = decode(self._decoder, body)
+        check_fields(request)
+        return request, given_items(request.input)
+
+    def _all_tools(self, ask: Ask) -> tuple[ToolDefinition, ...]:
+        """Those of the client and those of the gateway."""
+        try:
+            return (*ask.tools, *self._gateway.tools.definitions(ask.server_tools))
+        except ParameterError as error:
+            raise ParameterError("tools", error.message) from error
+
+    async def _previous(self, previous_id: str | None, caller: Caller) -> StoredResponse | None:
+        if previous_id is None:
+            return None
+        stored = await self._store.get(caller.tenant, previous_id)
+        if stored is None:
+            raise PreviousResponseNotFoundError(previous_id)
+        return stored
+
+    async def _keeps(self, request: ResponsesRequest, items: tuple[Item, ...]) -> bool:
+        """Whether the answer is to be kept. Raises if it cannot be and must."""
+        if request.store is False:
+            return False
+        try:
+            await self._store.check(items)
+        except (RedisAwayError, PayloadTooLargeError):
+            if request.store:
+                raise
+            return False
+        return True
+
+    def _renderer(
+        self,
+        request: ResponsesRequest,
+        earlier: tuple[Item, ...],
+        given: tuple[Item, ...],
+        keeps: bool,
+        answer: Answer,
+    ) -> ResponseRenderer:
+        store = self._store if keeps else None
+        describe = partial(logprob_infos, answer.model.tokenizer)
+        return ResponseRenderer(request, answer, earlier, given, store, describe)
+
+
+class ResponsesApi:
+    """What is kept of answers; each tenant sees its own. An answer is kept when it has ended."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = ResponseStore(gateway.redis, gateway.config)
+
+    def routes(self) -> list[Route]:
+        one = "/v1/responses/{response_id}"
+        return [
+            Route(one, self.response, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/input_items", self.input_items, methods=["GET"]),
+        ]
+
+    async def response(self, request: Request) -> HttpResponse:
+        """The answer as it was given."""
+        _check_query(request, ())
+        stored = await self._stored(request)
+        return json_response(stored.response)
+
+    async def delete(self, request: Request) -> HttpResponse:
+        caller = await self._gateway.identity.caller(request.scope)
+        response_id = request.path_params["response_id"]
+        if not await self._store.delete(caller.tenant, response_id):
+            raise ResponseNotFoundError(response_id)
+        return json_response(ResponseDeleted(id=response_id))
+
+    async def input_items(self, request: Request) -> HttpResponse:
+        """All items that went before the answer, in pages, the newest first unless told."""
+        _check_query(request, ("after", "limit", "order"))
+        stored = await self._stored(request)
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ParameterError("order", "order must be asc or desc.")
+        items = stored.input if order == "asc" else stored.input[::-1]
+        after = query.get("after")
+        if after is not None:
+            items = _behind(items, after)
+        page = items[: _limit(query.get("limit"))]
+        return json_response(
+            ItemList(
+                data=page,
+                first_id=page[0].id if page else None,
+                last_id=page[-1].id if page else None,
+                has_more=len(items) > len(page),
+            )
+        )
+
+    async def _stored(self, request: Request) -> StoredResponse:
+        caller = await self._gateway.identity.caller(request.scope)
+        response_id = request.path_params["response_id"]
+        stored = await self._store.get(caller.tenant, response_id)
+        if stored is None:
+            raise ResponseNotFoundError(response_id)
+        return stored
+
+
+def _check_query(request: Request, known: Sequence[str]) -> None:
+    """``include`` changes nothing: what there is, is always there. A stream is over."""
+    for name, value in request.query_params.multi_items():
+        if name in ("include", "include[]") and value == LOGPROBS:
+            continue
+        if name not in known:
+            raise ParameterError(name, f"{name} is not supported here; leave it out.")
+
+
+def _behind(items: tuple[Item, ...], after: str) -> tuple[Item, ...]:
+    for number, item in enumerate(items):
+        if item.id == after:
+            return items[number + 1 :]
+    raise ParameterError("after", "after must be the id of an item of this list.")
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _PAGE_ITEMS
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_PAGE_ITEMS):
+        raise ParameterError("limit", f"limit must be a number from 1 to {_MAX_PAGE_ITEMS}.")
+    return int(text[:9])

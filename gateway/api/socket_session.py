@@ -1,0 +1,363 @@
+"""The generations of one WebSocket, and what goes out on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.api.socket_messages import Generation, encode_message
+from gateway.errors import Refusal, refusal_of
+from gateway.request.index import digest_of
+from gateway.request.parsing import socket_ask
+from gateway.request.response_stream import Answer
+from gateway.streams.stream import Client, OpenStream
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.identity import AuthenticationError
+from gateway.transport.connection_writer import Wire
+from gateway.transport.http import new_request_id
+from schemas.control import CancelReason
+from schemas.errors import MillraceError
+from schemas.jobs import Source
+from schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
+
+_log = logging.getLogger(__name__)
+
+KEY_REVOKED = "key_revoked"
+_LAST_WORDS_S = 1.0
+_MAX_ID_CHARACTERS = 256
+_ROUTE = "/v1/ws"
+
+_Start = Callable[[Generation], Awaitable[Answer]]
+
+
+class SocketSession(Client):
+    """Owns the generations of one socket.
+
+    Whatever is ready in one turn of the event loop goes out in one write. ``dropped`` says why the
+    client must be parted with; ``close`` cancels everything that still runs, or holds it for a
+    client that may come back. ``caller`` is None until it is known. ``traceparent`` came with the
+    handshake: what is asked for is a part of that trace.
+    """
+
+    def __init__(
+        self, gateway: Gateway, wire: Wire, caller: Caller | None, traceparent: str | None = None
+    ) -> None:
+        super().__init__(gateway.config.client_buffer_bytes)
+        self.caller = caller
+        self._traceparent = traceparent
+        self._gateway = gateway
+        self._wire = wire
+        wire.on_writable = self._ask_for_pulse
+        self._generations: dict[str, Generation] = {}
+        self._ready: list[OpenStream] = []
+        self._payloads: list[bytes] = []
+        self._is_asked = False
+        self._dropped_event = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._holds = False
+        self._is_going_away = False
+        self._parting = ""
+        self._last_words = b""  # behind what there is to say of generations
+        self.dropped = ""
+
+    # What streams call.
+
+    def wake(self, stream: OpenStream) -> None:
+        self._ready.append(stream)
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.pulse.ask(self)
+
+    def drop(self, reason: str) -> None:
+        self.dropped = self.dropped or reason
+        self._dropped_event.set()
+
+    def drop_when_said(self, reason: str) -> None:
+        """Part with the client once it was sent what there is to say."""
+        self._parting = reason
+        self._ask_for_pulse()
+
+    def expel(self, why: AuthenticationError) -> None:
+        """The client's key opens nothing any more: tell it, and part with it, also if it does not
+        read that."""
+        if self._parting:
+            return
+        self._last_words = encode_message(Error(code=why.code, message=why.message))
+        self.drop_when_said(KEY_REVOKED)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.drop, KEY_REVOKED)
+
+    async def wait_dropped(self) -> None:
+        await self._dropped_event.wait()
+
+    def announce_going_away(self) -> None:
+        """The gateway shuts down: the socket ends with its last generation."""
+        self._is_going_away = True
+        self.say(GoingAway())
+
+    # What the client asks for.
+
+    def generate(self, message: Generate) -> None:
+        """Start a generation in the background; or say why not."""
+        self._begin(message.id, partial(self._answer_to, message))
+
+    def resume(self, message: Resume) -> None:
+        """Go on with a request of another socket; or say why not."""
+        self._begin(message.id, partial(self._resumed, message))
+
+    def runs(self, generation_id: str) -> bool:
+        return generation_id in self._generations
+
+    def cancel(self, generation_id: str) -> None:
+        """Stop a generation; its ``done`` follows."""
+        generation = self._generations.get(generation_id)
+        if generation is None:
+            text = f"No generation with the id {generation_id!r} runs on this socket."
+            self.refuse(Error(code="unknown_id", message=text, param="id", id=generation_id), 404)
+            return
+        generation.cancelled = True
+        if generation.answer is not None:
+            generation.answer.cancel(CancelReason.CLIENT)
+
+    def refuse(self, error: Error, status: int, limit: str = "") -> None:
+        """Say why a message is refused, which over HTTP would have had that status."""
+        self.note_refusal(Refusal(status=status, code=error.code, message="", limit=limit))
+        self.say(error)
+
+    def note_refusal(
+        self, refusal: Refusal, request_id: str = "", caller: Caller | None = None
+    ) -> None:
+        """Have it counted."""
+        self._gateway.refusals.note(_ROUTE, refusal, caller or self.caller, request_id)
+
+    def say(self, message: ServerMessage) -> None:
+        if isinstance(message, Error):
+            self._gateway.metrics.refusals.labels(message.code).inc()
+        self.say_payload(encode_message(message))
+
+    def say_payload(self, payload: bytes) -> None:
+        """Queue a message. What the client asks for and does not read counts against its bound."""
+        self._payloads.append(payload)
+        self._ask_for_pulse()
+        self.pending_bytes += len(payload)
+        if self.pending_bytes > self.limit_bytes:
+            self.drop("slow_client")
+
+    def close(self, *, hold: bool) -> None:
+        """The socket is gone; with ``hold`` its client may come back for what runs."""
+        self._closed = True
+        self._holds = hold
+        for generation in self._generations.values():
+            if generation.answer is not None:
+                self._part_with(generation.answer)
+
+    # From a message to an accepted answer.
+
+    def _begin(self, generation_id: str, start: _Start) -> None:
+        limit = self._gateway.config.max_generations_per_socket
+        if self._parting:
+            text = "This socket is being closed."
+            self.refuse(Error(code="invalid_api_key", message=text, id=generation_id), 401)
+        elif not 0 < len(generation_id) <= _MAX_ID_CHARACTERS:
+            text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
+            self.refuse(Error(code="invalid_parameter", message=text, param="id"), 400)
+        elif generation_id in self._generations:
+            # Without its id, which would end the one that runs.
+            text = f"A generation with the id {generation_id!r} runs on this socket."
+            self.refuse(Error(code="duplicate_id", message=text, param="id"), 409)
+        elif len(self._generations) >= limit:
+            text = f"{limit} generations run on this socket; wait for one to end."
+            error = Error(code="too_many_generations", message=text, id=generation_id)
+            self.refuse(error, 429, "max_generations_per_socket")
+        else:
+            generation = Generation(generation_id, new_request_id("chatcmpl"))
+            self._generations[generation_id] = generation
+            self._spawn(self._start(generation, start), generation)
+
+    async def _answer_to(self, message: Generate, generation: Generation) -> Answer:
+        gateway, caller = self._gateway, self._known_caller()
+        if gateway.traces is not None:
+            generation.trace = gateway.traces.begin(self._traceparent, _ROUTE, "GET")
+        num_items = len(message.messages or message.prompt or ())
+        ask = await gateway.prompts.run(caller.tenant, num_items, partial(socket_ask, message))
+        if not message.idempotency_key:
+            return await gateway.asker.begin(
+                ask,
+                caller,
+                generation.request_id,
+                Source.WEBSOCKET,
+                self,
+                owner=generation,
+                trace=generation.trace,
+            )
+        # A client that asks again may name the generation anew.
+        digest = digest_of(
+            b"generate", msgspec.json.encode(msgspec.structs.replace(message, id=""))
+        )
+        return await gateway.idempotency.begin(
+            message.idempotency_key,
+            digest,
+            ask,
+            caller,
+            generation.request_id,
+            self,
+            source=Source.WEBSOCKET,
+            owner=generation,
+            trace=generation.trace,
+        )
+
+    async def _resumed(self, message: Resume, generation: Generation) -> Answer:
+        index = message.next_index
+        indices = (index,) if isinstance(index, int) else index
+        return await self._gateway.resuming.resume(
+            self._known_caller(), message.request_id, indices, self, owner=generation
+        )
+
+    def _known_caller(self) -> Caller:
+        assert self.caller is not None
+        return self.caller
+
+    async def _start(self, generation: Generation, start: _Start) -> None:
+        caller, entries = self._known_caller(), self._gateway.entries
+        try:
+            async with entries.refusals_count(caller, generation.request_id):
+                answer = await start(generation)
+        except MillraceError as error:
+            refusal = refusal_of(error)
+            self.note_refusal(refusal, generation.request_id)
+            self._forget(generation, refusal)
+            self._say_refusal(generation, refusal)
+            return
+        generation.accept(answer)
+        if self._closed:
+            self._part_with(answer)
+            return
+        self.say(generation.accepted(answer))
+        if generation.cancelled:
+            answer.cancel(CancelReason.CLIENT)
+        # Frames may have come before the queue's answer did.
+        for choice in answer.choices:
+            self.wake(choice.stream)
+
+    def _part_with(self, answer: Answer) -> None:
+        outcome = self.dropped or "disconnect"
+        if answer.trace is not None:
+            answer.trace.over(error=outcome)
+        if answer.is_kept:
+            answer.hold(None, outcome)
+        elif self._holds:
+            answer.hold(self._gateway.config.resume_grace_s, outcome)
+        else:
+            answer.leave(outcome)
+
+    def _spawn(self, work: Awaitable[None], generation: Generation) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._check, generation))
+
+    def _check(self, generation: Generation, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("a generation failed in the gateway", exc_info=error)
+        failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
+        self._forget(generation, failed)
+        if generation.answer is not None:
+            generation.answer.leave("failed")
+        else:
+            self.note_refusal(failed, generation.request_id)
+        self._say_refusal(generation, failed)
+
+    def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
+        if generation.trace is not None:
+            generation.trace.over(refusal=refusal)
+        if self._generations.get(generation.id) is generation:
+            del self._generations[generation.id]
+
+    # From answers to the socket.
+
+    def pulse(self) -> None:
+        """Write what is ready, if the client reads."""
+        self._is_asked = False
+        now_s = self._gateway.clock.monotonic()
+        if not self._wire.is_writable:
+            self.sending_since_s = self.sending_since_s or now_s
+            return
+        self.sending_since_s = None
+        payloads, self._payloads = self._payloads, []
+        self.pending_bytes -= sum(map(len, payloads))
+        ready, self._ready = self._ready, []
+        for stream in ready:
+            self._collect(stream, now_s, payloads)
+        if self._last_words:
+            payloads.append(self._last_words)
+            self._last_words = b""
+        if payloads:
+            self._wire.write(payloads)
+        if self._is_going_away and not self._generations:
+            self.drop("going_away")
+        if self._parting:
+            self.drop(self._parting)
+
+    def _ask_for_pulse(self) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.pulse.ask(self)
+
+    def _collect(self, stream: OpenStream, now_s: float, payloads: list[bytes]) -> None:
+        """Append what an answer has for its client, its end last."""
+        answer = stream.owner
+        if not isinstance(answer, Answer):
+            return  # its end was said
+        generation = answer.owner
+        if (
+            not isinstance(generation, Generation)
+            or generation.answer is not answer
+            or generation.is_concluding
+            or self._generations.get(generation.id) is not generation
+        ):
+            return
+        if stream is answer.choices[0].stream:
+            generation.notes_of(stream, payloads)
+        if generation.is_plain:
+            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            if progress is not None:
+                if progress.num_tokens:
+                    payloads.append(generation.say_plain(progress))
+                return
+        for part in answer.take(now_s):
+            payload = generation.say(part)
+            if payload:
+                payloads.append(payload)
+        if not answer.ended:
+            return
+        if answer.must_conclude:
+            generation.is_concluding = True
+            self._spawn(self._conclude(generation, answer), generation)
+        else:
+            payloads.append(encode_message(self._end(generation, answer)))
+
+    async def _conclude(self, generation: Generation, answer: Answer) -> None:
+        await answer.conclude()
+        self.say(self._end(generation, answer))
+
+    def _end(self, generation: Generation, answer: Answer) -> ServerMessage:
+        self._forget(generation)
+        message = generation.end(answer)
+        answer.finish()
+        refusal = answer.refusal
+        if refusal is not None and refusal.retry_after_s is not None and answer.is_kept:
+            self._spawn(self._gateway.idempotency.release(answer), generation)
+        return message
+
+    def _say_refusal(self, generation: Generation, refusal: Refusal) -> None:
+        if not self._closed:
+            self.say(generation.refuse(refusal))

@@ -1,0 +1,191 @@
+"""The endpoints beside the token path: models, tokenize, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bus.store.storage import NATS
+from gateway.core import Gateway
+from gateway.request.message_fields import chat_messages
+from gateway.request.models import ServedModelLike
+from gateway.request.parsing import decode
+from gateway.tenancy.identity import AuthenticationError
+from gateway.transport.http import json_response, new_request_id, read_body
+from gateway.transport.proxies import is_forwarded
+from runtime.addresses import is_loopback
+from runtime.metrics_server import bears_token
+from schemas.errors import MillraceError, ParameterError
+from schemas.jobs import Tier
+from schemas.openai import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from schemas.tenants import lower_limit
+
+_AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
+
+_CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Api:
+    """Starlette endpoints over one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+            Route("/v1/detokenize", self.detokenize, methods=["POST"]),
+            Route("/healthz", self.healthz, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        await self._gateway.identity.caller(request.scope)
+        cards = map(self._with_tiers, self._gateway.models.cards())
+        return json_response(ModelList(data=tuple(cards)))
+
+    async def model(self, request: Request) -> Response:
+        await self._gateway.identity.caller(request.scope)
+        card = self._gateway.models.card(request.path_params["name"])
+        return json_response(self._with_tiers(card))
+
+    def _with_tiers(self, card: ModelCard) -> ModelCard:
+        """The card with what of the model's window each tier may have."""
+        tiers = self._gateway.config.tiers
+        windows = {
+            tier.value: lower_limit(card.max_model_len, tiers.of(tier).context_tokens)
+            for tier in Tier
+        }
+        return msgspec.structs.replace(card, tier_context_tokens=windows)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt, or of messages as the chat template renders them."""
+        return await self._read_by(request, self._tokenize_decoder, _tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids; bytes that are no whole character show as U+FFFD."""
+        return await self._read_by(request, self._detokenize_decoder, _detokenized)
+
+    async def _read_by(
+        self,
+        request: Request,
+        decoder: msgspec.json.Decoder[_AskedT],
+        answer: Callable[[_AskedT, ServedModelLike], object],
+    ) -> Response:
+        """The JSON of what ``answer`` makes of the body. It counts as a request, and a long one is
+        read and answered off the event loop."""
+        gateway = self._gateway
+        caller = await gateway.identity.caller(request.scope)
+        body = await read_body(request.scope, request.receive, gateway.config)
+        async with gateway.entries.counts(caller, new_request_id("tok"), len(body)):
+            read = partial(gateway.prompts.run, caller.tenant, len(body))
+            asked = await read(lambda: decode(decoder, body))
+            model = await gateway.models.get(asked.model)
+            answered = await read(lambda: msgspec.json.encode(answer(asked, model)))
+        return Response(answered, media_type="application/json")
+
+    async def healthz(self, _request: Request) -> Response:
+        """200 while requests can be accepted; ``num_workers`` says whether they move at once, and
+        ``stores`` which stores have no room, and why."""
+        gateway = self._gateway
+        connected = gateway.bus.connected
+        workers = gateway.fleet.live_workers()
+        troubles = gateway.stores.troubles()
+        if gateway.draining:
+            status = "draining"
+        elif not connected:
+            status = "bus_unavailable"
+        elif NATS in troubles:
+            status = "storage_full"
+        elif troubles:
+            status = "degraded"
+        else:
+            status = "ok" if workers else "waiting_for_workers"
+        health = {
+            "status": status,
+            "bus_connected": connected,
+            "num_workers": len(workers),
+            "models": sorted({worker.model for worker in workers}),
+            "gateway_id": gateway.gateway_id,
+            "open_streams": gateway.streams.num_served,
+            "stores": troubles,
+        }
+        return json_response(health, 503 if status in _CANNOT_ACCEPT else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """Where other machines can ask, for who bears ``metrics.token`` or the key of an
+        administrator, unless ``metrics.public``."""
+        exposure, host = self._gateway.exposure, self._gateway.config.host
+        is_near = is_loopback(host) and not is_forwarded(request.scope)
+        is_open = exposure.public or is_near
+        if exposure.token:
+            is_open = bears_token(request.headers.get("authorization", ""), exposure.token)
+        if not is_open:
+            await self._require_administrators_key(request)
+        return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
+
+    async def _require_administrators_key(self, request: Request) -> None:
+        try:
+            caller = await self._gateway.identity.caller(request.scope)
+        except AuthenticationError as error:
+            raise MetricsClosedError from error
+        if not (caller.key_id and caller.is_admin):
+            raise MetricsClosedError
+
+
+def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ParameterError("prompt", "Give exactly one of prompt and messages.")
+    if asked.messages is not None:
+        tokens = model.tokenizer.encode_chat(chat_messages(asked.messages))
+    else:
+        tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
+    return TokenizeResponse(
+        tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
+    )
+
+
+def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> DetokenizeResponse:
+    for token_id in asked.tokens:
+        if not 0 <= token_id < model.vocab_size:
+            raise ParameterError(
+                "tokens",
+                f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
+            )
+    skips = asked.skip_special_tokens
+    return DetokenizeResponse(
+        prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips)
+    )
+
+
+class MetricsClosedError(MillraceError):
+    """The metrics are not for everybody who can reach this gateway."""
+
+    code = "metrics_closed"
+    http_status = 401
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The metrics are for who sends metrics.token, or an administrator's API key, as "
+            "Authorization: Bearer. The operator of this gateway can set metrics.token, or "
+            "metrics.public to true."
+        )
+        self.headers = [(b"www-authenticate", b'Bearer realm="millrace metrics"')]

@@ -1,0 +1,1 @@
+"""Batches of requests, from their file to their answers."""

@@ -1,0 +1,69 @@
+"""Requests for embeddings in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.api.embeddings import form_of, inputs_of, jobs_of, user_of
+from gateway.batches.lines import LineKind, LineOrder, base_job, usage_of
+from gateway.core import Gateway
+from gateway.rendering.embedding_vectors import VectorForm
+from gateway.request.models import ServedModelLike
+from gateway.request.parsing import decode
+from gateway.tenancy.caller import Caller
+from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
+from schemas.jobs import Job, JobResult
+
+
+class EmbeddingKind(LineKind):
+    """``/v1/embeddings``: a job for each input."""
+
+    route = "/v1/embeddings"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._decoder = msgspec.json.Decoder(EmbeddingRequest)
+
+    async def order(
+        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+    ) -> LineOrder:
+        asked = decode(self._decoder, body)
+        inputs = inputs_of(asked)
+        model = await self._gateway.models.get(asked.model)
+        form = form_of(asked, model)
+        base = replace(
+            base_job(asked.model, caller, request_id, received_ns, deadline_ns),
+            user=user_of(asked),
+            pooling=asked.pooling or model.embedding_defaults.pooling,
+        )
+        jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
+        return _EmbeddingOrder(self._gateway, caller, model, jobs, form)
+
+
+class _EmbeddingOrder(LineOrder):
+    def __init__(
+        self,
+        gateway: Gateway,
+        caller: Caller,
+        model: ServedModelLike,
+        jobs: Sequence[Job],
+        form: VectorForm,
+    ) -> None:
+        super().__init__(gateway, caller, model, jobs)
+        self._form = form
+
+    def render(self, results: Sequence[JobResult]) -> bytes:
+        num_tokens = usage_of(results).prompt_tokens
+        return msgspec.json.encode(
+            EmbeddingList(
+                data=tuple(
+                    EmbeddingObject(index=index, embedding=self._form.encode(result.embedding))
+                    for index, result in enumerate(results)
+                ),
+                model=self.jobs[0].model_requested,
+                usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+            )
+        )

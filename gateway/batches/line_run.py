@@ -1,0 +1,240 @@
+"""One request of a batch: to the queue as often as it takes, and from results to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gateway.batches import answers as batch_answers
+from gateway.batches.input import InputLine, read_line
+from gateway.batches.lines import LineKind, LineOrder
+from gateway.batches.log import BatchLog
+from gateway.batches.results import ResultWaiter
+from gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
+from gateway.errors import InternalError, Refusal, refusal_of
+from schemas.batches import BatchLine
+from schemas.errors import MillraceError, QueueFullError
+from schemas.jobs import Job, JobResult
+from schemas.records import Status
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
+
+logger = logging.getLogger(__name__)
+
+_DOOR = "/v1/batches"
+_RETRY_S = 1.0
+_LONGEST_RETRY_S = 30.0
+_TOO_MANY_REQUESTS = 429
+_QUEUE_SHARE = 0.5
+_NS_PER_S = 1_000_000_000
+
+
+class LineRunner:
+    """Runs the lines of one batch, each by ``run``, until ``stopping`` is set.
+
+    With ``is_taken_over`` another gateway may have published a line without having noted it.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        record: BatchRecord,
+        kind: LineKind,
+        log: BatchLog,
+        results: ResultWaiter,
+        stopping: asyncio.Event,
+        *,
+        is_taken_over: bool,
+    ) -> None:
+        self._gateway = gateway
+        self._batch_id = record.batch.id
+        self._caller = record.caller
+        self._deadline_ns = record.batch.expires_at * _NS_PER_S
+        self._kind = kind
+        self._log = log
+        self._results = results
+        self._stopping = stopping
+        self._is_taken_over = is_taken_over
+
+    async def run(self, line: InputLine) -> None:
+        """On return the line is finished in the log, or the batch is stopped and it was not run."""
+        try:
+            await self._run(line)
+        except MillraceError:
+            raise
+        except Exception:
+            # A bug that one request brings out must not keep the others from being answered.
+            logger.exception(
+                "a request of a batch has failed",
+                extra={"batch_id": self._batch_id, "line": line.number},
+            )
+            refusal = refusal_of(InternalError("The gateway failed to answer this request."))
+            request_id = attempt_id(self._batch_id, line.number, 0)
+            self._refuse(line, read_line(line), request_id, refusal)
+
+    async def _run(self, line: InputLine) -> None:
+        request = read_line(line)
+        known = self._log.in_queue.get(line.number)
+        attempt = 0 if known is None else known.attempt
+        while True:
+            request_id = attempt_id(self._batch_id, line.number, attempt)
+            try:
+                order = await self._order(request, request_id)
+                if order is None:
+                    return
+                if known is None:
+                    known = await self._publish(line, order, attempt)
+                if known is None:
+                    return
+            except MillraceError as error:
+                refusal = refusal_of(error)
+                self._gateway.refusals.note(_DOOR, refusal, self._caller, request_id)
+                self._refuse(line, request, request_id, refusal)
+                return
+            results = await self._wait(order, known)
+            order.settle(results)
+            if len(results) == len(order.jobs) and not _has(results, Status.SHED):
+                self._finish(line, request, order, results)
+                return
+            # Nobody has answered it and nobody will: it is asked again, under another id.
+            self._log.in_queue.pop(line.number, None)
+            known, attempt = None, attempt + 1
+            if await self._stopped_within(_RETRY_S):
+                return
+
+    async def _order(self, request: BatchLine, request_id: str) -> LineOrder | None:
+        """None if the batch is stopped before anybody can say. Raises what is wrong with it."""
+        for delay_s in _delays():
+            try:
+                return await self._kind.order(
+                    bytes(request.body),
+                    self._caller,
+                    request_id,
+                    self._gateway.clock.now_ns(),
+                    self._deadline_ns,
+                )
+            except MillraceError as error:
+                if not error.retryable:
+                    raise
+            if await self._stopped_within(delay_s):
+                break
+        return None
+
+    async def _publish(
+        self, line: InputLine, order: LineOrder, attempt: int
+    ) -> PublishedLine | None:
+        """Reserve and publish, however long that takes; None if the batch is stopped before.
+        Raises what makes it impossible."""
+        for delay_s in _delays():
+            if self._stopping.is_set():
+                break
+            try:
+                await order.reserve()
+                published = await self._publish_once(line, order, attempt)
+            except MillraceError as error:
+                if not error.retryable or _is_hopeless(error):
+                    order.settle([])
+                    raise
+                wait_s = max(delay_s, getattr(error, "retry_after_s", None) or 0.0)
+            else:
+                self._log.note_published(published)
+                return published
+            await self._stopped_within(min(wait_s, _LONGEST_RETRY_S))
+        order.settle([])
+        return None
+
+    async def _publish_once(self, line: InputLine, order: LineOrder, attempt: int) -> PublishedLine:
+        self._leave_room(order.jobs[0].model)
+        sequences = await asyncio.gather(*map(self._publish_job, order.jobs))
+        return PublishedLine(line.number, attempt, tuple(sequences))
+
+    async def _publish_job(self, job: Job) -> int:
+        """Its place in the queue; 0 for a job that has been answered."""
+        bus = self._gateway.bus
+        if self._is_taken_over and await bus.results.fetch(job.tenant, job.request_id) is not None:
+            return 0
+        return (await bus.jobs.publish(job, reserved=True)).stream_sequence
+
+    async def _wait(self, order: LineOrder, published: PublishedLine) -> list[JobResult]:
+        """The results of those jobs that have any."""
+        try:
+            found = await asyncio.gather(
+                *(
+                    self._results.wait(job.request_id, sequence)
+                    for job, sequence in zip(order.jobs, published.sequences, strict=True)
+                )
+            )
+        except asyncio.CancelledError:
+            if self._stopping.is_set():
+                order.settle([])  # nobody will ask for it any more
+            raise
+        return [result for result in found if result is not None]
+
+    def _leave_room(self, model: str) -> None:
+        """Raises QueueFullError while the model's queue is half full: the rest of it is for those
+        who wait; StoreFullError while the store of the queue has no room."""
+        self._gateway.stores.check()
+        for queue in self._gateway.fleet.queues():
+            if queue.model == model and queue.num_queued >= queue.bound * _QUEUE_SHARE:
+                raise QueueFullError("The queue is half full.", queue.retry_after_s)
+
+    def _finish(
+        self, line: InputLine, request: BatchLine, order: LineOrder, results: list[JobResult]
+    ) -> None:
+        if self._stopping.is_set() and (
+            _has(results, Status.CANCELLED) or _has(results, Status.EXPIRED)
+        ):
+            return
+        refusal = order.refusal(results)
+        if refusal is None:
+            try:
+                body = order.render(results)
+            except MillraceError as error:
+                refusal = refusal_of(error)
+            else:
+                answer = batch_answers.answered(
+                    self._batch_id, line, request, order.request_id, body
+                )
+                self._log.note_finished(FinishedLine(line.number, True, answer))
+                return
+        self._refuse(line, request, order.request_id, refusal)
+
+    def _refuse(
+        self, line: InputLine, request: BatchLine, request_id: str, refusal: Refusal
+    ) -> None:
+        answer = batch_answers.refused(self._batch_id, line, request, request_id, refusal)
+        self._log.note_finished(FinishedLine(line.number, False, answer))
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        """Wait; whether the batch was stopped meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def attempt_id(batch_id: str, line: int, attempt: int) -> str:
+    """The request id of a line: the same whichever gateway runs it."""
+    return f"{batch_id}.{line}" + (f"-{attempt}" if attempt else "")
+
+
+def _has(results: list[JobResult], status: Status) -> bool:
+    return any(result.status == status for result in results)
+
+
+def _is_hopeless(error: MillraceError) -> bool:
+    """A limit that the request is over all by itself."""
+    return error.http_status == _TOO_MANY_REQUESTS and getattr(error, "retry_after_s", None) is None
+
+
+def _delays() -> Iterator[float]:
+    """How long to wait between attempts: longer and longer."""
+    delay_s = _RETRY_S
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, _LONGEST_RETRY_S)

@@ -1,0 +1,291 @@
+"""Requests of a batch as jobs, and the jobs' results as the bodies that their endpoint answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from gateway.errors import Refusal, refusal_of_end
+from gateway.rendering.rendering import Endpoint, Prepared
+from gateway.request.parsing import Ask
+from gateway.request.response_stream import Answer
+from gateway.streams.stream import Client, OpenStream
+from gateway.tenancy.caller import Caller
+from registry.pricing import cost
+from schemas.errors import MillraceError, ParameterError
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Expired,
+    Failed,
+    Frame,
+    PromptLogprobs,
+    TerminalFrame,
+    Usage,
+)
+from schemas.jobs import Job, JobResult, Source, Tier
+from schemas.records import Status
+
+if TYPE_CHECKING:
+    from gateway.core import Gateway
+    from gateway.request.models import ServedModelLike
+
+_NS_PER_S = 1_000_000_000
+_TIERS = (None, Tier.BATCH)
+
+
+class LogprobsLostError(MillraceError):
+    """The log-probabilities of an answer were more than a message may hold."""
+
+    code = "answer_too_large"
+    http_status = 413
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The answer with its log-probabilities is too large to be stored. Ask for fewer "
+            "alternatives or fewer tokens."
+        )
+
+
+class LineOrder(ABC):
+    """One request, understood: the jobs that it takes, and what is made of their results."""
+
+    def __init__(
+        self, gateway: Gateway, caller: Caller, model: ServedModelLike, jobs: Sequence[Job]
+    ) -> None:
+        self.jobs = tuple(jobs)
+        self._gateway = gateway
+        self._caller = caller
+        self._model = model
+
+    @property
+    def request_id(self) -> str:
+        """The first job's, which the reservation and the answer are named by."""
+        return self.jobs[0].request_id
+
+    async def reserve(self) -> None:
+        """Take what the jobs may need at most out of the caller's limits; again is the same as
+        once. Raises MillraceError if there is no room."""
+        num_prompt = sum(len(job.prompt_token_ids or ()) for job in self.jobs)
+        num_completion = sum(map(_num_tokens, self.jobs)) - num_prompt
+        deadline_ns = self.jobs[0].deadline_ns or 0
+        await self._gateway.limiter.reserve(
+            self._caller,
+            self.request_id,
+            model=self.jobs[0].model,
+            num_prompt_tokens=num_prompt,
+            max_tokens=num_completion,
+            cost_upper=cost(self._model.prices, num_prompt, 0, num_completion),
+            deadline_s=max(deadline_ns - self._gateway.clock.now_ns(), 0) / _NS_PER_S,
+            tier=Tier.BATCH,
+            longest_tokens=max(map(_num_tokens, self.jobs)),
+        )
+
+    def settle(self, results: Sequence[JobResult]) -> None:
+        """Charge what was computed and give the rest back; nothing was without results."""
+        if all(result.usage is None for result in results):
+            self._gateway.limiter.settle_soon(self.request_id, None, None)
+            return
+        usage = usage_of(results)
+        price = cost(
+            self._model.prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        )
+        self._gateway.limiter.settle_soon(self.request_id, usage, price)
+
+    def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
+        """Why there is no answer; None if all the results are good."""
+        for result in results:
+            end = _end_of(result)
+            if not isinstance(end, Done):
+                return refusal_of_end(end)
+        return None
+
+    @abstractmethod
+    def render(self, results: Sequence[JobResult]) -> bytes:
+        """The body that the endpoint would have answered, of good results. Raises MillraceError if
+        something that was asked for is not there."""
+
+
+def _num_tokens(job: Job) -> int:
+    """Of prompt and longest completion; an embedding has none."""
+    num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
+    return len(job.prompt_token_ids or ()) + num_completion
+
+
+class LineKind(ABC):
+    """One endpoint that batches may be for."""
+
+    @abstractmethod
+    async def order(
+        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+    ) -> LineOrder:
+        """Raises MillraceError for what cannot be honoured."""
+
+
+class GenerationKind(LineKind):
+    """An endpoint that answers with generations."""
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+
+    async def order(
+        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+    ) -> LineOrder:
+        prepared = await self._endpoint.prepare(body, caller, self._gateway.prompts)
+        _refuse_what_needs_a_client(prepared)
+        ask = self._gateway.choice.resolve_alone(prepared.ask, Tier.BATCH)
+        prepared = replace(prepared, ask=ask)
+        model = await self._gateway.models.get(ask.model)
+        base = base_job(ask.model, caller, request_id, received_ns, deadline_ns)
+        base = replace(
+            base,
+            user=ask.user,
+            model_requested=ask.model_requested or ask.model,
+            route_reason=ask.route_reason,
+            keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),
+        )
+        jobs = await self._gateway.asker.maker.jobs(base, ask, model, caller)
+        return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
+
+
+class _GenerationOrder(LineOrder):
+    def __init__(
+        self,
+        gateway: Gateway,
+        caller: Caller,
+        model: ServedModelLike,
+        jobs: Sequence[Job],
+        prepared: Prepared,
+    ) -> None:
+        super().__init__(gateway, caller, model, jobs)
+        self._prepared = prepared
+
+    def render(self, results: Sequence[JobResult]) -> bytes:
+        ask = self._prepared.ask
+        if any(_lacks_logprobs(ask, result) for result in results):
+            raise LogprobsLostError
+        asker = self._gateway.asker
+        created_s = self.jobs[0].received_ns // _NS_PER_S
+        answer = Answer(asker, ask, self._caller, self._model, self.request_id, created_s)
+        for index, (job, result) in enumerate(zip(self.jobs, results, strict=True)):
+            answer.choices.append(asker.choice(answer, index, _replayed(job, result)))
+        parts = answer.take(0.0)
+        renderer = self._prepared.render(answer)
+        for part in parts:
+            renderer.add(part)
+        return renderer.whole()
+
+
+def usage_of(results: Sequence[JobResult]) -> Usage:
+    """All that was computed for some results."""
+    usages = [result.usage for result in results if result.usage is not None]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+    )
+
+
+def base_job(
+    model: str, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+) -> Job:
+    """What all jobs of a batch have in common; the prompt is to be filled in."""
+    return Job(
+        request_id=request_id,
+        model=model,
+        prompt_token_ids=(),
+        store_result=True,
+        tenant=caller.tenant,
+        tier=Tier.BATCH,
+        source=Source.HTTP,
+        model_requested=model,
+        received_ns=received_ns,
+        deadline_ns=deadline_ns,
+    )
+
+
+def _refuse_what_needs_a_client(prepared: Prepared) -> None:
+    ask = prepared.ask
+    if prepared.stream:
+        raise ParameterError("stream", "A request of a batch cannot be streamed; leave stream out.")
+    if ask.session_id:
+        raise ParameterError(
+            "session_id", "A request of a batch has no session; send all messages."
+        )
+    if ask.server_tools:
+        raise ParameterError("server_tools", "A request of a batch cannot have server_tools.")
+    if ask.tier not in _TIERS:
+        raise ParameterError(
+            "service_tier", "A request of a batch has the tier batch; leave service_tier out."
+        )
+
+
+def _lacks_logprobs(ask: Ask, result: JobResult) -> bool:
+    """A result that is too large for the bus leaves them out."""
+    num_tokens = result.usage.completion_tokens if result.usage is not None else 0
+    if ask.sampling.logprobs is not None and num_tokens and not result.logprobs:
+        return True
+    return ask.sampling.prompt_logprobs is not None and not result.prompt_logprobs
+
+
+def _end_of(result: JobResult) -> TerminalFrame:
+    match result.status:
+        case Status.DONE if result.finish_reason is not None:
+            return Done(finish_reason=result.finish_reason, num_tokens=len(result.token_ids))
+        case Status.CANCELLED:
+            return Cancelled()
+        case Status.EXPIRED:
+            return Expired()
+        case _:
+            return Failed(code=result.error_code, message=result.error_message)
+
+
+def _replayed(job: Job, result: JobResult) -> OpenStream:
+    """The stream of a job that is over, as if it had just come."""
+    stream = OpenStream(replace(job, prompt_token_ids=()), _Nobody(), 0.0)
+    for frame in _frames(result):
+        stream.feed(frame, 0.0)
+    assert stream.ended, "a result is complete"
+    return stream
+
+
+def _frames(result: JobResult) -> list[Frame]:
+    token_ids, text_ends = result.token_ids, result.text_ends
+    if result.text and not token_ids:
+        # A result that is too large for the bus has only its text; one token stands for them all.
+        token_ids, text_ends = (0,), ()
+    frames: list[Frame] = []
+    if result.prompt_logprobs:
+        frames.append(PromptLogprobs(logprobs=result.prompt_logprobs))
+    if token_ids:
+        frames.append(
+            Delta(
+                index=0,
+                token_ids=token_ids,
+                text=result.text,
+                text_ends=text_ends,
+                logprobs=result.logprobs,
+            )
+        )
+    assert result.finish_reason is not None
+    frames.append(result.usage or Usage())
+    frames.append(Done(finish_reason=result.finish_reason, num_tokens=len(token_ids)))
+    return frames
+
+
+class _Nobody(Client):
+    """The result is all there; nobody has to be told."""
+
+    def __init__(self) -> None:
+        super().__init__(limit_bytes=2**62)
+
+    def wake(self, stream: OpenStream) -> None:
+        """It is taken at once."""
+
+    def drop(self, reason: str) -> None:
+        """There is nobody to part with."""

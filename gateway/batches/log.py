@@ -1,0 +1,121 @@
+"""What was done of a batch, as its owner keeps it: in memory, and in the log soon after."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from bus.api import Objects
+from gateway.batches.store import BatchStore, FinishedLine, LogEntry, PublishedLine
+
+_ENTRY_BYTES = 256 * 1024
+_LINE_OVERHEAD_BYTES = 64
+
+
+class BatchLog:
+    """Invariants: a line is finished at most once, whoever owned the batch; what ``flush`` has
+    returned from survives this process. An owner that was superseded meets JournalConflictError in
+    ``flush`` and must stop: none of what it noted since counts."""
+
+    def __init__(self, store: BatchStore, objects: Objects, batch_id: str) -> None:
+        self._store = store
+        self._objects = objects
+        self._batch_id = batch_id
+        self._last_sequence = 0
+        self._published: list[PublishedLine] = []
+        self._finished: list[FinishedLine] = []
+        self._writing: asyncio.Task[None] | None = None
+        self.finished: set[int] = set()
+        self.in_queue: dict[int, PublishedLine] = {}
+        self.num_completed = 0
+        self.num_failed = 0
+
+    async def load(self) -> None:
+        """Read what owners before this one did."""
+        async for sequence, entry in self._store.log(self._batch_id):
+            self._last_sequence = sequence
+            for published in entry.published:
+                self.in_queue[published.line] = published
+            for finished in entry.finished:
+                self._count(finished)
+
+    def note_published(self, published: PublishedLine) -> None:
+        self.in_queue[published.line] = published
+        self._published.append(published)
+
+    def note_finished(self, finished: FinishedLine) -> None:
+        if finished.line in self.finished:
+            return
+        self._count(finished)
+        self._finished.append(finished)
+
+    async def flush(self) -> None:
+        """Write what was noted. Raises JournalConflictError, BusUnavailableError; after the latter
+        it may be tried again."""
+        while self._published or self._finished:
+            if self._writing is None:
+                # An entry that is under way must be known of, even if nobody waits for it any more.
+                self._writing = asyncio.create_task(self._write())
+                self._writing.add_done_callback(self._written)
+            await asyncio.shield(self._writing)
+
+    async def _write(self) -> None:
+        published, finished = self._published[:], await self._next_finished()
+        entry = LogEntry(tuple(published), tuple(finished))
+        self._last_sequence = await self._store.append(self._batch_id, entry, self._last_sequence)
+        del self._published[: len(published)]
+        del self._finished[: len(finished)]
+
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        self._writing = None
+        if not writing.cancelled():
+            writing.exception()  # whoever waited has met it; if nobody did, the next entry will
+
+    async def _next_finished(self) -> list[FinishedLine]:
+        """As many finished lines as fit into an entry; one that would not by itself goes apart."""
+        taken: list[FinishedLine] = []
+        num_bytes = 0
+        for line in list(self._finished):
+            size_bytes = len(line.answer) + _LINE_OVERHEAD_BYTES
+            if size_bytes > _ENTRY_BYTES:
+                await self._objects.put(
+                    self._batch_id, str(line.line), _one(line.answer), metadata={}
+                )
+                line, size_bytes = FinishedLine(line.line, line.ok, b""), _LINE_OVERHEAD_BYTES
+            num_bytes += size_bytes
+            if taken and num_bytes > _ENTRY_BYTES:
+                break
+            taken.append(line)
+        return taken
+
+    async def answers(self, *, ok: bool) -> AsyncIterator[bytes]:
+        """The lines of the output file, or of the error file, out of the log."""
+        async for _, entry in self._store.log(self._batch_id):
+            for finished in entry.finished:
+                if finished.ok is not ok:
+                    continue
+                if finished.answer:
+                    yield finished.answer + b"\n"
+                    continue
+                stored = await self._objects.info(self._batch_id, str(finished.line))
+                assert stored is not None, "the object is stored before the entry"
+                async for chunk in self._objects.read(stored):
+                    yield chunk
+                yield b"\n"
+
+    async def forget(self) -> None:
+        """The files are made: drop what was kept apart for them."""
+        for name in await self._objects.names(self._batch_id):
+            await self._objects.delete(self._batch_id, name)
+
+    def _count(self, finished: FinishedLine) -> None:
+        self.finished.add(finished.line)
+        self.in_queue.pop(finished.line, None)
+        if finished.ok:
+            self.num_completed += 1
+        else:
+            self.num_failed += 1
+
+
+async def _one(answer: bytes) -> AsyncIterator[bytes]:
+    yield answer

@@ -1,0 +1,218 @@
+"""Which batches this gateway runs: those that nobody runs, as far as it has room, which tenants
+share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bus import redis_keys
+from bus.store.journal import JournalConflictError
+from gateway.api.paging import created_ms
+from gateway.batches.embeddings import EmbeddingKind
+from gateway.batches.lines import GenerationKind, LineKind
+from gateway.batches.run import BatchRun
+from gateway.batches.store import BatchStore
+from gateway.core import Gateway
+from gateway.errors import NotFoundError
+from gateway.rendering.chat import CHAT_COMPLETIONS
+from gateway.rendering.text_completions import COMPLETIONS
+from runtime.redis_link import RedisAwayError, RedisLink, Script
+from schemas.errors import BusUnavailableError, MillraceError
+
+logger = logging.getLogger(__name__)
+
+_RENEWALS_PER_LEASE = 4
+_MS_PER_S = 1_000
+_NS_PER_MS = 1_000_000
+# A batch that has no state after so long was never created: its gateway died on the way.
+_UNBORN_MS = 60_000
+
+# KEYS: the lease's. ARGV: who holds it, ms that it lasts. 0: somebody else has it now.
+_RENEW = Script(
+    """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+# KEYS: the lease's. ARGV: who holds it.
+# Takes a holder and lets go of the lease if it is still theirs.
+RELEASE = Script(
+    """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+)
+
+
+class _Running(NamedTuple):
+    tenant: str
+    run: BatchRun
+    task: asyncio.Task[None]
+
+
+class BatchRunner:
+    """Owns the runs of this gateway's batches. Without Redis it runs none.
+
+    The lease in Redis says who runs a batch, so that it is run by one gateway at a time; should two
+    think that they do, the batch's log takes the entries of one of them only.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = BatchStore(gateway.bus.journal)
+        self._kinds: dict[str, LineKind] = {
+            endpoint.route: GenerationKind(gateway, endpoint)
+            for endpoint in (CHAT_COMPLETIONS, COMPLETIONS)
+        }
+        self._kinds[EmbeddingKind.route] = EmbeddingKind(gateway)
+        self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
+        self._runs: dict[str, _Running] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_running(self) -> int:
+        """How many batches this gateway runs."""
+        return len(self._runs)
+
+    async def start(self) -> None:
+        link = self._gateway.redis
+        if link is not None:
+            self._tasks = [
+                asyncio.create_task(self._scan_forever(link)),
+                asyncio.create_task(self._renew_forever(link)),
+            ]
+
+    async def close(self) -> None:
+        """Stop, write down what was done, and leave the batches to other gateways."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._leave(list(self._runs))
+
+    async def _leave(self, batch_ids: Sequence[str]) -> None:
+        """Stop running these, write down what was done, and let other gateways go on with them."""
+        left = {batch_id: self._runs.pop(batch_id) for batch_id in batch_ids}
+        for running in left.values():
+            running.task.cancel()
+        await asyncio.gather(*(running.task for running in left.values()), return_exceptions=True)
+        for batch_id, running in left.items():
+            try:
+                await running.run.flush()
+                await self._release(batch_id)
+            except MillraceError as error:
+                logger.warning(
+                    "a batch is left without a word",
+                    extra={"batch_id": batch_id, "cause": error.message},
+                )
+
+    async def _scan_forever(self, link: RedisLink) -> None:
+        while True:
+            try:
+                await self._scan(link)
+            except (RedisAwayError, BusUnavailableError) as error:
+                logger.debug("batches are looked for later", extra={"cause": error.message})
+            except Exception:
+                logger.exception("batches could not be looked for")
+            await self._gateway.clock.sleep(self._gateway.config.batch_scan_s)
+
+    async def _scan(self, link: RedisLink) -> None:
+        waiting = [one for one in await self._store.open_batches() if one[1] not in self._runs]
+        tenants = [running.tenant for running in self._runs.values()]
+        for tenant, batch_id in in_turn(waiting, tenants):
+            is_full = len(self._runs) >= self._gateway.config.max_batches_at_once
+            other = self._to_leave_for(tenant) if is_full else None
+            if is_full and other is None:
+                return
+            key = redis_keys.batch_lease_key(batch_id)
+            if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
+                self._begin(tenant, batch_id)
+                if other is not None:
+                    await self._leave([other])
+
+    def _to_leave_for(self, tenant: str) -> str | None:
+        """The newest batch of the tenant that has most of the places here, if ``tenant`` is to have
+        one of them: batches that wait for their tenant's limits must not keep others out."""
+        places = Counter(running.tenant for running in self._runs.values())
+        greediest = max(places, key=places.__getitem__, default=tenant)
+        if places[greediest] <= places[tenant] + 1:
+            return None
+        return max(
+            batch_id for batch_id, running in self._runs.items() if running.tenant == greediest
+        )
+
+    def _begin(self, tenant: str, batch_id: str) -> None:
+        run = BatchRun(self._gateway, self._store, self._kinds, tenant, batch_id)
+        task = asyncio.create_task(self._run(run, tenant, batch_id))
+        self._runs[batch_id] = _Running(tenant, run, task)
+
+    async def _run(self, run: BatchRun, tenant: str, batch_id: str) -> None:
+        try:
+            await run.run()
+        except NotFoundError:
+            await self._forget_unborn(tenant, batch_id)
+        except JournalConflictError:
+            logger.warning("another gateway runs the batch now", extra={"batch_id": batch_id})
+        except MillraceError as error:
+            logger.warning(
+                "a batch goes on later", extra={"batch_id": batch_id, "cause": error.message}
+            )
+        except Exception:
+            # The lease is left to lapse, so that whoever tries again does not do it at once.
+            logger.exception("a batch has failed", extra={"batch_id": batch_id})
+            self._runs.pop(batch_id, None)
+            return
+        self._runs.pop(batch_id, None)
+        await self._release(batch_id)
+
+    async def _forget_unborn(self, tenant: str, batch_id: str) -> None:
+        now_ms = self._gateway.clock.now_ns() // _NS_PER_MS
+        if now_ms - created_ms(batch_id) > _UNBORN_MS:
+            await self._store.close(tenant, batch_id)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._gateway.config.batch_lease_s * _MS_PER_S)
+
+    async def _renew_forever(self, link: RedisLink) -> None:
+        while True:
+            await self._gateway.clock.sleep(
+                self._gateway.config.batch_lease_s / _RENEWALS_PER_LEASE
+            )
+            for batch_id, running in list(self._runs.items()):
+                key = redis_keys.batch_lease_key(batch_id)
+                try:
+                    ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
+                except RedisAwayError as error:
+                    # Nobody else can take it meanwhile.
+                    logger.debug("a lease is renewed later", extra={"cause": str(error)})
+                    continue
+                if not ours:
+                    logger.warning("a batch was lost", extra={"batch_id": batch_id})
+                    running.task.cancel()
+                    self._runs.pop(batch_id, None)
+
+    async def _release(self, batch_id: str) -> None:
+        link = self._gateway.redis
+        assert link is not None
+        try:
+            await link.evaluate(RELEASE, [redis_keys.batch_lease_key(batch_id)], [self._holder])
+        except RedisAwayError:
+            return  # It lapses by itself.
+
+
+def in_turn(waiting: Sequence[tuple[str, str]], running: Iterable[str]) -> list[tuple[str, str]]:
+    """(tenant, batch id) pairs so that no tenant has its second before the others have their
+    first; ``running`` are the tenants of those that run."""
+    places = Counter(running)
+    ranked: list[tuple[int, str, str]] = []
+    for tenant, batch_id in waiting:
+        ranked.append((places[tenant], batch_id, tenant))
+        places[tenant] += 1
+    return [(tenant, batch_id) for _, batch_id, tenant in sorted(ranked)]

@@ -1,0 +1,1 @@
+"""The gateway's contract as an OpenAPI document."""

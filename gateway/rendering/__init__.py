@@ -1,0 +1,1 @@
+"""Responses in the shapes of OpenAI's endpoints."""

@@ -1,0 +1,179 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.errors import Refusal
+from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
+from gateway.rendering.logprobs import logprob_infos
+from gateway.rendering.rendering import BodyEndpoint
+from gateway.request.parsing import chat_ask
+from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from schemas.openai import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChoiceLogprobs,
+    LogprobInfo,
+    MessageToolCall,
+    ToolStepInfo,
+)
+
+if TYPE_CHECKING:
+    from gateway.request.response_stream import Answer
+
+_NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
+
+
+class ChatRenderer:
+    """``chat.completion.chunk`` events and the ``chat.completion`` body."""
+
+    def __init__(self, answer: Answer, request: ChatCompletionRequest) -> None:
+        options = request.stream_options
+        self._answer = answer
+        self._request = request
+        self._with_usage = bool(options is not None and options.include_usage)
+        self._with_logprobs = answer.ask.sampling.logprobs is not None
+        self._head = SseHead(
+            answer.request_id,
+            "chat.completion.chunk",
+            answer.created_s,
+            answer.ask.model,
+            with_usage=self._with_usage,
+        )
+        num_choices = len(answer.choices)
+        self._befores = [self._head.before(i) for i in range(num_choices)]
+        self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
+        self._text_after = b"}" + _NO_LOGPROBS + self._head.after
+        self.plain = (
+            (self._text_befores[0], self._text_after)
+            if num_choices == 1 and not self._with_logprobs
+            else None
+        )
+        self._logprobs: list[list[LogprobInfo]] = [[] for _ in range(num_choices)]
+        self._steps: list[ToolStepInfo] = []
+
+    def first(self) -> bytes:
+        role = b',"delta":{"role":"assistant","content":""}' + _NO_LOGPROBS + self._head.after
+        events = b"".join(before + role for before in self._befores)
+        if self._answer.session is not None:
+            events += self._head.without_choices("session", self._answer.session)
+        return events
+
+    def part(self, part: Part) -> bytes:
+        if type(part) is TextPart:
+            if part.logprobs:
+                return self._text_with_logprobs(part)
+            if not part.text:
+                return b""
+            return self._text_befores[part.choice] + encode(part.text) + self._text_after
+        if isinstance(part, CallStart):
+            function = {"name": part.name, "arguments": ""}
+            call = {
+                "index": part.call,
+                "id": part.call_id,
+                "type": "function",
+                "function": function,
+            }
+            return self._delta(part.choice, {"tool_calls": [call]})
+        if isinstance(part, CallArguments):
+            call = {"index": part.call, "function": {"arguments": part.text}}
+            return self._delta(part.choice, {"tool_calls": [call]})
+        if isinstance(part, StepPart):
+            return self._head.without_choices("tool_step", step_info(part))
+        assert isinstance(part, ChoiceEnd)
+        end = b',"delta":{},"logprobs":null,"finish_reason":' + encode(part.reason)
+        return self._befores[part.choice] + end + self._head.after
+
+    def last(self) -> bytes:
+        if not self._with_usage:
+            return SSE_DONE
+        return self._head.without_choices("usage", usage_info(self._answer.usage)) + SSE_DONE
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return sse_failure(refusal)
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, TextPart) and part.logprobs:
+            self._logprobs[part.choice] += self._infos(part)
+        elif isinstance(part, StepPart):
+            self._steps.append(step_info(part))
+
+    def whole(self) -> bytes:
+        answer = self._answer
+        return encode(
+            ChatCompletion(
+                id=answer.request_id,
+                created=answer.created_s,
+                model=answer.ask.model,
+                choices=tuple(self._choice(i) for i in range(len(answer.choices))),
+                usage=usage_info(answer.usage),
+                service_tier=self._request.service_tier or msgspec.UNSET,
+                metadata=self._request.metadata or msgspec.UNSET,
+                session=answer.session or msgspec.UNSET,
+                tool_steps=tuple(self._steps) or msgspec.UNSET,
+            )
+        )
+
+    async def store(self) -> None:
+        """The session is stored by the answer; nothing else is kept."""
+
+    def _choice(self, index: int) -> ChatChoice:
+        answer = self._answer
+        text, calls = answer.texts[index], answer.calls[index]
+        tool_calls = tuple(
+            MessageToolCall(
+                id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
+            )
+            for call in calls
+        )
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(
+                content=None if calls and not text else text, tool_calls=tool_calls or msgspec.UNSET
+            ),
+            finish_reason=answer.reasons[index],
+            logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
+            if self._with_logprobs
+            else None,
+        )
+
+    def _infos(self, part: TextPart) -> tuple[LogprobInfo, ...]:
+        return logprob_infos(self._answer.model.tokenizer, part.logprobs)
+
+    def _text_with_logprobs(self, part: TextPart) -> bytes:
+        logprobs = encode(ChoiceLogprobs(content=self._infos(part)))
+        return (
+            self._text_befores[part.choice]
+            + encode(part.text)
+            + b'},"logprobs":'
+            + logprobs
+            + b',"finish_reason":null'
+            + self._head.after
+        )
+
+    def _delta(self, choice: int, delta: dict[str, object]) -> bytes:
+        body = b',"delta":' + encode(delta) + _NO_LOGPROBS
+        return self._befores[choice] + body + self._head.after
+
+
+CHAT_COMPLETIONS = BodyEndpoint(
+    "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, chat_ask, ChatRenderer
+)
+
+
+def step_info(part: StepPart) -> ToolStepInfo:
+    """A step of the gateway's own tools, as clients see it."""
+    return ToolStepInfo(
+        call_id=part.call_id,
+        name=part.name,
+        arguments=part.arguments,
+        ok=part.ok,
+        output=part.output,
+        duration_ms=part.duration_ms,
+    )

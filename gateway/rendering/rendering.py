@@ -1,0 +1,120 @@
+"""How an endpoint that answers with generations takes its body and shapes its answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+
+from gateway.errors import Refusal
+from gateway.request.entries import LONG_BODY_BYTES
+from gateway.request.parsing import Ask, decode
+from gateway.streams.parts import Part
+from gateway.tenancy.caller import Caller
+from registry.tokenizers.prompt_pool import PromptPool
+
+if TYPE_CHECKING:
+    from gateway.request.response_stream import Answer
+
+_ReadT = TypeVar("_ReadT")
+
+
+class Renderer(Protocol):
+    """The bytes of one answer. A streamed one is ``first``, ``part`` for each of its parts and then
+    ``last`` or ``failed``; another one gets its parts by ``add`` and is ``whole`` at the end.
+
+    ``plain``, if there is one, goes before and after the JSON of a text to make the event of a part
+    of the only choice that has nothing but text.
+    """
+
+    plain: tuple[bytes, bytes] | None
+
+    def first(self) -> bytes:
+        """Events before any part; may be empty."""
+
+    def part(self, part: Part) -> bytes:
+        """The events of a part; may be empty."""
+
+    def last(self) -> bytes:
+        """Events after the last part of an answer that ended well."""
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """Events after the last part of an answer that failed on the way."""
+
+    def add(self, part: Part) -> None: ...
+
+    def whole(self) -> bytes:
+        """The body of an answer that ended well."""
+
+    async def store(self) -> None:
+        """Keep what a later request may refer to; called once at a good end, before ``last`` and
+        ``whole`` are sent."""
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that was understood. ``render`` is called once the answer is accepted."""
+
+    ask: Ask
+    stream: bool
+    render: Callable[[Answer], Renderer]
+
+
+class Endpoint(ABC):
+    """One path of the token path: ``POST route``."""
+
+    route: str
+    id_prefix: str
+
+    @abstractmethod
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        """Raises MillraceError for a body that cannot be honoured; a long one is read by
+        ``prompts``."""
+
+
+async def read_long(
+    prompts: PromptPool, caller: Caller, body: bytes, read: Callable[[bytes], _ReadT]
+) -> _ReadT:
+    """What ``read`` makes of a body; by ``prompts`` if that takes long."""
+    num_bytes = len(body) if len(body) > LONG_BODY_BYTES else 0
+    return await prompts.run(caller.tenant, num_bytes, partial(read, body))
+
+
+class _Request(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+_RequestT = TypeVar("_RequestT", bound=_Request)
+
+
+class BodyEndpoint(Endpoint, Generic[_RequestT]):
+    """An endpoint whose answers depend on nothing but the body: ``ask_of`` reads it as an ask, and
+    ``renderer`` shapes the answer to it."""
+
+    def __init__(
+        self,
+        route: str,
+        id_prefix: str,
+        request_type: type[_RequestT],
+        ask_of: Callable[[_RequestT], Ask],
+        renderer: Callable[[Answer, _RequestT], Renderer],
+    ) -> None:
+        self.route = route
+        self.id_prefix = id_prefix
+        self._decoder = msgspec.json.Decoder(request_type)
+        self._ask_of = ask_of
+        self._renderer = renderer
+
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        return await read_long(prompts, caller, body, self._read)
+
+    def _read(self, body: bytes) -> Prepared:
+        request = decode(self._decoder, body)
+
+        def render(answer: Answer) -> Renderer:
+            return self._renderer(answer, request)
+
+        return Prepared(ask=self._ask_of(request), stream=bool(request.stream), render=render)

@@ -1,0 +1,168 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.errors import Refusal
+from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
+from gateway.rendering.logprobs import completion_logprobs
+from gateway.rendering.rendering import BodyEndpoint
+from gateway.request.parsing import completion_ask
+from gateway.streams.parts import ChoiceEnd, Part, TextPart
+from schemas.frames import TokenLogprob
+from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+
+if TYPE_CHECKING:
+    from gateway.request.response_stream import Answer
+
+
+class CompletionRenderer:
+    """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
+    which comes with the first sign of the model's work."""
+
+    def __init__(self, answer: Answer, request: CompletionRequest) -> None:
+        options = request.stream_options
+        self._answer = answer
+        self._request = request
+        self._with_usage = bool(options is not None and options.include_usage)
+        self._head = SseHead(
+            answer.request_id,
+            "text_completion",
+            answer.created_s,
+            answer.ask.model,
+            with_usage=self._with_usage,
+        )
+        num_choices = len(answer.choices)
+        self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
+        self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
+        had = answer.first_indices
+        self._to_echo = {i for i in range(num_choices) if answer.ask.echo and not (had and had[i])}
+        self.plain = (
+            (self._text_befores[0], self._text_after)
+            if num_choices == 1 and not self._to_echo and answer.ask.sampling.logprobs is None
+            else None
+        )
+        # How much text was given out; None: by another connection, and that is still to be counted.
+        self._lengths: list[int | None] = [
+            None if had and had[i] else 0 for i in range(num_choices)
+        ]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
+
+    def first(self) -> bytes:
+        return b""
+
+    def part(self, part: Part) -> bytes:
+        if isinstance(part, TextPart):
+            echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
+            if part.logprobs:
+                return echoed + self._event(part.choice, part.text, self._lists(part))
+            if not part.text:
+                return echoed
+            text = encode(part.text)
+            return echoed + self._text_befores[part.choice] + text + self._text_after
+        if isinstance(part, ChoiceEnd):
+            echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
+            end = b'"","logprobs":null,"finish_reason":' + encode(part.reason)
+            return echoed + self._text_befores[part.choice] + end + self._head.after
+        return b""
+
+    def last(self) -> bytes:
+        if not self._with_usage:
+            return SSE_DONE
+        return self._head.without_choices("usage", usage_info(self._answer.usage)) + SSE_DONE
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return sse_failure(refusal)
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, TextPart):
+            self._logprobs[part.choice] += part.logprobs
+
+    def whole(self) -> bytes:
+        answer = self._answer
+        return encode(
+            Completion(
+                id=answer.request_id,
+                created=answer.created_s,
+                model=answer.ask.model,
+                choices=tuple(self._choice(i) for i in range(len(answer.choices))),
+                usage=usage_info(answer.usage),
+            )
+        )
+
+    async def store(self) -> None:
+        """Nothing is kept."""
+
+    def _choice(self, index: int) -> CompletionChoice:
+        answer = self._answer
+        prompt, prompt_lists = "", None
+        if answer.ask.echo:
+            prompt, prompt_lists = self._echo(index)
+        lists = None
+        if answer.ask.sampling.logprobs is not None:
+            chosen = self._logprobs[index]
+            lists = completion_logprobs(
+                answer.model.tokenizer, [one.token_id for one in chosen], chosen, len(prompt)
+            )
+            if prompt_lists is not None:
+                lists = _joined(prompt_lists, lists)
+        return CompletionChoice(
+            index=index,
+            text=prompt + answer.texts[index],
+            finish_reason=answer.reasons[index],
+            logprobs=lists,
+        )
+
+    def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
+        """The prompt of a choice, and its log-probabilities if they were asked for."""
+        answer = self._answer
+        prompt = answer.prompt_of(index)
+        tokenizer = answer.model.tokenizer
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        if answer.ask.sampling.prompt_logprobs is None:
+            return text, None
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        logprobs = answer.prompt_logprobs(index)
+        if len(logprobs) != len(token_ids):
+            return text, None
+        return text, completion_logprobs(tokenizer, token_ids, logprobs, 0)
+
+    def _echo_event(self, index: int) -> bytes:
+        self._to_echo.discard(index)
+        text, lists = self._echo(index)
+        self._lengths[index] = len(text)
+        return self._event(index, text, lists)
+
+    def _event(self, index: int, text: str, lists: CompletionLogprobs | None) -> bytes:
+        logprobs = b',"logprobs":' + encode(lists) + b',"finish_reason":null'
+        return self._text_befores[index] + encode(text) + logprobs + self._head.after
+
+    def _lists(self, part: TextPart) -> CompletionLogprobs:
+        token_ids = [one.token_id for one in part.logprobs]
+        tokenizer = self._answer.model.tokenizer
+        offset = self._lengths[part.choice]
+        if offset is None:
+            offset = self._length_had(part.choice)
+        self._lengths[part.choice] = offset + len(part.text)
+        return completion_logprobs(tokenizer, token_ids, part.logprobs, offset)
+
+    def _length_had(self, index: int) -> int:
+        """Of the text that another connection gave out, prompt included."""
+        answer = self._answer
+        num_echoed = len(self._echo(index)[0]) if answer.ask.echo else 0
+        return num_echoed + len(answer.choices[index].stream.reader.text_before)
+
+
+COMPLETIONS = BodyEndpoint(
+    "/v1/completions", "cmpl", CompletionRequest, completion_ask, CompletionRenderer
+)
+
+
+def _joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=one.tokens + other.tokens,
+        token_logprobs=one.token_logprobs + other.token_logprobs,
+        top_logprobs=one.top_logprobs + other.top_logprobs,
+        text_offset=one.text_offset + other.text_offset,
+    )

@@ -1,0 +1,1 @@
+"""From a parsed request to an accepted one, and its response."""

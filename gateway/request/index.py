@@ -1,0 +1,168 @@
+"""What any gateway has to know of a request to go on with its answer, in Redis."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bus import redis_keys
+from gateway.request.context import ToolOutcome
+from gateway.request.parsing import Ask
+from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from schemas.errors import MillraceError
+from schemas.jobs import Source, Tier
+from schemas.sessions import SessionInfo
+
+_STATE_TTL_S = 2 * 3600
+
+# KEYS: the claim's. ARGV: digest of the request, request id, TTL in s. Returns the digest and the
+# request id that have the key now.
+_CLAIM = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'digest', 'request_id')
+if known[1] then return known end
+redis.call('HSET', KEYS[1], 'digest', ARGV[1], 'request_id', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return {ARGV[1], ARGV[2]}
+"""
+)
+
+# KEYS: the claim's. ARGV: the request id that gives it up.
+_RELEASE = Script(
+    """
+if redis.call('HGET', KEYS[1], 'request_id') ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+)
+
+
+class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
+    ``holder`` the one whose client gets them now. ``ask`` is without the prompt unless a later
+    round needs it. ``traceparent`` is the request's place in its trace, empty without one.
+    """
+
+    request_id: str
+    tenant: str
+    origin: str
+    holder: str
+    source: Source
+    tier: Tier
+    created_ns: int
+    deadline_ns: int
+    keep_result: bool
+    ask: Ask
+    session: SessionInfo | None = None
+    idempotency_key: str = ""
+    traceparent: str = ""
+
+
+class IdempotencyConflictError(MillraceError):
+    """The key came before with another request."""
+
+    code = "idempotency_conflict"
+    http_status = 409
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This Idempotency-Key was used with another request. Draw a new key for each request."
+        )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RequestState)
+_step_decoder = msgspec.msgpack.Decoder(ToolOutcome)
+
+
+class RequestIndex:
+    """Reads and writes over one link. With ``link`` None nothing can be known or claimed."""
+
+    def __init__(self, link: RedisLink | None, idempotency_ttl_s: float) -> None:
+        self._link = link
+        self._idempotency_ttl_s = round(idempotency_ttl_s)
+
+    async def put(self, state: RequestState) -> None:
+        """Store it. While Redis is away nothing is stored: the request lives on its gateway."""
+        if self._link is None:
+            return
+        ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
+        key = redis_keys.request_key(state.request_id)
+        try:
+            await self._call("SET", key, _encoder.encode(state), "EX", ttl_s)
+        except RedisAwayError:
+            return
+
+    async def get(self, request_id: str) -> RequestState | None:
+        """None for a request that is not known. Raises RedisAwayError."""
+        if self._link is None:
+            return None
+        stored = await self._call("GET", redis_keys.request_key(request_id))
+        return None if stored is None else _decoder.decode(stored)
+
+    async def put_step(self, request_id: str, call_id: str, result: ToolOutcome) -> None:
+        """Remember what a tool gave, so that nobody has to run it again."""
+        if self._link is None:
+            return
+        key = redis_keys.request_steps_key(request_id)
+        try:
+            await self._call("HSET", key, call_id, _encoder.encode(result))
+            await self._call("EXPIRE", key, _STATE_TTL_S)
+        except RedisAwayError:
+            return
+
+    async def get_step(self, request_id: str, call_id: str) -> ToolOutcome | None:
+        """What a tool gave, if it ran and that was stored."""
+        if self._link is None:
+            return None
+        try:
+            key = redis_keys.request_steps_key(request_id)
+            stored: bytes | None = await self._call("HGET", key, call_id)
+        except RedisAwayError:
+            return None
+        return None if stored is None else _step_decoder.decode(stored)
+
+    async def claim(self, tenant: str, key: str, digest: str, request_id: str) -> str:
+        """The request id that has the key: ``request_id``, or that of an earlier, equal request.
+
+        Raises IdempotencyConflictError if the earlier one was different, and RedisAwayError.
+        """
+        claim_key = redis_keys.idempotency_key(tenant, key)
+        known: list[bytes] = await self._evaluate(
+            _CLAIM, [claim_key], [digest, request_id, self._idempotency_ttl_s]
+        )
+        if known[0].decode() != digest:
+            raise IdempotencyConflictError
+        return known[1].decode()
+
+    async def release(self, tenant: str, key: str, request_id: str) -> None:
+        """Let the key be used again: its request was not answered, and may be tried again."""
+        if self._link is None:
+            return
+        try:
+            await self._evaluate(_RELEASE, [redis_keys.idempotency_key(tenant, key)], [request_id])
+        except RedisAwayError:
+            return
+
+    async def _call(self, *command: Argument) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        return await self._link.call(*command)
+
+    async def _evaluate(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:
+        if self._link is None:
+            raise RedisAwayError
+        return await self._link.evaluate(script, keys, arguments)
+
+
+def digest_of(*parts: bytes) -> str:
+    """What tells requests apart under one key."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,131 @@
+"""The models that may be asked for, with their tokenizers, loaded when they are first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from registry.pricing import PriceBook
+from registry.routing.router import Route, Router
+from registry.served import EmbeddingSettings
+from schemas.errors import ModelNotFoundError, ParameterError
+from schemas.jobs import ChatMessage, Job
+from schemas.openai import ModelCard
+from schemas.tools import ToolDefinition, ToolFormat
+
+
+class TokenizerLike(Protocol):
+    """What the gateway uses of ``registry.tokenizers.tokenizer.Tokenizer``."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class ServedModelLike(Protocol):
+    """What the gateway uses of ``registry.served.ServedModel``."""
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def context_window_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """The tokens that end a generation unless it ignores them."""
+
+    @property
+    def tool_format(self) -> ToolFormat | None: ...
+
+    @property
+    def prices(self) -> PriceBook: ...
+
+    @property
+    def embedding_size(self) -> int: ...
+
+    @property
+    def embedding_defaults(self) -> EmbeddingSettings: ...
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+
+
+class Models:
+    """Loads each model once, in a thread; a load that failed is tried again by the next caller.
+    The names of ``router`` can be asked for as well, by those who leave the choice."""
+
+    def __init__(
+        self,
+        cards: Mapping[str, ModelCard],
+        load: Callable[[str], ServedModelLike],
+        router: Router | None = None,
+    ) -> None:
+        self.router = router or Router()
+        self._cards = dict(cards)
+        self._load = load
+        self._loaded: dict[str, ServedModelLike] = {}
+        self._locks = {name: asyncio.Lock() for name in cards}
+
+    def cards(self) -> list[ModelCard]:
+        """All models, as clients see them, then the names that choose one."""
+        return [self.card(name) for name in (*self._cards, *self.router.routes)]
+
+    def card(self, name: str) -> ModelCard:
+        """Raises ModelNotFoundError."""
+        route = self.router.routes.get(name)
+        if route is not None:
+            return self._card_of(name, route)
+        known = self._cards.get(name)
+        if known is None:
+            raise ModelNotFoundError(
+                f"There is no model {name!r} here. The models are: {', '.join(self._cards)}."
+            )
+        model = self._loaded.get(name)
+        if model is None:
+            return known
+        return msgspec.structs.replace(known, max_model_len=model.context_window_tokens)
+
+    async def get(self, name: str) -> ServedModelLike:
+        """Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
+        CheckpointError if its files cannot be used."""
+        model = self._loaded.get(name)
+        if model is not None:
+            return model
+        route = self.router.routes.get(name)
+        if route is not None:
+            raise ParameterError(
+                "model",
+                f"{name} chooses a model for each completion; name one here: "
+                f"{route.small} or {route.large}.",
+            )
+        self.card(name)
+        async with self._locks[name]:
+            if name not in self._loaded:
+                self._loaded[name] = await asyncio.to_thread(self._load, name)
+            return self._loaded[name]
+
+    def _card_of(self, name: str, route: Route) -> ModelCard:
+        """A route has the longer window of its two models, and is as old as the newer one."""
+        cards = [self.card(model) for model in route.models]
+        windows = [card.max_model_len for card in cards if card.max_model_len is not None]
+        return ModelCard(
+            id=name,
+            created=max(card.created for card in cards),
+            max_model_len=max(windows) if len(windows) == len(cards) else None,
+            description=route.description
+            or f"{route.small} or {route.large}, by what is asked of it",
+        )

@@ -1,0 +1,316 @@
+"""From a caller's JSON to a job, refusing by name what is not honoured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.errors import InvalidJsonError
+from gateway.request.grammar_fields import grammar_of
+from gateway.request.message_fields import (
+    NOTHING,
+    chat_messages,
+    check_metadata,
+    refuse_unhonoured,
+    tool_choice_of,
+    tools_of,
+)
+from runtime.json_outline import check_outline
+from schemas.errors import ParameterError
+from schemas.jobs import ChatMessage, Tier
+from schemas.openai import (
+    ChatCompletionRequest,
+    ChatFields,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+)
+from schemas.sampling import SamplingParams
+from schemas.tools import ToolChoice, ToolDefinition
+from schemas.websocket import Generate
+
+_T = TypeVar("_T")
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_LABEL_CHARACTERS = 256
+_MAX_PROMPTS = 64
+_MAX_COMPLETIONS = 128  # of all prompts of a request: each is a job
+_MAX_SESSION_KEEP = 2**31 - 1
+_TIERS: dict[str, Tier | None] = {
+    "auto": None,
+    "default": None,
+    "flex": Tier.BATCH,
+    "priority": Tier.ENTERPRISE,
+} | {tier.value: tier for tier in Tier}
+
+# Fields that are known but not honoured, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "functions": NOTHING,
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, [], ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "store": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+    "include_obfuscation": (None, False),
+}
+
+# Entries of an object have no name of their own there.
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is well formed: what to continue, how, and for whom.
+
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
+    further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
+    None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
+    those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
+    asked for and ``route_reason`` why it is this one.
+    """
+
+    model: str
+    model_requested: str = ""
+    route_reason: str = ""
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    other_prompts: tuple[str | tuple[int, ...], ...] = ()
+    tools: tuple[ToolDefinition, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    server_tools: tuple[str, ...] = ()
+    sampling: SamplingParams
+    tier: Tier | None = None
+    user: str = ""
+    session_id: str = ""
+    session_keep: int | None = None
+    echo: bool = False
+
+    @property
+    def num_prompt_characters(self) -> int:
+        """How much text there is to tokenise."""
+        if self.messages is not None:
+            return sum(len(message.content) for message in self.messages)
+        return len(self.prompt or "")
+
+
+def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
+    """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
+    check_outline(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _parameter_error(str(error)) from error
+    except RecursionError as error:
+        raise InvalidJsonError("The JSON is nested too deeply.") from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidJsonError(f"The body is not valid JSON: {error}") from error
+
+
+def chat_ask(request: ChatCompletionRequest) -> Ask:
+    """Raises ParameterError for whatever cannot be honoured."""
+    _check_stream_options(request)
+    return _chat_ask(request, request.messages)
+
+
+def completion_ask(request: CompletionRequest) -> Ask:
+    """Raises ParameterError for whatever cannot be honoured."""
+    _check_stream_options(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ParameterError("best_of", "best_of must be n: all completions are given out.")
+    for name in ("session_id", "session_keep"):
+        if getattr(request, name) is not None:
+            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+    text, token_ids, others = _prompts(request.prompt)
+    sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
+    if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
+        raise ParameterError(
+            "n", f"At most {_MAX_COMPLETIONS} completions are made of a request, n of each prompt."
+        )
+    echo = bool(request.echo)
+    if echo and request.logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
+    return _ask(
+        request,
+        sampling=sampling,
+        prompt=text,
+        prompt_token_ids=token_ids,
+        other_prompts=others,
+        echo=echo,
+    )
+
+
+def socket_ask(message: Generate) -> Ask:
+    """Raises ParameterError for whatever cannot be honoured."""
+    if (message.messages is None) == (message.prompt is None):
+        raise ParameterError("messages", "Give exactly one of messages and prompt.")
+    if message.messages is not None:
+        return _chat_ask(message, message.messages)
+    for name in ("tools", "server_tools", "session_id", "session_keep"):
+        if getattr(message, name):
+            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+    text, token_ids, others = _prompts(message.prompt)
+    if others:
+        raise ParameterError("prompt", "Only one prompt is taken in a message.")
+    sampling = _sampling(message, _num_logprobs(message), None)
+    return _ask(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
+
+
+def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
+    if request.session_keep is not None:
+        if request.session_id is None:
+            raise ParameterError("session_keep", "session_keep goes with session_id.")
+        if not 0 <= request.session_keep <= _MAX_SESSION_KEEP:
+            raise ParameterError(
+                "session_keep", f"session_keep must be between 0 and {_MAX_SESSION_KEEP}."
+            )
+    if request.session_id is not None and (request.n or 1) > 1:
+        raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
+    tools = tools_of(request.tools)
+    server_tools = tuple(dict.fromkeys(request.server_tools or ()))
+    names = {tool.name for tool in tools}.union(server_tools)
+    parallel = request.parallel_tool_calls
+    return _ask(
+        request,
+        sampling=_sampling(request, _num_logprobs(request), None),
+        messages=chat_messages(messages),
+        tools=tools,
+        server_tools=server_tools,
+        tool_choice=tool_choice_of(request.tool_choice, names),
+        parallel_tool_calls=True if parallel is None else parallel,
+        session_keep=request.session_keep,
+    )
+
+
+def _num_logprobs(request: ChatFields) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise ParameterError("top_logprobs", "top_logprobs goes only with logprobs: true.")
+    return None
+
+
+def _ask(request: GenerationFields, **fields: Any) -> Ask:
+    refuse_unhonoured(request, _NEUTRAL, "")
+    check_metadata(request.metadata)
+    asked_tier = request.service_tier or "auto"
+    if asked_tier not in _TIERS:
+        raise ParameterError("service_tier", f"service_tier must be one of {', '.join(_TIERS)}.")
+    return Ask(
+        model=request.model,
+        tier=_TIERS[asked_tier],
+        user=_label("user", request.user),
+        session_id=_label("session_id", request.session_id),
+        **fields,
+    )
+
+
+def _sampling(
+    request: GenerationFields, logprobs: int | None, default_max_tokens: int | None
+) -> SamplingParams:
+    stop = request.stop or ()
+    given = {
+        "max_tokens": _max_tokens(request, default_max_tokens),
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": 0 if request.top_k == -1 else request.top_k,
+        "min_p": request.min_p,
+        "seed": request.seed,
+        "stop": (stop,) if isinstance(stop, str) else stop,
+        "stop_token_ids": request.stop_token_ids,
+        "ignore_eos": request.ignore_eos,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": request.logit_bias,
+        "typical_p": request.typical_p,
+        "min_tokens": request.min_tokens,
+        "bad_words": request.bad_words,
+        "grammar": grammar_of(request),
+        "logprobs": logprobs,
+        "n": request.n,
+    }
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _max_tokens(request: GenerationFields, default: int | None) -> int | None:
+    newer = request.max_completion_tokens if isinstance(request, ChatFields) else None
+    older = request.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise ParameterError(
+            "max_tokens", "max_tokens and max_completion_tokens differ; give one of them."
+        )
+    if newer is not None:
+        if newer < 1:
+            raise ParameterError(
+                "max_completion_tokens", f"max_completion_tokens must be at least 1, got {newer}"
+            )
+        return newer
+    return default if older is None else older
+
+
+_Prompts = tuple[str | None, tuple[int, ...] | None, tuple[str | tuple[int, ...], ...]]
+
+
+def _prompts(prompt: Any) -> _Prompts:
+    """Text or token ids, and further prompts, out of the four shapes that OpenAI's API knows."""
+    if isinstance(prompt, list) and prompt and not _are_token_ids(prompt):
+        if len(prompt) > _MAX_PROMPTS:
+            raise ParameterError("prompt", f"At most {_MAX_PROMPTS} prompts are taken.")
+        first, *others = [_prompt(one) for one in prompt]
+    else:
+        first, others = _prompt(prompt), []
+    text, token_ids = (first, None) if isinstance(first, str) else (None, first)
+    return text, token_ids, tuple(others)
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and _are_token_ids(prompt):
+        return tuple(prompt)
+    raise ParameterError("prompt", "prompt must be text, a list of token ids, or a list of these.")
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _label(param: str, value: str | None) -> str:
+    if value is None:
+        return ""
+    if len(value) > _MAX_LABEL_CHARACTERS:
+        raise ParameterError(
+            param, f"{param} must have at most {_MAX_LABEL_CHARACTERS} characters."
+        )
+    return value
+
+
+def _check_stream_options(request: ChatCompletionRequest | CompletionRequest) -> None:
+    if request.stream_options is None:
+        return
+    if not request.stream:
+        raise ParameterError("stream_options", "stream_options goes only with stream: true.")
+    refuse_unhonoured(request.stream_options, _NEUTRAL, "stream_options.")
+
+
+def _parameter_error(text: str) -> ParameterError:
+    """Name the field out of the decoder's sentence."""
+    path = _PATH.search(text)
+    field = _FIELD.search(text)
+    where = path.group(1) if path else ""
+    param = ".".join(part for part in (where, field.group(1) if field else "") if part)
+    if text.startswith("Object contains unknown field"):
+        return ParameterError(param, f"{param} is not a field of this request; leave it out.")
+    if text.startswith("Object missing required field"):
+        return ParameterError(param, f"{param} is required.")
+    sentence = _PATH.sub("", text)
+    return ParameterError(param, f"{param}: {sentence}" if param else sentence)

@@ -1,0 +1,168 @@
+"""What the gateway refuses, as records: nobody else knows of a request that never was a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from typing import NamedTuple
+
+from bus.api import Outbox
+from gateway.errors import Refusal
+from gateway.metrics import Metrics
+from gateway.tenancy.caller import Caller
+from runtime.clock import Clock
+from schemas.errors import MillraceError
+from schemas.records import OTHER_REFUSALS, RefusalRecord
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+MAX_KINDS = 512
+MAX_KINDS_OF_TENANT = 32
+_PATIENCE_S = 0.005
+_FIRST_ERROR_STATUS = 400
+_CLIENT_LEFT = 499
+
+
+class _Kind(NamedTuple):
+    """Refusals that are told as one."""
+
+    tenant: str
+    key_id: str
+    door: str
+    status: int
+    code: str
+    limit: str
+
+
+class _Tally:
+    __slots__ = ("count", "first_ns", "last_ns", "request_id")
+
+    def __init__(self, now_ns: int, request_id: str) -> None:
+        self.count = 0
+        self.first_ns = now_ns
+        self.last_ns = now_ns
+        self.request_id = request_id
+
+
+class Refusals:
+    """Counts refusals and publishes a record of each kind every second, so that however many come,
+    the outbox gets ``MAX_KINDS`` + 1 records a second at most.
+
+    A tenant (and all whose tenant nobody knows, together) has ``MAX_KINDS_OF_TENANT`` kinds in an
+    interval; what comes on top is counted as ``OTHER_REFUSALS``, still under the tenant's name as
+    long as there is room. While the outbox cannot be reached, nothing is lost: counting goes on
+    within the same bounds, and the interval lasts until it can. A record that may or may not have
+    been stored is published again as it is, which stores it once.
+
+    Owns its task: ``start`` makes it, ``close`` sends what was counted, for a moment.
+    """
+
+    def __init__(self, outbox: Outbox, clock: Clock, gateway_id: str, metrics: Metrics) -> None:
+        self._outbox = outbox
+        self._clock = clock
+        self._gateway_id = gateway_id
+        self._metrics = metrics
+        self._tallies: dict[_Kind, _Tally] = {}
+        self._num_kinds_of: Counter[str] = Counter()
+        self._unsent: list[RefusalRecord] = []
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Kinds and records that are held."""
+        return len(self._tallies) + len(self._unsent)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._send_forever(), name="refusals")
+
+    def note(
+        self, door: str, refusal: Refusal, caller: Caller | None, request_id: str = ""
+    ) -> None:
+        """Count a refusal of ``door``, a route or a name that is known beforehand. Returns at once.
+        A client that left was not refused."""
+        if refusal.status < _FIRST_ERROR_STATUS or refusal.status == _CLIENT_LEFT:
+            return
+        status = str(refusal.status)
+        self._metrics.refused_requests.labels(door, status, refusal.code).inc()
+        tenant, key_id = ("", "") if caller is None else (caller.tenant, caller.key_id)
+        kind = _Kind(tenant, key_id, door, refusal.status, refusal.code, refusal.limit)
+        now_ns = self._clock.now_ns()
+        tally = self._tallies.get(kind) or self._new_tally(kind, now_ns, request_id)
+        tally.count += 1
+        tally.last_ns = now_ns
+
+    def _new_tally(self, kind: _Kind, now_ns: int, request_id: str) -> _Tally:
+        if self._num_kinds_of[kind.tenant] >= MAX_KINDS_OF_TENANT:
+            kind = _Kind(kind.tenant, "", OTHER_REFUSALS, kind.status // 100 * 100, "", "")
+        if len(self._tallies) >= MAX_KINDS and kind not in self._tallies:
+            kind = _Kind("", "", OTHER_REFUSALS, 0, "", "")
+        tally = self._tallies.get(kind)
+        if tally is None:
+            tally = self._tallies[kind] = _Tally(now_ns, request_id)
+            self._num_kinds_of[kind.tenant] += 1
+        return tally
+
+    async def flush(self) -> bool:
+        """Publish what was counted, or what could not be published before; whether all of it is
+        stored."""
+        if not self._unsent:
+            self._unsent = self._cut()
+        records = self._unsent
+        stored = await asyncio.gather(*map(self._publish, records))
+        self._unsent = [
+            one for one, is_stored in zip(records, stored, strict=True) if not is_stored
+        ]
+        return not self._unsent
+
+    async def close(self, timeout_s: float) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while await self.flush() and self._tallies:
+                    pass
+        if self.num_waiting:
+            _log.warning("refusals were not recorded", extra={"num_records": self.num_waiting})
+
+    def _cut(self) -> list[RefusalRecord]:
+        tallies, self._tallies = self._tallies, {}
+        self._num_kinds_of.clear()
+        recorded_ns = self._clock.now_ns()
+        return [
+            RefusalRecord(
+                gateway_id=self._gateway_id,
+                number=number,
+                recorded_ns=recorded_ns,
+                tenant=kind.tenant,
+                key_id=kind.key_id,
+                door=kind.door,
+                status=kind.status,
+                code=kind.code,
+                limit=kind.limit,
+                count=tally.count,
+                first_ns=tally.first_ns,
+                last_ns=tally.last_ns,
+                request_id=tally.request_id,
+            )
+            for number, (kind, tally) in enumerate(tallies.items())
+        ]
+
+    async def _publish(self, record: RefusalRecord) -> bool:
+        try:
+            await self._outbox.publish(record, _PATIENCE_S)
+        except (MillraceError, TimeoutError):
+            return False
+        return True
+
+    async def _send_forever(self) -> None:
+        while True:
+            await self._clock.sleep(INTERVAL_S)
+            try:
+                await self.flush()
+            except Exception:  # noqa: BLE001 (it is told, and the next ones count)
+                _log.exception("refusals could not be recorded")

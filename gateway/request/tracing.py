@@ -1,0 +1,240 @@
+"""What a gateway tells of a request in its trace: what was asked for, its jobs, how it ended.
+
+The names are those of OpenTelemetry's conventions for HTTP and generative AI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from bus import subjects
+from gateway.errors import Refusal
+from gateway.transport.http import Event, Headers, Send
+from runtime.clock import Clock
+from runtime.tracing import (
+    HEADER,
+    Span,
+    SpanEvent,
+    SpanKind,
+    TraceContext,
+    Tracing,
+    Value,
+    parse_traceparent,
+)
+from schemas.config import GatewayConfig
+from schemas.frames import Usage
+from schemas.jobs import Job
+
+if TYPE_CHECKING:
+    from gateway.request.parsing import Ask
+    from gateway.request.response_stream import Answer
+
+TRACEPARENT = HEADER.encode()
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+_CHAT = "chat"
+_FAILED_FROM = 500
+_REFUSED_FROM = 400
+_CLIENT_LEFT = 499
+_NS_PER_S = 1e9
+
+
+class RequestTrace:
+    """One request of a client, from its receipt to ``over``."""
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        clock: Clock,
+        config: GatewayConfig,
+        context: TraceContext,
+        parent_span_id: int,
+        route: str,
+        method: str,
+    ) -> None:
+        self.context = context
+        self._tracing = tracing
+        self._clock = clock
+        self._parent_span_id = parent_span_id
+        self._since_ns, self._since_s = clock.now_ns(), clock.monotonic()
+        self._operation = _OPERATIONS.get(route, _CHAT)
+        self._name = f"{method} {route}"
+        self._attributes: dict[str, Value] = {
+            "http.request.method": method,
+            "http.route": route,
+            "server.address": config.host,
+            "server.port": config.port,
+            "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": "millrace",
+        }
+        self._answer: Answer | None = None
+        self._is_over = False
+
+    # --- out ---
+
+    @property
+    def headers(self) -> Headers:
+        """By which the client finds the trace."""
+        return [
+            (b"traceparent", self.context.traceparent.encode()),
+            (b"x-trace-id", self.context.trace_name.encode()),
+        ]
+
+    def with_headers(self, send: Send) -> Send:
+        """``send`` that adds them to the response."""
+
+        async def send_with_headers(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                event["headers"] = [*event["headers"], *self.headers]
+            await send(event)
+
+        return send_with_headers
+
+    def attach(self, job: Job) -> Job:
+        """The job with its place in the trace, below the span by which it is ``published``."""
+        return replace(job, traceparent=self._publishing(job).traceparent)
+
+    # --- what happens ---
+
+    def asked(self, ask: Ask) -> None:
+        """It is for a model that there is."""
+        self.asked_for(ask.model, ask.model_requested)
+        sampling, attributes = ask.sampling, self._attributes
+        attributes["gen_ai.request.temperature"] = sampling.temperature
+        attributes["gen_ai.request.top_p"] = sampling.top_p
+        attributes["gen_ai.request.choice.count"] = sampling.n
+        if sampling.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+        if ask.route_reason:
+            attributes["millrace.route_reason"] = ask.route_reason
+
+    def asked_for(self, model: str, requested: str = "") -> None:
+        """The model that answers, and the name that it was asked for by."""
+        self._name = f"{self._operation} {model}"
+        self._attributes["gen_ai.request.model"] = requested or model
+        self._attributes["gen_ai.response.model"] = model
+
+    def published(self, jobs: Sequence[Job], since_ns: int, error: str = "") -> None:
+        """The queue has stored these jobs of it, or refused to."""
+        now_ns = self._clock.now_ns()
+        for job in jobs:
+            self._tracing.tell(
+                Span(
+                    f"publish {job.model}",
+                    self._publishing(job),
+                    self.context.span_id,
+                    since_ns,
+                    now_ns,
+                    SpanKind.PRODUCER,
+                    {
+                        "messaging.system": "nats",
+                        "messaging.operation.type": "send",
+                        "messaging.destination.name": subjects.JOBS_STREAM,
+                        "millrace.request.id": job.request_id,
+                    },
+                    error=error,
+                )
+            )
+
+    def follow(self, answer: Answer) -> None:
+        """The answer that the client gets."""
+        self._answer = answer
+        answer.trace = self
+        self._attributes["gen_ai.response.id"] = answer.request_id
+
+    def used(self, usage: Usage) -> None:
+        """What it took."""
+        attributes = self._attributes
+        attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+        attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+
+    def over(self, status: int = 0, refusal: Refusal | None = None, error: str = "") -> None:
+        """The client has its answer, or is gone; the first call counts. ``status`` is what HTTP
+        said, 0 on a socket; without a refusal ``error`` may be what became of the client."""
+        if self._is_over:
+            return
+        self._is_over = True
+        events: list[SpanEvent] = []
+        links: list[TraceContext] = []
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.trace = None
+            self._note_answer(answer, events, links)
+            refusal = refusal or answer.refusal
+        if status:
+            self._attributes["http.response.status_code"] = status
+        grade = status
+        if refusal is not None:
+            error, grade = refusal.code, refusal.status
+        elif status == _CLIENT_LEFT:
+            error = "client_left"
+        if grade >= _FAILED_FROM:
+            error = error or str(grade)
+        elif error or grade >= _REFUSED_FROM:
+            # The client's own doing is no failure of ours.
+            self._attributes["error.type"] = error or str(grade)
+            error = ""
+        self._tracing.tell(
+            Span(
+                self._name,
+                self.context,
+                self._parent_span_id,
+                self._since_ns,
+                self._clock.now_ns(),
+                SpanKind.SERVER,
+                self._attributes,
+                events,
+                links,
+                error,
+            )
+        )
+
+    def _note_answer(
+        self, answer: Answer, events: list[SpanEvent], links: list[TraceContext]
+    ) -> None:
+        self.used(answer.usage)
+        reasons = tuple(reason for reason in answer.reasons if reason)
+        if reasons:
+            self._attributes["gen_ai.response.finish_reasons"] = reasons
+        streams = [choice.stream for choice in answer.choices]
+        self._attributes["millrace.runs"] = sum(stream.reader.num_epochs for stream in streams)
+        firsts_s = [s.first_text_s for s in streams if s.first_text_s is not None]
+        if firsts_s:
+            first_s = min(firsts_s) - self._since_s
+            at_ns = self._since_ns + round(first_s * _NS_PER_S)
+            events.append(SpanEvent("first token", at_ns))
+            self._attributes["gen_ai.response.time_to_first_chunk"] = first_s
+        # One that was taken over began in the trace of another request.
+        begun = parse_traceparent(streams[0].job.traceparent) if streams else None
+        if begun is not None and begun.trace_id != self.context.trace_id:
+            links.append(begun)
+
+    def _publishing(self, job: Job) -> TraceContext:
+        return self.context.at("publish", job.request_id)
+
+
+class RequestTraces:
+    """Gives the requests of one gateway their traces."""
+
+    def __init__(self, tracing: Tracing, clock: Clock, config: GatewayConfig) -> None:
+        self._tracing = tracing
+        self._clock = clock
+        self._config = config
+
+    def begin(self, traceparent: str | None, route: str, method: str) -> RequestTrace | None:
+        """A request came, perhaps in a trace of its caller's; None if it is not recorded."""
+        context, parent_span_id = self._tracing.join(traceparent)
+        if not context.is_recorded:
+            return None
+        return RequestTrace(
+            self._tracing,
+            self._clock,
+            self._config,
+            context,
+            parent_span_id,
+            route,
+            method,
+        )

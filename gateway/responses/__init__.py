@@ -1,0 +1,1 @@
+"""The Responses API: items in, items and events out."""

@@ -1,0 +1,322 @@
+"""From the items of a Responses request to a conversation, and from its fields to an ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.request.parsing import Ask, chat_ask, decode
+from schemas.errors import MillraceError, ParameterError
+from schemas.openai import (
+    CalledFunction,
+    ChatCompletionRequest,
+    FunctionFields,
+    FunctionTool,
+    GenerationFields,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    MessageToolCall,
+    ResponseFormat,
+)
+from schemas.responses import (
+    FlatFunctionTool,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    GivenCall,
+    GivenCallOutput,
+    GivenItem,
+    GivenMessage,
+    InputText,
+    Item,
+    MessageItem,
+    NamedServerTool,
+    OutputText,
+    ResponsesRequest,
+    SchemaFormat,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+_ROLES = ("user", "assistant", "system", "developer")
+
+# Fields that are known but not honoured, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "access_programs": (None,),
+    "background": (None, False),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "image": (None,),
+    "max_tool_calls": (None,),
+    "moderation": (None,),
+    "prompt": (None,),
+    "prompt_cache_key": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
+    "reasoning": (None, {}),
+}
+_INSTEAD = {
+    "max_tokens": "give max_output_tokens",
+    "session_id": "give previous_response_id",
+    "session_keep": "give previous_response_id",
+    "n": "one request makes one answer",
+}
+# How chat completions, which share the rules, spell what is spelled otherwise here.
+_RESPELLED = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+
+
+_ID_PREFIXES = {MessageItem: "msg", FunctionCallItem: "fc", FunctionCallOutputItem: "fco"}
+
+
+class _Head(msgspec.Struct, frozen=True):
+    type: str = "message"
+
+
+_PARAMETERS: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(
+    dict[str, Any] | None
+)
+_HEAD = msgspec.json.Decoder(_Head)
+_DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
+    "message": msgspec.json.Decoder(GivenMessage),
+    "function_call": msgspec.json.Decoder(GivenCall),
+    "function_call_output": msgspec.json.Decoder(GivenCallOutput),
+}
+
+
+def check_fields(request: ResponsesRequest) -> None:
+    """Raises ParameterError for a field that is not honoured."""
+    for name, allowed in _NEUTRAL.items():
+        value = getattr(request, name)
+        if isinstance(value, dict):
+            value = {key: entry for key, entry in value.items() if entry is not None}
+        if not any(_same(value, nothing) for nothing in allowed):
+            raise ParameterError(name, f"{name} is not supported; leave it out.")
+    for name, instead in _INSTEAD.items():
+        value = getattr(request, name)
+        if value is not None and not (name == "n" and value == 1):
+            raise ParameterError(name, f"{name} is not supported here; {instead}.")
+    if request.text is not None and request.text.verbosity is not None:
+        raise ParameterError("text.verbosity", "text.verbosity is not supported; leave it out.")
+    _check_stream_options(request)
+    for name in request.include or ():
+        if name != LOGPROBS:
+            raise ParameterError("include", f"Only {LOGPROBS} can be included.")
+
+
+def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item, ...]:
+    """The items of ``input``; the id of one that has none is empty.
+
+    Raises ParameterError naming the item and its field.
+    """
+    if isinstance(given, str):
+        return (MessageItem(id="", role="user", content=(InputText(given),)),)
+    if not given:
+        raise ParameterError("input", "input must hold at least one item.")
+    return tuple(_item(raw, f"input[{i}]") for i, raw in enumerate(given))
+
+
+def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
+    """``items`` with an id each that no other one, or one of ``earlier``, has."""
+    taken = {item.id for item in earlier}
+    result: list[Item] = []
+    for number, item in enumerate(items):
+        if not item.id or item.id in taken:
+            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
+            item = msgspec.structs.replace(item, id=new_id)
+        taken.add(item.id)
+        result.append(item)
+    return tuple(result)
+
+
+def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Message, ...]:
+    """The conversation as chat completions take it: an assistant's calls belong to the message
+    before them. Calls that were cut off are left out.
+
+    Raises ParameterError for a result without a call and for a call without a result.
+    """
+    messages: list[Message] = []
+    if instructions is not None:
+        messages.append(Message(role="system", content=instructions))
+    unanswered: set[str] = set()
+    for item in items:
+        if isinstance(item, MessageItem):
+            text = "".join(part.text for part in item.content)
+            messages.append(Message(role=item.role, content=text))
+        elif isinstance(item, FunctionCallItem):
+            if item.status != "incomplete":
+                _add_call(messages, item)
+                unanswered.add(item.call_id)
+        elif item.call_id in unanswered:
+            unanswered.discard(item.call_id)
+            messages.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+        else:
+            raise ParameterError(
+                "input", f"There is no function_call for the output of {item.call_id!r:.100}."
+            )
+    if unanswered:
+        call_id = min(unanswered)
+        raise ParameterError("input", f"There is no output of the call {call_id!r:.100} in input.")
+    return tuple(messages)
+
+
+def ask_of(request: ResponsesRequest, messages: tuple[Message, ...]) -> Ask:
+    """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
+    try:
+        return chat_ask(_chat_request(request, messages))
+    except ParameterError as error:
+        raise _respelled(error) from error
+
+
+def _same(value: Any, nothing: Any) -> bool:
+    return type(value) is type(nothing) and bool(value == nothing)
+
+
+def _check_stream_options(request: ResponsesRequest) -> None:
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
+        raise ParameterError("stream_options", "stream_options goes only with stream: true.")
+    if options.include_obfuscation not in (None, False):
+        name = "stream_options.include_obfuscation"
+        raise ParameterError(name, f"{name} is not supported; leave it out.")
+
+
+def _item(raw: msgspec.Raw, where: str) -> Item:
+    try:
+        kind = decode(_HEAD, bytes(raw)).type
+        return _normalised(decode(_decoder_of(kind), bytes(raw)))
+    except ParameterError as error:
+        path = f"{where}.{error.param}" if error.param else where
+        raise ParameterError(path, f"{where}: {error.message}") from error
+
+
+def _decoder_of(kind: str) -> msgspec.json.Decoder[GivenItem]:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ParameterError(
+            "type", f"items of type {kind!r:.100} are not supported; give {_one_of(_DECODERS)}."
+        )
+    return decoder
+
+
+def _normalised(given: GivenItem) -> Item:
+    for name in ("phase", "namespace", "caller"):
+        if getattr(given, name, None) is not None:
+            raise ParameterError(name, f"{name} is not supported; leave it out.")
+    status = given.status or "completed"
+    if isinstance(given, GivenCall):
+        return FunctionCallItem(
+            id=given.id or "",
+            call_id=given.call_id,
+            name=given.name,
+            arguments=given.arguments,
+            status=status,
+        )
+    if isinstance(given, GivenCallOutput):
+        output = given.output
+        return FunctionCallOutputItem(
+            id=given.id or "",
+            call_id=given.call_id,
+            output=output if isinstance(output, str) else "".join(part.text for part in output),
+            status=status,
+        )
+    if given.role not in _ROLES:
+        raise ParameterError("role", f"role must be {_one_of(_ROLES)}.")
+    content = given.content
+    if isinstance(content, str):
+        content = (OutputText(content) if given.role == "assistant" else InputText(content),)
+    return MessageItem(id=given.id or "", role=given.role, content=content, status=status)
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "one of " + ", ".join(names)
+
+
+def _add_call(messages: list[Message], item: FunctionCallItem) -> None:
+    call = MessageToolCall(
+        id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
+    )
+    if messages and messages[-1].role == "assistant":
+        calls = (*(messages[-1].tool_calls or ()), call)
+        messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+    else:
+        messages.append(Message(role="assistant", content="", tool_calls=(call,)))
+
+
+def _chat_request(
+    request: ResponsesRequest, messages: tuple[Message, ...]
+) -> ChatCompletionRequest:
+    shared = {name: getattr(request, name) for name in GenerationFields.__struct_fields__}
+    shared["user"] = request.user or request.safety_identifier
+    tools = request.tools or ()
+    num_alternatives = request.top_logprobs or 0
+    with_logprobs = LOGPROBS in (request.include or ()) or num_alternatives > 0
+    return ChatCompletionRequest(
+        **shared,
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=True if with_logprobs else None,
+        top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,
+        response_format=_response_format(request),
+        tools=tuple(
+            _nested_tool(tool, f"tools[{i}].parameters")
+            for i, tool in enumerate(tools)
+            if isinstance(tool, FlatFunctionTool)
+        ),
+        server_tools=tuple(tool.name for tool in tools if isinstance(tool, NamedServerTool)),
+        tool_choice=_nested_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    form = None if request.text is None else request.text.format
+    if not isinstance(form, SchemaFormat):
+        return form
+    return JsonSchemaFormat(
+        JsonSchema(
+            name=form.name, schema=form.schema, description=form.description, strict=form.strict
+        )
+    )
+
+
+def _nested_tool(tool: FlatFunctionTool, where: str) -> FunctionTool:
+    try:
+        parameters = decode(_PARAMETERS, bytes(tool.parameters))
+    except MillraceError as error:
+        raise ParameterError(where, f"{where}: {error.message}") from error
+    return FunctionTool(
+        function=FunctionFields(
+            name=tool.name,
+            description=tool.description,
+            parameters=parameters,
+            strict=tool.strict,
+        )
+    )
+
+
+def _nested_choice(choice: Any) -> Any:
+    """A function is named one level deeper in chat completions."""
+    if not isinstance(choice, dict):
+        return choice
+    if set(choice) != {"type", "name"} or choice["type"] != "function":
+        raise ParameterError(
+            "tool_choice",
+            "tool_choice must be auto, none, required or an object with type function and a name.",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _respelled(error: ParameterError) -> ParameterError:
+    param, message = error.param, error.message
+    for theirs, ours in _RESPELLED.items():
+        param, message = param.replace(theirs, ours), message.replace(theirs, ours)
+    if param.split("[")[0] == "messages":
+        param = "input"
+    return ParameterError(param, message)

@@ -1,0 +1,262 @@
+"""From an answer's parts to the output items of the Responses API, and the events on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from schemas.frames import TokenLogprob
+from schemas.openai import LogprobInfo
+from schemas.response_events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    ContentPartAdded,
+    ContentPartDone,
+    OutputItemAdded,
+    OutputItemDone,
+    ResponseEvent,
+    TextDelta,
+    TextDone,
+)
+from schemas.responses import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    ItemStatus,
+    MessageItem,
+    OutputText,
+)
+
+Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
+LENGTH = "length"
+
+
+class _Message:
+    """A message that grows."""
+
+    def __init__(self, item_id: str) -> None:
+        self.item_id = item_id
+        self.texts: list[str] = []
+        self.logprobs: list[LogprobInfo] = []
+
+    def content(self) -> OutputText:
+        return OutputText("".join(self.texts), logprobs=tuple(self.logprobs))
+
+    def item(self, status: ItemStatus) -> MessageItem:
+        return MessageItem(
+            id=self.item_id, role="assistant", content=(self.content(),), status=status
+        )
+
+
+class _Call:
+    """A call whose arguments grow."""
+
+    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+        self.item_id = item_id
+        self.call_id = call_id
+        self.name = name
+        self.arguments: list[str] = []
+
+    def item(self, status: ItemStatus) -> FunctionCallItem:
+        return FunctionCallItem(
+            id=self.item_id,
+            call_id=self.call_id,
+            name=self.name,
+            arguments="".join(self.arguments),
+            status=status,
+        )
+
+
+class OutputItems:
+    """The output of one answer as far as its parts were taken.
+
+    Ids of items and sequence numbers are functions of ``stem`` and of what the parts say together,
+    however it is cut into parts: so a stream that is read again says the same. ``reason`` is why
+    the answer ended, once it did.
+    """
+
+    def __init__(self, stem: str, first_number: int, describe: Describe) -> None:
+        self.reason = ""
+        self._stem = stem
+        self._next_number = first_number
+        self._describe = describe
+        self._done: list[Item] = []
+        self._open: _Message | _Call | None = None
+        # Of tokens that showed no text yet: a part of a character, or of a call's markup.
+        self._hidden: list[TokenLogprob] = []
+
+    def number(self, advance: int = 1) -> int:
+        """The sequence number of an event that tells of ``advance`` things."""
+        self._next_number += advance
+        return self._next_number - 1
+
+    def items(self) -> tuple[Item, ...]:
+        """All items; the last one may have been cut off."""
+        if self._open is None:
+            return tuple(self._done)
+        return (*self._done, self._open.item("incomplete"))
+
+    def take(self, part: Part) -> list[ResponseEvent]:
+        """The events of a part."""
+        events: list[ResponseEvent] = []
+        if isinstance(part, TextPart):
+            self._take_text(part, events)
+        elif isinstance(part, CallStart):
+            self._start_call(part.call_id, part.name, events)
+        elif isinstance(part, CallArguments):
+            self._take_arguments(part.text, events)
+        elif isinstance(part, StepPart):
+            self._take_step(part, events)
+        else:
+            self._end(part, events)
+        return events
+
+    def _take_text(self, part: TextPart, events: list[ResponseEvent]) -> None:
+        self._hidden += part.logprobs
+        if not part.text:
+            # Tokens that show no text count all the same.
+            self.number(part.num_tokens)
+            return
+        message = self._message(events)
+        logprobs = self._describe(self._hidden) if self._hidden else ()
+        logprobs = _without_end(logprobs, part.text)
+        self._hidden = []
+        message.texts.append(part.text)
+        message.logprobs += logprobs
+        events.append(
+            TextDelta(
+                sequence_number=self.number(part.num_tokens or 1),
+                item_id=message.item_id,
+                output_index=len(self._done),
+                delta=part.text,
+                logprobs=logprobs,
+            )
+        )
+
+    def _message(self, events: list[ResponseEvent]) -> _Message:
+        """The open message; a new one if there is none."""
+        if isinstance(self._open, _Message):
+            return self._open
+        self._close("completed", events)
+        message = _Message(self._item_id("msg"))
+        self._open = message
+        index = len(self._done)
+        in_progress = MessageItem(
+            id=message.item_id, role="assistant", content=(), status="in_progress"
+        )
+        events.append(
+            OutputItemAdded(sequence_number=self.number(), output_index=index, item=in_progress)
+        )
+        events.append(
+            ContentPartAdded(
+                sequence_number=self.number(),
+                item_id=message.item_id,
+                output_index=index,
+                part=OutputText("", logprobs=()),
+            )
+        )
+        return message
+
+    def _start_call(self, call_id: str, name: str, events: list[ResponseEvent]) -> None:
+        self._close("completed", events)
+        self._hidden = []
+        self._open = _Call(self._item_id("fc"), call_id, name)
+        item = self._open.item("in_progress")
+        events.append(
+            OutputItemAdded(sequence_number=self.number(), output_index=len(self._done), item=item)
+        )
+
+    def _take_arguments(self, text: str, events: list[ResponseEvent]) -> None:
+        assert isinstance(self._open, _Call), "arguments follow the start of their call"
+        if not text:
+            return
+        self._open.arguments.append(text)
+        events.append(
+            ArgumentsDelta(
+                sequence_number=self.number(len(text)),
+                item_id=self._open.item_id,
+                output_index=len(self._done),
+                delta=text,
+            )
+        )
+
+    def _take_step(self, part: StepPart, events: list[ResponseEvent]) -> None:
+        """A call of a tool of ours, and what it gave."""
+        self._start_call(part.call_id, part.name, events)
+        self._take_arguments(part.arguments, events)
+        self._close("completed", events)
+        item = FunctionCallOutputItem(
+            id=self._item_id("fco"), call_id=part.call_id, output=part.output
+        )
+        events.append(
+            OutputItemAdded(sequence_number=self.number(), output_index=len(self._done), item=item)
+        )
+        self._finish(item, events)
+
+    def _end(self, part: ChoiceEnd, events: list[ResponseEvent]) -> None:
+        self.reason = part.reason
+        if not self._done and self._open is None:
+            # An answer of no words is a message too.
+            self._message(events)
+        self._close("incomplete" if part.reason == LENGTH else "completed", events)
+
+    def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
+        if isinstance(self._open, _Message):
+            self._close_message(self._open, self._open.item(status), events)
+        elif self._open is not None:
+            self._close_call(self._open.item(status), events)
+        self._open = None
+
+    def _close_message(
+        self, message: _Message, item: MessageItem, events: list[ResponseEvent]
+    ) -> None:
+        content = message.content()
+        index = len(self._done)
+        events.append(
+            TextDone(
+                sequence_number=self.number(),
+                item_id=item.id,
+                output_index=index,
+                text=content.text,
+                logprobs=content.logprobs or (),
+            )
+        )
+        events.append(
+            ContentPartDone(
+                sequence_number=self.number(), item_id=item.id, output_index=index, part=content
+            )
+        )
+        self._finish(item, events)
+
+    def _close_call(self, item: FunctionCallItem, events: list[ResponseEvent]) -> None:
+        events.append(
+            ArgumentsDone(
+                sequence_number=self.number(),
+                item_id=item.id,
+                output_index=len(self._done),
+                name=item.name,
+                arguments=item.arguments,
+            )
+        )
+        self._finish(item, events)
+
+    def _finish(self, item: Item, events: list[ResponseEvent]) -> None:
+        events.append(
+            OutputItemDone(sequence_number=self.number(), output_index=len(self._done), item=item)
+        )
+        self._done.append(item)
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{self._stem}_{len(self._done)}"
+
+
+def _without_end(logprobs: tuple[LogprobInfo, ...], text: str) -> tuple[LogprobInfo, ...]:
+    """Without the token that ended the answer and shows no text: whether it comes in one part with
+    the last text is chance."""
+    shown, length = text.encode(), 0
+    for count, info in enumerate(logprobs):
+        if length == len(shown) and count:
+            tokens = b"".join(bytes(one.bytes) for one in logprobs[:count])
+            return logprobs[:count] if tokens == shown else logprobs
+        length += len(info.bytes)
+    return logprobs

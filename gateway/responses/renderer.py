@@ -1,0 +1,224 @@
+"""The bytes of one answer of the Responses API: its events, or the whole object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from gateway.errors import Refusal
+from gateway.responses.input import named
+from gateway.responses.items import LENGTH, Describe, OutputItems
+from gateway.responses.store import ResponseStore
+from gateway.streams.parts import Part
+from runtime.redis_link import RedisAwayError
+from schemas.frames import Usage
+from schemas.openai import TextFormat
+from schemas.response_events import (
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    StreamError,
+)
+from schemas.responses import (
+    FailureInfo,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    NamedServerTool,
+    Response,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponseTool,
+    ResponseUsage,
+    SchemaFormat,
+    TextConfig,
+)
+
+if TYPE_CHECKING:
+    from gateway.request.response_stream import Answer
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.encode
+
+
+class ResponseRenderer:
+    """A ``gateway.rendering.rendering.Renderer``. ``given`` are the items of the request's input,
+    ``earlier`` those before them; ``conversation`` is both, with ids. ``store`` None: the answer is
+    not to be kept."""
+
+    plain: tuple[bytes, bytes] | None = None
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer: Answer,
+        earlier: tuple[Item, ...],
+        given: tuple[Item, ...],
+        store: ResponseStore | None,
+        describe: Describe,
+    ) -> None:
+        stem = answer.request_id.rpartition("-")[2]
+        self._request = request
+        self._text = _text_of(request)
+        self._tools = tuple(map(_on_one_line, request.tools or ()))
+        self._answer = answer
+        self.conversation = (*earlier, *named(given, stem, earlier))
+        self._store = store
+        self._items = OutputItems(stem, len(_FIRST), describe)
+        self._had = answer.choices[0].had
+        self._num_caught_up = 0
+
+    def first(self) -> bytes:
+        response = self._response("in_progress")
+        return _bytes_of(
+            [kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)]
+        )
+
+    def part(self, part: Part) -> bytes:
+        if self._had:
+            self._catch_up()
+        return _bytes_of(self._items.take(part))
+
+    def last(self) -> bytes:
+        kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
+        event = kind(sequence_number=self._items.number(), response=self._final())
+        return _bytes_of_one(event)
+
+    def failed(self, refusal: Refusal) -> bytes:
+        self._catch_up()
+        error = FailureInfo(code=_error_code(refusal), message=refusal.message)
+        response = self._response("failed")
+        return _bytes_of(
+            [
+                StreamError(
+                    sequence_number=self._items.number(),
+                    code=refusal.code,
+                    message=refusal.message,
+                    param=refusal.param,
+                ),
+                ResponseFailed(
+                    sequence_number=self._items.number(),
+                    response=msgspec.structs.replace(response, error=error),
+                ),
+            ]
+        )
+
+    def add(self, part: Part) -> None:
+        self._items.take(part)
+
+    def whole(self) -> bytes:
+        return _encode(self._final())
+
+    async def store(self) -> None:
+        """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
+        an answer that is there is not withheld for that."""
+        if self._store is None:
+            return
+        try:
+            await self._store.put(self._answer.caller.tenant, self._final(), self.conversation)
+        except RedisAwayError:
+            self._store = None
+            _log.warning(
+                "an answer could not be kept", extra={"request_id": self._answer.request_id}
+            )
+
+    def _catch_up(self) -> None:
+        """What another connection has given out is told of no more, but belongs to the answer."""
+        while self._num_caught_up < len(self._had):
+            self._items.take(self._had[self._num_caught_up])
+            self._num_caught_up += 1
+
+    def _final(self) -> Response:
+        status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"
+        return msgspec.structs.replace(
+            self._response(status),
+            usage=_usage(self._answer.usage),
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+        )
+
+    def _response(self, status: ResponseStatus) -> Response:
+        request, answer = self._request, self._answer
+        sampling = answer.ask.sampling
+        return Response(
+            id=answer.request_id,
+            created_at=answer.created_s,
+            status=status,
+            model=answer.ask.model,
+            output=self._items.items(),
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            service_tier=request.service_tier or "auto",
+            store=self._store is not None,
+            temperature=sampling.temperature,
+            text=self._text,
+            tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+            tools=self._tools,
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation=request.truncation or "disabled",
+            user=request.user,
+        )
+
+
+_HEADS = {
+    kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode()
+    for kind in get_args(ResponseEvent)
+}
+_FIRST: tuple[type[ResponseCreated | ResponseInProgress], ...] = (
+    ResponseCreated,
+    ResponseInProgress,
+)
+
+
+def _text_of(request: ResponsesRequest) -> TextConfig:
+    form = None if request.text is None else request.text.format
+    if form is None:
+        return TextConfig(format=TextFormat())
+    if isinstance(form, SchemaFormat):
+        form = msgspec.structs.replace(form, schema=_without_newlines(form.schema))
+    return TextConfig(format=form)
+
+
+def _on_one_line(tool: ResponseTool) -> ResponseTool:
+    if isinstance(tool, NamedServerTool):
+        return tool
+    return msgspec.structs.replace(tool, parameters=_without_newlines(tool.parameters))
+
+
+def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
+    """A schema as it was written, fit for the one line that an event's data is."""
+    return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
+
+
+def _bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+    # Nearly always it is one piece of text.
+    return _bytes_of_one(events[0]) if len(events) == 1 else b"".join(map(_bytes_of_one, events))
+
+
+def _bytes_of_one(event: ResponseEvent) -> bytes:
+    return _HEADS[type(event)] + _encode(event) + b"\n\n"
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def _error_code(refusal: Refusal) -> str:
+    """The nearest of the few codes that OpenAI's answers have."""
+    if refusal.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if refusal.status < 500 else "server_error"

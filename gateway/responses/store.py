@@ -1,0 +1,148 @@
+"""Answers that later requests continue, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+
+import msgspec
+
+from bus import redis_keys
+from runtime.redis_link import Argument, RedisAwayError, RedisLink
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError, PayloadTooLargeError
+from schemas.jobs import MAX_NAME_CHARACTERS
+from schemas.responses import Item, Response, StoredResponse
+
+_log = logging.getLogger(__name__)
+
+# Fast rather than small: text shrinks to a third anyway.
+_COMPRESSION = 1
+_MAX_INLINE_BYTES = 65_536
+# The link tries again a second after a failure.
+_ATTEMPTS = 4
+_AGAIN_S = 0.5
+
+
+class ResponseNotFoundError(MillraceError):
+    """No answer of that id is kept for this tenant."""
+
+    code = "response_not_found"
+    http_status = 404
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"There is no response {response_id!r:.100}: it still runs, was not stored or expired."
+        )
+
+
+class PreviousResponseNotFoundError(MillraceError):
+    """The answer that a request continues is not kept (any more) for this tenant."""
+
+    code = "previous_response_not_found"
+    http_status = 400
+    param = "previous_response_id"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"There is no response {response_id!r:.100} to continue: it still runs, was not stored "
+            "or expired. Send the whole conversation as input."
+        )
+
+
+class _Output(msgspec.Struct, frozen=True):
+    model: str
+    output: tuple[Item, ...]
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(StoredResponse)
+_output_decoder = msgspec.json.Decoder(_Output)
+
+
+def conversation_of(stored: StoredResponse) -> tuple[Item, ...]:
+    """All items up to the end of an answer."""
+    return (*stored.input, *_output_decoder.decode(stored.response).output)
+
+
+def model_of(stored: StoredResponse) -> str:
+    """The model that answered."""
+    return _output_decoder.decode(stored.response).model
+
+
+class ResponseStore:
+    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link it is always away."""
+
+    def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
+        self._link = link
+        self._ttl_s = round(config.response_ttl_s)
+        self._max_bytes = config.response_max_bytes
+
+    async def check(self, items: tuple[Item, ...]) -> None:
+        """Raises PayloadTooLargeError for a conversation that would not be kept, and
+        RedisAwayError if nothing can be."""
+        num_bytes = len(_encoder.encode(items))
+        if num_bytes > self._max_bytes:
+            raise PayloadTooLargeError(num_bytes, self._max_bytes)
+        await self._insist("PING")
+
+    async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
+        """Keep an answer and the items before it. Raises RedisAwayError."""
+        body = msgspec.Raw(_encoder.encode(response))
+        plain = _encoder.encode(StoredResponse(response=body, input=items))
+        if len(plain) > _MAX_INLINE_BYTES:
+            packed = await asyncio.to_thread(zlib.compress, plain, _COMPRESSION)
+        else:
+            packed = zlib.compress(plain, _COMPRESSION)
+        key = redis_keys.response_key(tenant, response.id)
+        await self._insist("SET", key, packed, "EX", self._ttl_s)
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """None if there is none that can be read. Raises RedisAwayError."""
+        link = self._reach()
+        if len(response_id) > MAX_NAME_CHARACTERS:
+            return None
+        packed = await link.call("GET", redis_keys.response_key(tenant, response_id))
+        if packed is None:
+            return None
+        if len(packed) > _MAX_INLINE_BYTES:
+            return await asyncio.to_thread(_unpack, packed)
+        return _unpack(packed)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether there was one. Raises RedisAwayError."""
+        link = self._reach()
+        if len(response_id) > MAX_NAME_CHARACTERS:
+            return False
+        return bool(await link.call("DEL", redis_keys.response_key(tenant, response_id)))
+
+    async def _insist(self, *command: Argument) -> None:
+        """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
+        link, attempts_left = self._reach(), _ATTEMPTS
+        while True:
+            attempts_left -= 1
+            try:
+                await link.call(*command)
+            except RedisAwayError:
+                if not attempts_left:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+
+    def _reach(self) -> RedisLink:
+        if self._link is None:
+            raise RedisAwayError
+        return self._link
+
+
+def _unpack(packed: bytes) -> StoredResponse | None:
+    """None for what another version of this program kept in a form of its own."""
+    try:
+        stored = _decoder.decode(zlib.decompress(packed))
+        _output_decoder.decode(stored.response)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        _log.warning("a kept answer cannot be read", extra={"cause": type(error).__name__})
+        return None
+    return stored

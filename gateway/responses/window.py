@@ -1,0 +1,62 @@
+"""``truncation: auto``: a conversation loses its oldest turns until it fits the window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from gateway.request.models import ServedModelLike
+from gateway.request.parsing import Ask
+from gateway.sessions.context_window import Counted, Window, count, fit
+from gateway.tenancy.caller import Caller
+from registry.tokenizers.prompt_pool import PromptPool
+from schemas.config import GatewayConfig
+from schemas.tools import ToolDefinition
+
+
+async def fit_window(
+    ask: Ask,
+    tools: Sequence[ToolDefinition],
+    model: ServedModelLike,
+    caller: Caller,
+    config: GatewayConfig,
+    prompts: PromptPool,
+) -> Ask:
+    """The ask with as many of its newest messages as fit the model's window and the caller's,
+    beside ``tools``. System messages and the last turn stay, even if they do not fit."""
+    work = partial(_fit, ask, tools, model, caller, config)
+    return await prompts.run(caller.tenant, ask.num_prompt_characters, work)
+
+
+def _fit(
+    ask: Ask,
+    tools: Sequence[ToolDefinition],
+    model: ServedModelLike,
+    caller: Caller,
+    config: GatewayConfig,
+) -> Ask:
+    assert ask.messages
+    tokenizer = model.tokenizer
+    counted = count(
+        [Counted(message) for message in ask.messages],
+        ask.model,
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+    window_tokens = model.context_window_tokens
+    if caller.context_tokens is not None:
+        window_tokens = min(window_tokens, caller.context_tokens)
+    window = Window(
+        num_tokens=window_tokens,
+        max_tokens=ask.sampling.max_tokens,
+        reserve_tokens=config.session_reserve_tokens,
+    )
+    fitted = fit(
+        counted[:-1],
+        counted[-1:],
+        "",
+        window,
+        lambda messages: tokenizer.encode_chat(messages, tools),
+    )
+    return msgspec.structs.replace(ask, messages=fitted.messages)

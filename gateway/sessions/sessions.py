@@ -1,0 +1,286 @@
+"""Conversations that are kept between requests: into the prompt at the start of a request, and
+longer by a turn at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.request.models import Models, ServedModelLike
+from gateway.request.parsing import Ask
+from gateway.sessions.context_window import Counted, Fitted, Window, continue_with, count, fit
+from gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
+from gateway.sessions.summaries import Generate, Summaries
+from gateway.tenancy.caller import Caller
+from registry.tokenizers.prompt_pool import PromptPool
+from runtime.clock import Clock
+from runtime.redis_link import RedisAwayError, RedisLink
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError, ParameterError
+from schemas.jobs import ChatMessage
+from schemas.sessions import SessionHistory, SessionInfo
+from schemas.tools import ToolDefinition
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_MAX_LATE_COMMITS = 1_000
+
+Definitions = Callable[[Sequence[str]], Sequence[ToolDefinition]]
+
+
+class SessionNotFoundError(MillraceError):
+    """There is no such conversation, or not any more."""
+
+    code = "session_not_found"
+    http_status = 404
+    param = "session_id"
+
+    def __init__(self) -> None:
+        super().__init__("There is no such session; it may have expired or been deleted.")
+
+
+class FittedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt of a request that continues a conversation, and what was left out of it."""
+
+    messages: tuple[ChatMessage, ...]
+    info: SessionInfo
+
+
+class Sessions:
+    """``begin`` before a request's jobs are made and ``commit`` when it is answered, on this
+    gateway or another. Without a link all but ``commit`` raise RedisAwayError.
+
+    ``generate`` answers the jobs that summarise; ``definitions`` describes the gateway's own tools
+    by their names. Owns the commits that wait for Redis and the summaries under way; ``close`` ends
+    them.
+    """
+
+    def __init__(
+        self,
+        link: RedisLink | None,
+        config: GatewayConfig,
+        clock: Clock,
+        models: Models,
+        generate: Generate,
+        definitions: Definitions,
+        prompts: PromptPool,
+    ) -> None:
+        self._store = SessionStore(link, config, clock)
+        self._config = config
+        self._clock = clock
+        self._models = models
+        self._definitions = definitions
+        self._prompts = prompts
+        self._summaries = Summaries(self._store, config, clock, generate)
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def begin(
+        self, caller: Caller, ask: Ask, model: ServedModelLike, request_id: str
+    ) -> FittedSession:
+        """Put the kept conversation before the messages of ``ask``, and remember what the request
+        adds to it.
+
+        Raises RedisAwayError, ParameterError for an ask that cannot continue a conversation,
+        SessionTooLargeError and SessionUnreadableError.
+        """
+        if ask.messages is None:
+            raise ParameterError("session_id", "session_id goes with messages, not with a prompt.")
+        session = await self._store.load(caller.tenant, ask.session_id, renew=True)
+        _check_keep(session, ask.session_keep)
+        base = session.cut(ask.session_keep)
+        window = self._window(caller, ask, model)
+        turn = Turn(
+            base_version=session.version,
+            keep=ask.session_keep,
+            messages=tuple(Counted(message) for message in ask.messages),
+            model=ask.model,
+            window_tokens=window.num_tokens,
+            tier=caller.tier,
+        )
+        self._store.check_room(session, turn)
+        tools = (*ask.tools, *self._definitions(ask.server_tools))
+        turn, fitted = await self._fit(caller.tenant, base, turn, window, model, tools)
+        await self._store.put_turn(caller.tenant, ask.session_id, request_id, turn)
+        num_summarised = base.num_summarised if fitted.with_summary else 0
+        info = SessionInfo(
+            session_id=ask.session_id,
+            version=session.version,
+            num_messages=base.num_messages,
+            num_dropped=fitted.num_dropped + base.num_summarised - num_summarised,
+            num_summarised=num_summarised,
+        )
+        return FittedSession(messages=fitted.messages, info=info)
+
+    async def abandon(self, tenant: str, session_id: str, request_id: str) -> None:
+        """The request was refused after ``begin``: keep nothing of it."""
+        try:
+            await self._store.drop_turn(tenant, session_id, request_id)
+        except RedisAwayError:
+            return  # Nobody will add it, and its time runs out by itself.
+
+    async def commit(
+        self, tenant: str, session_id: str, request_id: str, turns: Sequence[ChatMessage]
+    ) -> None:
+        """Add what the request asked and was answered, once, however often this is called.
+
+        Nothing that was said changes nothing. Never raises for Redis: while that is away, the turn
+        is added later.
+        """
+        answer = [turn for turn in turns if turn.role != "assistant" or _says_something(turn)]
+        if not any(turn.role == "assistant" for turn in answer):
+            return
+        try:
+            await self._commit(tenant, session_id, request_id, answer)
+        except MillraceError as error:
+            if not error.retryable or len(self._late) >= _MAX_LATE_COMMITS:
+                _lost(request_id, error)
+                return
+            task = asyncio.create_task(self._commit_later(tenant, session_id, request_id, answer))
+            self._late.add(task)
+            task.add_done_callback(self._committed)
+
+    async def last_model(self, tenant: str, session_id: str) -> str:
+        """The model that a conversation was with last; empty if there is none. Raises
+        SessionUnreadableError and RedisAwayError."""
+        session = await self._store.load(tenant, session_id)
+        return session.messages[-1].model if session.messages else ""
+
+    async def history(self, tenant: str, session_id: str) -> SessionHistory:
+        """The conversation as it is kept. Raises SessionNotFoundError, SessionUnreadableError and
+        RedisAwayError."""
+        session = await self._store.load(tenant, session_id)
+        if not session.num_messages:
+            raise SessionNotFoundError
+        return SessionHistory(
+            session_id=session_id,
+            version=session.version,
+            messages=tuple(one.message for one in session.messages),
+            summary=session.summary,
+            num_summarised=session.num_summarised,
+            expires_in_s=session.expires_in_s,
+        )
+
+    async def delete(self, tenant: str, session_id: str) -> None:
+        """Forget a conversation, and what requests that still run would add to it. Raises
+        SessionNotFoundError and RedisAwayError."""
+        if not await self._store.delete(tenant, session_id):
+            raise SessionNotFoundError
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = list(self._late)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._summaries.close()
+
+    def _window(self, caller: Caller, ask: Ask, model: ServedModelLike) -> Window:
+        return Window(
+            num_tokens=min(
+                model.context_window_tokens, caller.context_tokens or model.context_window_tokens
+            ),
+            max_tokens=ask.sampling.max_tokens,
+            reserve_tokens=self._config.session_reserve_tokens,
+        )
+
+    async def _commit(
+        self, tenant: str, session_id: str, request_id: str, answer: Sequence[ChatMessage]
+    ) -> None:
+        turn = await self._store.turn(tenant, session_id, request_id)
+        if turn is None:
+            return
+        counted = await self._counted(tenant, [Counted(message) for message in answer], turn.model)
+        turn = replace(turn, messages=(*turn.messages, *counted))
+        session = await self._store.append(tenant, session_id, turn, request_id)
+        if session is not None:
+            self._summaries.consider(tenant, session_id, session, turn)
+
+    async def _commit_later(
+        self, tenant: str, session_id: str, request_id: str, answer: Sequence[ChatMessage]
+    ) -> None:
+        give_up_s = self._clock.monotonic() + COMMIT_TIMEOUT_S
+        while True:
+            await self._clock.sleep(_RETRY_S)
+            try:
+                await self._commit(tenant, session_id, request_id, answer)
+            except MillraceError as error:
+                if error.retryable and self._clock.monotonic() < give_up_s:
+                    continue
+                _lost(request_id, error)
+            return
+
+    async def _counted(
+        self, tenant: str, messages: Sequence[Counted], name: str
+    ) -> Sequence[Counted]:
+        """As they are if the model cannot be had here: they are counted when they are needed."""
+        try:
+            model = await self._models.get(name)
+        except MillraceError as error:
+            _log.warning("an answer was not counted", extra={"model": name, "code": error.code})
+            return messages
+        num_characters = sum(len(one.message.content) for one in messages)
+        return await self._prompts.run(
+            tenant, num_characters, lambda: _count(messages, name, model)
+        )
+
+    async def _fit(
+        self,
+        tenant: str,
+        base: Session,
+        turn: Turn,
+        window: Window,
+        model: ServedModelLike,
+        tools: Sequence[ToolDefinition],
+    ) -> tuple[Turn, Fitted]:
+        """The turn, counted, and its prompt."""
+
+        def work() -> tuple[Turn, Fitted]:
+            tokenizer = model.tokenizer
+            counted = replace(turn, messages=_count(turn.messages, turn.model, model))
+            history, new = continue_with(base.messages, counted.messages)
+            return counted, fit(
+                _count(history, turn.model, model),
+                new,
+                base.summary,
+                window,
+                lambda messages: tokenizer.encode_chat(messages, tools),
+            )
+
+        num_characters = sum(len(one.message.content) for one in (*base.messages, *turn.messages))
+        return await self._prompts.run(tenant, num_characters, work)
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        self._late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a turn could not be added to its session", exc_info=error)
+
+
+def _check_keep(session: Session, keep: int | None) -> None:
+    """Raises ParameterError if it cannot be told what the first ``keep`` messages were."""
+    if keep is None or keep == 0:
+        return
+    if keep < 0:
+        raise ParameterError("session_keep", f"session_keep must be at least 0, got {keep}.")
+    if keep < session.least_keep:
+        raise ParameterError(
+            "session_keep",
+            f"The first {session.least_keep} messages of this session were summarised and cannot "
+            f"be told apart any more; keep at least {session.least_keep}, or 0.",
+        )
+
+
+def _says_something(message: ChatMessage) -> bool:
+    return bool(message.content or message.tool_calls)
+
+
+def _lost(request_id: str, error: MillraceError) -> None:
+    _log.error("a turn is not in its session", extra={"request_id": request_id, "code": error.code})
+
+
+def _count(messages: Sequence[Counted], name: str, model: ServedModelLike) -> tuple[Counted, ...]:
+    return count(messages, name, lambda text: len(model.tokenizer.encode(text, False)))

@@ -1,0 +1,191 @@
+"""The oldest turns of long conversations become summaries, made in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from gateway.sessions.context_window import Counted, text_of, turns
+from gateway.sessions.store import Session, SessionStore, Turn
+from gateway.transport.http import new_request_id
+from runtime.clock import Clock
+from runtime.redis_link import RedisAwayError
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+from schemas.jobs import ChatMessage, Job, Source, Tier
+from schemas.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_NS_PER_S = 1_000_000_000
+_MAX_AT_ONCE = 32
+_MAX_ATTEMPTS = 16
+_LOCK_MARGIN_S = 30.0
+# After a failure; the next answer would only run into the same one.
+_PAUSE_S = 60.0
+# Messages that are left as they are, and what may be summarised at once, as shares of the bound
+# and of the window. The template and the instruction take some of it.
+_KEPT_SHARE = 0.5
+_READ_SHARE = 0.75
+# Who speaks, and an empty line.
+_LINE_TOKENS = 8
+_WORDS_PER_TOKEN = 0.6
+_SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
+
+_INSTRUCTION = (
+    "Sum up the conversation below, so that its assistant can go on with it without reading it "
+    "again. Keep names, numbers, decisions, open questions and what the user wants. Write plain "
+    "text of at most {num_words} words and nothing else."
+)
+
+Generate = Callable[[Job], Awaitable[str]]
+
+
+class _Plan(NamedTuple):
+    """Which messages to summarise, by their indices, and all up to the last of them."""
+
+    indices: frozenset[int]
+    prefix: tuple[Counted, ...]
+
+
+class Summaries:
+    """At most one summary of a conversation is made at a time, by whichever gateway; no request
+    waits for it, and if it fails the conversation stays as it is.
+
+    ``generate`` answers a job with its text, or raises MillraceError. Owns the tasks that wait for
+    it; ``close`` ends them.
+    """
+
+    def __init__(
+        self, store: SessionStore, config: GatewayConfig, clock: Clock, generate: Generate
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._generate = generate
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def consider(self, tenant: str, session_id: str, session: Session, turn: Turn) -> None:
+        """Begin a summary if the policy of the turn's caller says so and the conversation, which
+        has just got that turn, is long enough."""
+        if getattr(self._config.session_context, turn.tier.value) != "summary":
+            return
+        key = (tenant, session_id)
+        if key in self._tasks or len(self._tasks) >= _MAX_AT_ONCE:
+            return
+        plan = self._plan(session, turn)
+        if plan is None:
+            return
+        task = asyncio.create_task(self._run(tenant, session_id, session, turn, plan))
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._forget(key, done))
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a session could not be summarised", exc_info=error)
+
+    def _plan(self, session: Session, turn: Turn) -> _Plan | None:
+        """The oldest whole turns, so many that what is left takes half of its bound; never the
+        newest turn. None if there is no need, or nothing that can be read at once."""
+        messages = session.messages
+        bound = self._config.session_summary_share * turn.window_tokens
+        num_left = sum(one.num_tokens for one in messages)
+        if num_left <= bound:
+            return None
+        room = _READ_SHARE * turn.window_tokens - 2 * self._config.session_summary_tokens
+        chosen: list[int] = []
+        for indices in turns([one.message for one in messages])[:-1]:
+            num_tokens = sum(messages[index].num_tokens for index in indices)
+            num_read = num_tokens + _LINE_TOKENS * len(indices)
+            if num_left <= _KEPT_SHARE * bound or num_read > room:
+                break
+            room -= num_read
+            num_left -= num_tokens
+            chosen += indices
+        if not chosen:
+            return None
+        return _Plan(frozenset(chosen), messages[: chosen[-1] + 1])
+
+    async def _run(
+        self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan
+    ) -> None:
+        lock_s = self._config.request_timeout_s + _LOCK_MARGIN_S
+        try:
+            if not await self._store.lock_summary(tenant, session_id, lock_s):
+                return
+            is_done = await self._summarise(tenant, session_id, session, turn, plan)
+            await self._store.unlock_summary(tenant, session_id, 0.0 if is_done else _PAUSE_S)
+        except RedisAwayError:
+            _log.info("Redis went away under a summary of a session")
+
+    async def _summarise(
+        self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan
+    ) -> bool:
+        """Whether there was nothing that would fail again."""
+        job = self._job(tenant, session_id, session, turn, plan)
+        try:
+            summary = (await self._generate(job)).strip()
+        except MillraceError as error:
+            _log.warning(
+                "a session was not summarised",
+                extra={"request_id": job.request_id, "code": error.code},
+            )
+            return False
+        if not summary:
+            return False
+        for _ in range(_MAX_ATTEMPTS):
+            # Turns that came in the meantime stay; a conversation that is another one now, too.
+            now = await self._store.load(tenant, session_id)
+            is_same = now.num_summarised == session.num_summarised
+            if not is_same or now.messages[: len(plan.prefix)] != plan.prefix:
+                return True
+            kept = (one for index, one in enumerate(now.messages) if index not in plan.indices)
+            shorter = replace(
+                now,
+                messages=tuple(kept),
+                summary=summary,
+                num_summarised=now.num_summarised + len(plan.indices),
+            )
+            if await self._store.replace(tenant, session_id, shorter):
+                return True
+        return True
+
+    def _job(self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan) -> Job:
+        max_tokens = self._config.session_summary_tokens
+        now_ns = self._clock.now_ns()
+        text = [_INSTRUCTION.format(num_words=round(max_tokens * _WORDS_PER_TOKEN))]
+        if session.summary:
+            text.append(f"What went before: {session.summary}")
+        text += [_line(session.messages[index].message) for index in sorted(plan.indices)]
+        return Job(
+            request_id=new_request_id("sum"),
+            model=turn.model,
+            # One message of the user's: there are templates that take nothing else.
+            messages=(ChatMessage("user", "\n\n".join(text)),),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            store_result=True,
+            tenant=tenant,
+            session_id=session_id,
+            tier=Tier.BATCH,
+            source=Source.HTTP,
+            model_requested=turn.model,
+            received_ns=now_ns,
+            deadline_ns=now_ns + round(self._config.request_timeout_s * _NS_PER_S),
+        )
+
+
+def _line(message: ChatMessage) -> str:
+    speaker = _SPEAKERS.get(message.role, message.role)
+    return f"{speaker}: {text_of(message)}"

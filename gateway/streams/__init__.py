@@ -1,0 +1,1 @@
+"""Open streams: frames in, replays, and what clients saw of them."""

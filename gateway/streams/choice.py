@@ -1,0 +1,273 @@
+"""One choice of an answer: a stream of tokens to parts, round after round of tools."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from bus.frame_reader import Progress
+from gateway.streams.latency import GapCounts
+from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, TextPart
+from gateway.streams.stream import OpenStream
+from registry.tool_formats import (
+    ArgumentsPiece,
+    CallPiece,
+    ContentPiece,
+    Piece,
+    ToolCallParser,
+)
+from schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
+from schemas.jobs import ChatMessage
+from schemas.tools import ToolCall, ToolFormat
+
+TOOL_CALLS = "tool_calls"
+
+
+class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said in a round: text, then calls."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+
+
+class _Call:
+    def __init__(self, call_id: str, name: str) -> None:
+        self.call_id = call_id
+        self.name = name
+        self.arguments: list[str] = []
+
+    def whole(self) -> ToolCall:
+        return ToolCall(id=self.call_id, name=self.name, arguments="".join(self.arguments))
+
+
+class Choice:
+    """Reads its stream, which is another one in each round.
+
+    ``next_index`` counts the tokens of all rounds that the client was given. Calls of tools in
+    ``own_tools`` are the gateway's business: the client does not see them. When there are any,
+    ``round_end`` is what was said, until ``begin_round``; ``runs_tools`` while somebody sees to
+    that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
+    the last round has ended. ``had`` are the parts that the client was given by another connection,
+    as far as they were read again; they all come before those that ``collect`` gives out. A token
+    of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
+    of the answer's content.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stream: OpenStream,
+        tool_format: ToolFormat | None,
+        own_tools: frozenset[str],
+        from_index: int = 0,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.index = index
+        self.stream = stream
+        self.round = 0
+        self.next_index = from_index
+        self.end: TerminalFrame | None = None
+        self.reason = ""
+        self.pending: list[Part] = []
+        self.had: list[Part] = []
+        self.client_calls: list[ToolCall] = []
+        self.round_end: RoundEnd | None = None
+        self.runs_tools = False
+        self.turns: list[ChatMessage] = []
+        self._tool_format = tool_format
+        self._own_tools = own_tools
+        self._end_token_ids = end_token_ids
+        self._earlier = Usage()
+        self._texts: list[str] = []
+        self._num_shown_calls = 0
+        self._base = 0
+        self._enter_round()
+
+    @property
+    def text(self) -> str:
+        """Without the markup of tool calls."""
+        return "".join(self._texts)
+
+    @property
+    def conversation(self) -> list[ChatMessage]:
+        """What was said so far: rounds of tools, then the last text and calls."""
+        earlier = sum(len(turn.content) for turn in self.turns if turn.role == "assistant")
+        text, calls = self.text[earlier:], tuple(self.client_calls)
+        if not (text or calls):
+            return list(self.turns)
+        return [*self.turns, ChatMessage("assistant", text, tool_calls=calls)]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all rounds so far."""
+        return _sum(self._earlier, self.stream.reader.usage or Usage())
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rounds so far."""
+        return self._base + self.stream.reader.next_index
+
+    def is_between_rounds(self) -> bool:
+        """Whether the gateway's tools were called and no further round has begun."""
+        return self.round_end is not None
+
+    def begin_round(self, stream: OpenStream, *, may_call: bool) -> None:
+        """Go on with the stream of the next round, in which calls are text unless ``may_call``."""
+        self._earlier = self.usage
+        self._base += self.stream.reader.next_index
+        self.stream = stream
+        self.round += 1
+        self.round_end = None
+        if not may_call:
+            self._tool_format = None
+        self._enter_round()
+
+    def end_with(self, reason: str) -> None:
+        """There is no further round."""
+        self.round_end = None
+        self.end = self.stream.reader.terminal
+        self.reason = reason
+        self.pending.append(ChoiceEnd(self.index, reason))
+
+    def fail(self, frame: TerminalFrame) -> None:
+        """It ends here, whatever its stream does."""
+        self.round_end = None
+        self.end = frame
+
+    def collect(self, now_s: float, gaps: GapCounts, parts: list[Part]) -> None:
+        """Append what has come since the last call."""
+        if self.pending:
+            parts += self.pending
+            self.pending.clear()
+        stream = self.stream
+        if self.end is not None or self.round_end is not None:
+            # What tools give, or why they cannot go on, wakes the client again.
+            stream.is_ready = False
+            return
+        index, num_tokens, text, logprobs = stream.take(now_s, gaps)
+        if num_tokens or text:
+            if logprobs and logprobs[-1].token_id in self._end_token_ids:
+                logprobs = logprobs[:-1]
+            self._before(index)
+            index += self._base
+            self.next_index = index + num_tokens
+            if self._parser is None:
+                self._texts.append(text)
+                parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+            else:
+                self._parse(self._parser.push(text), index, num_tokens, logprobs, parts)
+        if stream.reader.terminal is not None:
+            self._end_round(stream.reader.terminal, parts)
+
+    def take_plain(self, now_s: float, gaps: GapCounts) -> Progress | None:
+        """What has come of a choice of nothing but text, at less cost than by ``collect``; None:
+        there is more to it, and nothing was taken. The token path at load is made of this."""
+        stream = self.stream
+        if (
+            self._parser is not None
+            or stream.reader.terminal is not None
+            or self.end is not None
+            or self.pending
+        ):
+            return None
+        progress = stream.take(now_s, gaps)
+        num_tokens = progress.num_tokens
+        if num_tokens:
+            if not self._is_primed:
+                self._before(progress.first_index)
+            self.next_index = self._base + progress.first_index + num_tokens
+            self._texts.append(progress.text)
+        return progress
+
+    def _enter_round(self) -> None:
+        self._calls: list[_Call] = []
+        self._round_texts: list[str] = []
+        self._parser: ToolCallParser | None = None
+        self._is_primed = False
+        if self._tool_format is not None:
+            self._parser = ToolCallParser(self._tool_format, self._id_maker())
+
+    def _id_maker(self) -> Callable[[], str]:
+        """Ids that are the same wherever and however often the stream is read."""
+        seed = self.stream.request_id
+        numbers = itertools.count()
+
+        def make() -> str:
+            digest = hashlib.sha256(f"{seed}/{next(numbers)}".encode()).hexdigest()
+            return f"call_{digest[:24]}"
+
+        return make
+
+    def _before(self, num_tokens: int) -> None:
+        """Take in the tokens that the client had before this stream was taken over."""
+        if self._is_primed:
+            return
+        self._is_primed = True
+        before = self.stream.reader.text_before
+        if not (before or num_tokens):
+            return
+        if self._parser is None:
+            self._texts.append(before)
+            self.had.append(TextPart(self.index, self._base, num_tokens, before))
+        else:
+            self._parse(self._parser.push(before), self._base, num_tokens, (), self.had)
+
+    def _parse(
+        self,
+        pieces: list[Piece],
+        index: int,
+        num_tokens: int,
+        logprobs: tuple[TokenLogprob, ...],
+        parts: list[Part],
+    ) -> None:
+        content: list[str] = []
+        later: list[Part] = []
+        for piece in pieces:
+            if isinstance(piece, ContentPiece):
+                content.append(piece.text)
+            elif isinstance(piece, CallPiece):
+                self._calls.append(_Call(piece.call_id, piece.name))
+                if piece.name not in self._own_tools:
+                    later.append(
+                        CallStart(self.index, self._num_shown_calls, piece.call_id, piece.name)
+                    )
+                    self._num_shown_calls += 1
+            elif isinstance(piece, ArgumentsPiece):
+                call = self._calls[-1]
+                call.arguments.append(piece.text)
+                if call.name not in self._own_tools:
+                    later.append(CallArguments(self.index, self._num_shown_calls - 1, piece.text))
+        text = "".join(content)
+        self._texts.append(text)
+        self._round_texts.append(text)
+        if num_tokens or text:
+            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+        parts += later
+
+    def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
+        self._before(self.stream.reader.next_index)
+        if self._parser is not None:
+            self._parse(self._parser.finish(), self.next_index, 0, (), parts)
+        if not isinstance(terminal, Done):
+            self.end = terminal
+            return
+        calls = tuple(call.whole() for call in self._calls)
+        self.client_calls += [call for call in calls if call.name not in self._own_tools]
+        has_stopped = terminal.finish_reason is FinishReason.STOP
+        if has_stopped and any(call.name in self._own_tools for call in calls):
+            self.round_end = RoundEnd(text="".join(self._round_texts), calls=calls)
+            return
+        self.end = terminal
+        self.reason = TOOL_CALLS if calls and has_stopped else terminal.finish_reason.value
+        parts.append(ChoiceEnd(self.index, self.reason))
+
+
+def _sum(one: Usage, other: Usage) -> Usage:
+    return Usage(
+        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
+        cached_tokens=one.cached_tokens + other.cached_tokens,
+        completion_tokens=one.completion_tokens + other.completion_tokens,
+    )

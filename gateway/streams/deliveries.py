@@ -1,0 +1,82 @@
+"""Delivery records on their way to the outbox, off the path of the streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from bus.api import Outbox
+from runtime.clock import Clock
+from schemas.errors import MillraceError
+from schemas.records import DeliveryRecord
+
+_log = logging.getLogger(__name__)
+
+_MAX_WAITING = 10_000
+_NUM_SENDERS = 8
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 4.0
+
+
+class Deliveries:
+    """Publishes records in the background, each tried until it is stored; ``num_lost`` counts those
+    that found too many waiting, or that the outbox will never take.
+
+    Owns its sender tasks: ``start`` makes them, ``close`` waits a moment for what is queued and
+    ends them.
+    """
+
+    def __init__(self, outbox: Outbox, clock: Clock) -> None:
+        self._outbox = outbox
+        self._clock = clock
+        self._waiting: asyncio.Queue[DeliveryRecord] = asyncio.Queue(_MAX_WAITING)
+        self._senders: list[asyncio.Task[None]] = []
+        self.num_lost = 0
+
+    def start(self) -> None:
+        self._senders = [asyncio.create_task(self._send_all()) for _ in range(_NUM_SENDERS)]
+
+    def put(self, record: DeliveryRecord) -> None:
+        """Queue a record; never waits. A full queue (the bus is long away) loses it."""
+        try:
+            self._waiting.put_nowait(record)
+        except asyncio.QueueFull:
+            self._lose(record, "too many records wait for the bus")
+
+    async def close(self, timeout_s: float) -> None:
+        """Send what is queued for up to ``timeout_s``, then stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._waiting.join()
+        for sender in self._senders:
+            sender.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
+
+    async def _send_all(self) -> None:
+        while True:
+            record = await self._waiting.get()
+            try:
+                await self._send(record)
+            finally:
+                self._waiting.task_done()
+
+    async def _send(self, record: DeliveryRecord) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._outbox.publish(record)
+            except (MillraceError, TimeoutError) as error:
+                if isinstance(error, MillraceError) and not error.retryable:
+                    self._lose(record, str(error))
+                    return
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                return
+
+    def _lose(self, record: DeliveryRecord, why: str) -> None:
+        self.num_lost += 1
+        _log.warning(
+            "a delivery record was lost", extra={"request_id": record.request_id, "why": why}
+        )

@@ -1,0 +1,126 @@
+"""What clients see of their answers, whole also when they move from one connection to another.
+
+A stream counts for itself. Whoever goes on with it, here or at another gateway, is given what was
+counted so far, so that the last one leaves a delivery record of all that the client saw.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from gateway.streams.stream import OpenStream, status_of
+from runtime.clock import Clock
+from schemas.control import Seen
+from schemas.records import DeliveryRecord
+
+_MS_PER_S = 1e3
+_NS_PER_S = 1e9
+_MAX_KEPT = 4_096
+
+
+def seen_of(stream: OpenStream, clock: Clock) -> Seen:
+    """What the client saw so far."""
+    now_s, now_ns = clock.monotonic(), clock.now_ns()
+
+    def epoch_ns(at_s: float | None) -> int:
+        return 0 if at_s is None else now_ns - round((now_s - at_s) * _NS_PER_S)
+
+    return Seen(
+        received_ns=epoch_ns(stream.received_s),
+        first_token_ns=epoch_ns(stream.first_text_s),
+        last_token_ns=epoch_ns(stream.last_delivery_s),
+        num_replays=stream.num_replays,
+        num_epochs=stream.reader.num_epochs,
+        epoch=stream.reader.counted_epoch,
+        num_resumes=stream.num_resumes,
+        num_stalls=stream.num_stalls,
+        stalled_ms=stream.stalled_s * _MS_PER_S,
+        longest_gap_ms=stream.longest_gap_s * _MS_PER_S,
+    )
+
+
+def go_on_from(stream: OpenStream, seen: Seen, clock: Clock) -> None:
+    """Count on from what the client, which has just come back, saw before. Of tokens that it has
+    though nobody knows since when, the gap begins with its return."""
+    now_s, now_ns = clock.monotonic(), clock.now_ns()
+
+    def monotonic_s(at_ns: int) -> float | None:
+        # Two machines' clocks differ: nothing was before it could be.
+        return None if not at_ns else now_s - max(0, now_ns - at_ns) / _NS_PER_S
+
+    received_s = monotonic_s(seen.received_ns)
+    stream.received_s = now_s if received_s is None else received_s
+    stream.first_text_s = monotonic_s(seen.first_token_ns)
+    stream.last_delivery_s = monotonic_s(seen.last_token_ns)
+    if stream.last_delivery_s is None and stream.from_index:
+        stream.last_delivery_s = now_s
+    stream.num_replays = seen.num_replays
+    stream.reader.count_epochs_on(seen.num_epochs, seen.epoch)
+    stream.num_resumes = seen.num_resumes + 1
+    stream.count_gaps_on(
+        seen.num_stalls, seen.stalled_ms / _MS_PER_S, seen.longest_gap_ms / _MS_PER_S
+    )
+
+
+def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> DeliveryRecord:
+    """The record of a stream that has ended, or whose client has left it. ``first_byte_ms`` is 0
+    without a first token, and if nobody knows any more when that was."""
+    now_s = clock.monotonic()
+    first_s = stream.first_text_s
+    return DeliveryRecord(
+        request_id=stream.request_id,
+        gateway_id=gateway_id,
+        tenant=stream.job.tenant,
+        source=stream.job.source,
+        model=stream.job.model,
+        first_byte_ms=0.0 if first_s is None else (first_s - stream.received_s) * _MS_PER_S,
+        total_ms=(now_s - stream.received_s) * _MS_PER_S,
+        tokens_delivered=stream.num_seen,
+        num_replays=stream.num_replays,
+        num_epochs=stream.reader.num_epochs,
+        num_resumes=stream.num_resumes,
+        num_stalls=stream.num_stalls,
+        stalled_ms=stream.stalled_s * _MS_PER_S,
+        longest_gap_ms=stream.longest_gap_s * _MS_PER_S,
+        outcome=stream.outcome or status_of(stream).value,
+        done_ns=clock.now_ns(),
+    )
+
+
+class SeenBefore:
+    """What was seen of answers that may still be gone on with, by their jobs: rounds that are over,
+    and ends that nobody has taken. It forgets what is older than ``keep_s``, and the oldest of too
+    many.
+    """
+
+    def __init__(self, clock: Clock, keep_s: float) -> None:
+        self._clock = clock
+        self._keep_s = keep_s
+        self._kept: OrderedDict[str, tuple[float, dict[str, Seen]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, request_id: str, seen: Mapping[str, Seen]) -> None:
+        """Add to what is known of an answer."""
+        if not seen:
+            return
+        known = self.of(request_id)
+        self._kept[request_id] = (self._clock.monotonic(), {**known, **seen})
+        self._kept.move_to_end(request_id)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def keep_stream(self, request_id: str, stream: OpenStream) -> None:
+        """Add one stream of an answer."""
+        self.keep(request_id, {stream.request_id: seen_of(stream, self._clock)})
+
+    def of(self, request_id: str) -> dict[str, Seen]:
+        """What is known of an answer."""
+        kept_s, seen = self._kept.get(request_id, (0.0, {}))
+        return seen if self._clock.monotonic() - kept_s <= self._keep_s else {}
+
+    def forget(self, request_id: str) -> None:
+        """Nobody goes on with it: its client has the end, or another gateway has it."""
+        self._kept.pop(request_id, None)

@@ -1,0 +1,90 @@
+"""What the gateway knows of workers and queues: who lives, and whether the door is open."""
+
+from __future__ import annotations
+
+from bus.api import Bus, Subscription
+from bus.fleet.desired_replicas import WantedWorkers
+from runtime.clock import Clock
+from schemas.control import QueueStatus, WorkerStatus
+from schemas.errors import QueueFullError
+
+_WORKER_SILENCE_S = 3.0
+_QUEUE_SILENCE_S = 5.0
+_MIN_RETRY_AFTER_S = 1.0
+
+
+class Fleet:
+    """Listens to heartbeats and queue status; what is older than a few seconds counts as gone."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[str, tuple[WorkerStatus, float]] = {}
+        self._queues: dict[str, tuple[QueueStatus, float]] = {}
+        self._wanted = WantedWorkers()
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self, bus: Bus) -> None:
+        self._subscriptions = [
+            await bus.workers.watch(self.on_worker),
+            await bus.control.subscribe_queue_status(self.on_queue),
+        ]
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self._subscriptions = []
+
+    def on_worker(self, status: WorkerStatus) -> None:
+        """A worker's name stays over its lives: a new life takes the place of the former one, until
+        that is heard again."""
+        worker_id = status.worker_id
+        if status.retired:
+            self._workers.pop(worker_id, None)
+            return
+        if worker_id not in self._workers:
+            for former, _ in list(self._workers.values()):
+                if former.name == status.name and former.started_ns < status.started_ns:
+                    del self._workers[former.worker_id]
+        self._workers[worker_id] = (status, self._clock.monotonic())
+
+    def on_queue(self, status: QueueStatus) -> None:
+        now_s = self._clock.monotonic()
+        self._queues[status.model] = (status, now_s)
+        self._wanted.note(status, now_s)
+
+    def live_workers(self, model: str | None = None) -> list[WorkerStatus]:
+        """Workers heard of lately, of one model or of all."""
+        oldest_s = self._clock.monotonic() - _WORKER_SILENCE_S
+        silent = [key for key, (_, seen_s) in self._workers.items() if seen_s < oldest_s]
+        for key in silent:
+            del self._workers[key]
+        return [
+            status for status, _ in self._workers.values() if model is None or status.model == model
+        ]
+
+    def queues(self) -> list[QueueStatus]:
+        """The queues that a scheduler has reported on lately."""
+        oldest_s = self._clock.monotonic() - _QUEUE_SILENCE_S
+        return [status for status, seen_s in self._queues.values() if seen_s >= oldest_s]
+
+    def queue(self, model: str) -> QueueStatus | None:
+        """The queue of a model, if a scheduler has reported on it lately."""
+        known = self._queues.get(model)
+        if known is None or known[1] < self._clock.monotonic() - _QUEUE_SILENCE_S:
+            return None
+        return known[0]
+
+    def desired_workers(self, model: str) -> int | None:
+        """The most workers that any scheduler wants for a model; None: none was heard of lately."""
+        return self._wanted.of(model, self._clock.monotonic())
+
+    def check_door(self, model: str) -> None:
+        """Raises QueueFullError while the model's queue is over its bound. That it has no workers
+        just now is no reason: jobs wait for the first, which the schedulers want for them."""
+        status = self.queue(model)
+        if status is not None and status.num_queued >= status.bound:
+            raise QueueFullError(
+                f"{status.num_queued} requests for {model!r} are waiting and the bound is "
+                f"{status.bound}. Try again later.",
+                max(status.retry_after_s, _MIN_RETRY_AFTER_S),
+            )

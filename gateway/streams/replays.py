@@ -1,0 +1,224 @@
+"""Frames that are missing: asked for at the workers, then at the store of results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import msgspec
+
+from bus.api import Bus
+from bus.running_requests import Generation
+from gateway.streams.fleet import Fleet
+from gateway.streams.stream import OpenStream
+from runtime.clock import Clock
+from schemas.control import Replay
+from schemas.errors import MillraceError
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Embedding,
+    Expired,
+    Failed,
+    Frame,
+    PromptLogprobs,
+    Shed,
+    Started,
+    Usage,
+)
+from schemas.jobs import JobResult
+from schemas.records import Status
+
+_REPLAY_TIMEOUT_S = 1.0
+_MIN_INTERVAL_S = 0.2
+_MAX_AT_ONCE = 64
+_LOST_AFTER_S = 5.0
+_SHED_RETRY_S = 1.0
+
+
+class GenerationIndex(Protocol):
+    """What the gateway uses of ``bus.running_requests.GenerationIndex``."""
+
+    async def lookup(self, request_id: str) -> Generation | None: ...
+
+
+class Replays:
+    """Asks for the frames of streams again. ``on_frame`` gets those of a stored result; ``on_lost``
+    ends a stream whose answer was made but cannot be had any more."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        gateway_id: str,
+        fleet: Fleet,
+        clock: Clock,
+        generations: GenerationIndex | None,
+        on_frame: Callable[[str, Frame], None],
+        on_lost: Callable[[OpenStream, Failed], None],
+    ) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._fleet = fleet
+        self._clock = clock
+        self._generations = generations
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self.num_asked = 0
+
+    def is_due(self, stream: OpenStream) -> bool:
+        """Whether it may be asked for now; it counts as being asked for then."""
+        due = not (
+            stream.replaying
+            or self._clock.monotonic() < stream.replay_after_s
+            or (stream.cancel_reason is not None and not stream.is_copy)
+        )
+        stream.replaying = stream.replaying or due
+        return due
+
+    async def ask(self, stream: OpenStream) -> None:
+        """Ask the stream's worker, or, if it knows nothing, every worker of the model."""
+        try:
+            async with self._slots:
+                if stream.ended:
+                    return
+                stream.num_replays += 1
+                self.num_asked += 1
+                answers = []
+                for worker_id in await self._candidates(stream):
+                    answers.append(await self._ask_worker(worker_id, stream))
+                    if answers[-1]:
+                        return
+                nobody_has_it = None not in answers
+                await self._end_if_over(stream, nobody_has_it=nobody_has_it)
+                if answers and nobody_has_it and not stream.foreign:
+                    # It waits in the queue; its frames will come by themselves.
+                    stream.must_probe = False
+        finally:
+            stream.replaying = False
+            stream.replay_after_s = self._clock.monotonic() + _MIN_INTERVAL_S
+
+    async def look_up(self, stream: OpenStream) -> None:
+        """Find out whether a stream of which nothing was heard has begun, or is over: word of that
+        may have been lost with another's connection. If so, it is to be asked for."""
+        try:
+            async with self._slots:
+                if await self._has_begun(stream) or await self._has_left_the_queue(stream):
+                    stream.must_probe = True
+        finally:
+            stream.replaying = False
+            stream.replay_after_s = self._clock.monotonic()
+
+    async def _candidates(self, stream: OpenStream) -> list[str]:
+        """The worker that should have it first, then the others of the model."""
+        known: list[str] = []
+        if stream.reader.started is not None:
+            known = [stream.reader.started.worker_id]
+        elif stream.must_probe and self._generations is not None:
+            generation = await self._generations.lookup(stream.request_id)
+            # A request that no worker answered is nobody's.
+            known = [generation.worker_id] if generation and generation.worker_id else []
+        live = [worker.worker_id for worker in self._fleet.live_workers(stream.job.model)]
+        return [*known, *(worker_id for worker_id in live if worker_id not in known)]
+
+    async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
+        """True: it sends the frames again; False: it knows nothing of them; None: no answer."""
+        replay = Replay(
+            request_id=stream.request_id,
+            from_index=stream.reader.next_index,
+            reply=self._gateway_id,
+        )
+        try:
+            answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
+        except (MillraceError, TimeoutError):
+            return None
+        if answer is None:
+            return None
+        if answer.ok:
+            stream.must_probe = False
+        return answer.ok
+
+    async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
+        """No worker has the frames; if the request is answered, none ever will."""
+        if stream.job.store_result and await self._read_result(stream):
+            return
+        silent_s = self._clock.monotonic() - stream.last_frame_s
+        is_certain = nobody_has_it and stream.must_probe
+        if silent_s < _LOST_AFTER_S and not is_certain:
+            return
+        is_over = await self._is_finished(stream) or (
+            silent_s >= _LOST_AFTER_S and await self._has_left_the_queue(stream)
+        )
+        if is_over and not stream.ended:
+            message = "The answer was made, but its end was lost on the way. Ask again."
+            self._on_lost(stream, Failed(code="answer_lost", message=message, retryable=True))
+
+    async def _has_begun(self, stream: OpenStream) -> bool:
+        return (
+            self._generations is not None
+            and await self._generations.lookup(stream.request_id) is not None
+        )
+
+    async def _is_finished(self, stream: OpenStream) -> bool:
+        """Whether the index says so; while it is away nobody can tell."""
+        if self._generations is None:
+            return False
+        known = await self._generations.lookup(stream.request_id)
+        return known is not None and known.finished
+
+    async def _has_left_the_queue(self, stream: OpenStream) -> bool:
+        """Whether its job is answered: who did so may have died before the index knew."""
+        if stream.stream_sequence is None:
+            return False
+        try:
+            return not await self._bus.jobs.is_open(stream.stream_sequence)
+        except (MillraceError, TimeoutError):
+            return False
+
+    async def _read_result(self, stream: OpenStream) -> bool:
+        try:
+            result = await self._bus.results.fetch(stream.job.tenant, stream.request_id)
+        except (MillraceError, TimeoutError):
+            return False
+        if result is None:
+            return False
+        for frame in frames_of(result, stream.reader.epoch):
+            self._on_frame(stream.request_id, frame)
+        return stream.ended
+
+
+def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
+    """The frames that a reader would have got for a stored result."""
+    usage = result.usage or Usage()
+    token_ids = result.token_ids
+    if result.text and not token_ids:
+        # The result was too large to be stored with its ids; it can be read as a whole only.
+        token_ids = (0,) * usage.completion_tokens
+    yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
+    if result.prompt_logprobs:
+        yield PromptLogprobs(epoch=epoch, logprobs=result.prompt_logprobs)
+    if result.embedding:
+        yield Embedding(epoch=epoch, values=result.embedding)
+    if token_ids:
+        yield Delta(
+            epoch=epoch,
+            index=0,
+            token_ids=token_ids,
+            text=result.text,
+            text_ends=result.text_ends,
+            logprobs=result.logprobs,
+        )
+    yield msgspec.structs.replace(usage, epoch=epoch)
+    num_tokens = len(token_ids)
+    if result.status == Status.DONE and result.finish_reason is not None:
+        yield Done(epoch=epoch, finish_reason=result.finish_reason, num_tokens=num_tokens)
+    elif result.status == Status.CANCELLED:
+        yield Cancelled(epoch=epoch, num_tokens=num_tokens)
+    elif result.status == Status.EXPIRED:
+        yield Expired(epoch=epoch, num_tokens=num_tokens)
+    elif result.status == Status.SHED:
+        yield Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
+    else:
+        yield Failed(epoch=epoch, code=result.error_code, message=result.error_message)

@@ -1,0 +1,402 @@
+"""The table of open streams: frames in by one subscription, each stream's end out exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import chain
+from typing import Any
+
+from bus.api import Bus, Subscription
+from bus.frame_reader import Outcome
+from gateway.streams.copies import StreamCopies
+from gateway.streams.fleet import Fleet
+from gateway.streams.replays import GenerationIndex, Replays
+from gateway.streams.stream import Client, OpenStream
+from runtime.clock import Clock
+from schemas.config import GatewayConfig
+from schemas.control import Cancel, CancelReason, ResumePoint
+from schemas.errors import MillraceError
+from schemas.frames import Cancelled, Failed, Frame, TerminalFrame
+from schemas.jobs import Job
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.25
+# How long nothing is heard of a stream that waits before somebody asks whether it still does.
+_LOOK_UP_S = 10.0
+_CANCEL_INTERVAL_S = 1.0
+_CANCEL_BOUND_S = 15.0
+_LAST_CANCELS_S = 0.5
+
+TAKEN_OVER = Failed(code="taken_over", message="Another connection goes on with this request.")
+
+
+class _NotYet:
+    """In the place of a subscription that is being made."""
+
+    async def close(self) -> None:
+        return
+
+
+_NOT_YET = _NotYet()
+
+
+class StreamTable:
+    """Owns every open stream of this gateway, and the copies that others read.
+
+    A stream leaves the table when its client has taken its end (``finish``); once the client is
+    gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed; or when another
+    gateway has taken it over. ``on_end`` is called once for each stream that was accepted and was
+    not taken over. ``on_frame`` never waits: it runs on the bus's read path.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: GatewayConfig,
+        gateway_id: str,
+        fleet: Fleet,
+        clock: Clock,
+        on_end: Callable[[OpenStream], None],
+        generations: GenerationIndex | None = None,
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._gateway_id = gateway_id
+        self._clock = clock
+        self._on_end = on_end
+        self._replays = Replays(
+            bus, gateway_id, fleet, clock, generations, self.on_frame, self._end
+        )
+        self._streams: dict[str, OpenStream] = {}
+        self._copies = StreamCopies()
+        self._subscriptions: list[Subscription] = []
+        self._stand_ins: dict[str, dict[str, Subscription]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_replays(self) -> int:
+        return self._replays.num_asked
+
+    def __iter__(self) -> Iterator[OpenStream]:
+        return chain(self._streams.values(), self._copies)
+
+    @property
+    def num_served(self) -> int:
+        """Streams whose client is still there."""
+        return sum(not (stream.client_gone or stream.unattended) for stream in self)
+
+    async def start(self) -> None:
+        """Listen for frames and for questions about streams; probe after every reconnect."""
+        self._subscriptions = [
+            await self._bus.frames.subscribe(self._gateway_id, self.on_frame),
+            await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
+        ]
+        self._bus.on_reconnect(self._on_reconnect)
+        self._sweeper = asyncio.create_task(self._sweep_forever())
+        self._sweeper.add_done_callback(self._done)
+
+    async def close(self) -> None:
+        """Let the last cancels out, then stop."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_CANCELS_S)
+        stand_ins = [s for standing in self._stand_ins.values() for s in standing.values()]
+        for subscription in (*self._subscriptions, *stand_ins):
+            await subscription.close()
+        self._subscriptions = []
+        self._stand_ins = {}
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def get(self, request_id: str) -> OpenStream | None:
+        return self._streams.get(request_id)
+
+    def open(
+        self,
+        job: Job,
+        client: Client,
+        received_s: float,
+        owner: object = None,
+        from_index: int = 0,
+    ) -> OpenStream:
+        """A stream for a job that is about to be published; ``received_s`` is monotonic."""
+        stream = OpenStream(job, client, received_s, owner=owner, from_index=from_index)
+        self._streams[job.request_id] = stream
+        return stream
+
+    def take_over(self, job: Job, client: Client, owner: object, from_index: int) -> OpenStream:
+        """A stream for a job that was published before, of whose tokens the client has those before
+        ``from_index``. ``follow`` it next."""
+        now_s = self._clock.monotonic()
+        stream = OpenStream(job, client, now_s, owner=owner, from_index=from_index)
+        stream.accepted = True
+        self._streams[job.request_id] = stream
+        return stream
+
+    def copy(
+        self, job: Job, client: Client, owner: object, *, is_foreign: bool | None = None
+    ) -> OpenStream:
+        """A stream for another client of a job that was published before, from its first token on;
+        who has the job's stream keeps it. ``is_foreign`` None: as that stream, which is here."""
+        main = self._streams.get(job.request_id)
+        if is_foreign is None:
+            is_foreign = main is None or main.foreign
+        stream = OpenStream(job, client, self._clock.monotonic(), owner=owner)
+        stream.accepted = True
+        self._copies.add(stream)
+        self.follow(stream, is_foreign=is_foreign)
+        return stream
+
+    def follow(self, stream: OpenStream, *, is_foreign: bool = True) -> None:
+        """Ask for all frames of a job that was published before; for news, too, if its frames are
+        sent to another gateway (``is_foreign``)."""
+        stream.must_probe = True
+        stream.foreign = is_foreign
+        self._ask_replay(stream)
+
+    def let_go(self, stream: OpenStream) -> None:
+        """Another connection, here or at another gateway, has it now: nothing is owed, and a client
+        that is still there is told."""
+        self._remove(stream)
+        stream.reader.end(TAKEN_OVER)
+        stream.wake()
+
+    def hold(self, stream: OpenStream, until_s: float | None) -> None:
+        """Nobody is connected; cancel it unless somebody comes before ``until_s`` (monotonic)."""
+        stream.unattended = True
+        stream.held_until_s = until_s
+
+    async def stand_in_for(self, gateway_id: str, *, is_dead: bool) -> None:
+        """Say in the place of another gateway, whose streams were taken over, which tokens their
+        clients have, and if it is dead get its frames, until these streams have ended. Raises what
+        a subscription does, and can be called again then."""
+        if gateway_id == self._gateway_id:
+            return
+        wanted = ("points", "frames") if is_dead else ("points",)
+        standing = self._stand_ins.setdefault(gateway_id, {})
+        for kind in wanted:
+            if kind in standing:
+                continue
+            control, frames = self._bus.control, self._bus.frames
+            standing[kind] = _NOT_YET
+            try:
+                standing[kind] = (
+                    await control.serve_resume_points(gateway_id, self.resume_point)
+                    if kind == "points"
+                    else await frames.subscribe(gateway_id, self.on_frame)
+                )
+            except BaseException:
+                del standing[kind]
+                raise
+            if self._stand_ins.get(gateway_id) is not standing:
+                await standing[kind].close()  # all of its streams ended in the meantime
+
+    def accept(self, stream: OpenStream, stream_sequence: int | None = None) -> None:
+        """The job is stored, there in the queue: from now on the stream ends in a terminal frame
+        and a record."""
+        stream.accepted = True
+        stream.stream_sequence = stream_sequence
+        if stream.ended and stream.client_gone:
+            self.finish(stream)
+        elif stream.cancel_reason is not None:
+            self._send_cancel(stream)
+
+    def finish(self, stream: OpenStream) -> None:
+        """The client has the end of it, or is gone and the end is known: record it."""
+        if self._remove(stream) and not stream.is_copy:
+            self._on_end(stream)
+
+    def discard(self, stream: OpenStream) -> None:
+        """The job was not stored; nothing is owed."""
+        self._remove(stream)
+
+    def _remove(self, stream: OpenStream) -> bool:
+        """Whether it was there: another one of the same request may have taken its place."""
+        if stream.is_copy:
+            return self._copies.remove(stream)
+        if self._streams.get(stream.request_id) is not stream:
+            return False
+        del self._streams[stream.request_id]
+        return True
+
+    def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
+        """Ask for the stream's end; the terminal frame still comes from whoever runs it."""
+        if stream.ended or stream.cancel_reason is not None:
+            return
+        stream.cancel_reason = reason
+        stream.remove_at_s = self._clock.monotonic() + _CANCEL_BOUND_S
+        if stream.accepted:
+            self._send_cancel(stream)
+
+    def leave(self, stream: OpenStream, outcome: str) -> None:
+        """The client is gone: cancel, and hold the stream until its end is known."""
+        if stream.client_gone:
+            return
+        stream.leave(outcome)
+        if stream.is_copy:
+            self._remove(stream)
+        elif not stream.ended:
+            self.cancel(stream, CancelReason.DISCONNECT)
+        elif stream.accepted:
+            self.finish(stream)
+
+    def on_frame(self, request_id: str, frame: Frame) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._feed(stream, frame)
+        for copy in self._copies.of(request_id):
+            self._feed(copy, frame)
+
+    def _feed(self, stream: OpenStream, frame: Frame) -> None:
+        outcome = stream.feed(frame, self._clock.monotonic())
+        if outcome is Outcome.GAP:
+            self._ask_replay(stream)
+        elif outcome is Outcome.END and stream.client_gone and stream.accepted:
+            self.finish(stream)
+
+    def resume_point(self, request_id: str) -> ResumePoint | None:
+        """Which tokens the client has; None for a stream that is not here."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.ended:
+            return None
+        if stream.client_gone or stream.cancel_reason is not None:
+            return ResumePoint(open=False)
+        return ResumePoint(token_ids=tuple(stream.reader.token_ids))
+
+    def sweep(self) -> None:
+        """Look after the streams that frames alone do not move on."""
+        now_s = self._clock.monotonic()
+        for stream in list(self):
+            try:
+                self._look_after(stream, now_s)
+            except Exception:  # noqa: BLE001 (it is told, and the others go on)
+                _log.exception("a stream failed", extra={"request_id": stream.request_id})
+
+    def _look_after(self, stream: OpenStream, now_s: float) -> None:
+        config = self._config
+        sending_since_s = stream.client.sending_since_s
+        if (
+            not stream.client_gone
+            and sending_since_s is not None
+            and now_s - sending_since_s > config.client_stall_timeout_s
+        ):
+            stream.client.drop("slow_client")
+        elif stream.ended:
+            return
+        elif (
+            stream.held_until_s is not None
+            and now_s >= stream.held_until_s
+            and not self._copies.of(stream.request_id)
+        ):
+            self.leave(stream, "disconnect")
+        elif stream.cancel_reason is not None:
+            self._sweep_cancelled(stream, now_s)
+        elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
+            self._time_out(stream)
+        elif (
+            stream.must_probe
+            or stream.reader.started is not None
+            or stream.reader.waits_for_missing
+        ):
+            if now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
+                self._ask_replay(stream)
+        elif (
+            stream.accepted
+            and now_s - max(stream.last_frame_s, stream.replay_after_s) > _LOOK_UP_S
+            and self._replays.is_due(stream)
+        ):
+            self._spawn(self._replays.look_up(stream))
+
+    def _time_out(self, stream: OpenStream) -> None:
+        self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
+        self._end(
+            stream,
+            Failed(
+                code="request_timeout",
+                message=f"No end after {self._config.request_timeout_s:g} s; it was cancelled.",
+                retryable=True,
+            ),
+        )
+
+    def _sweep_cancelled(self, stream: OpenStream, now_s: float) -> None:
+        if not stream.accepted:
+            return
+        if now_s >= stream.remove_at_s:
+            self._end(stream, Cancelled(num_tokens=stream.reader.next_index))
+        elif now_s >= stream.replay_after_s:
+            if stream.is_copy:
+                self._ask_replay(stream)  # its end may have been sent to the others only
+            self._send_cancel(stream)
+
+    def _end(self, stream: OpenStream, frame: TerminalFrame) -> None:
+        stream.reader.end(frame)
+        stream.wake()
+        if stream.client_gone and stream.accepted:
+            self.finish(stream)
+
+    def _send_cancel(self, stream: OpenStream) -> None:
+        assert stream.cancel_reason is not None
+        stream.replay_after_s = self._clock.monotonic() + _CANCEL_INTERVAL_S
+        self._send_cancel_to_bus(stream, stream.cancel_reason)
+
+    def _send_cancel_to_bus(self, stream: OpenStream, reason: CancelReason) -> None:
+        self._spawn(self._publish_cancel(Cancel(request_id=stream.request_id, reason=reason)))
+
+    async def _publish_cancel(self, cancel: Cancel) -> None:
+        try:
+            await self._bus.control.cancel(cancel)
+        except (MillraceError, TimeoutError) as error:
+            _log.warning(
+                "a cancel could not be sent; it is tried again",
+                extra={"request_id": cancel.request_id, "why": str(error)},
+            )
+
+    def _on_reconnect(self) -> None:
+        for stream in list(self):
+            stream.must_probe = True
+            self._ask_replay(stream)
+
+    def _ask_replay(self, stream: OpenStream) -> None:
+        if self._replays.is_due(stream):
+            self._spawn(self._replays.ask(stream))
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(_SWEEP_S)
+            self.sweep()
+            await self._stand_down()
+
+    async def _stand_down(self) -> None:
+        """Stop standing in for gateways none of whose streams is left."""
+        for gateway_id in list(self._stand_ins):
+            # Asked for each anew: while one is closed, a stream of another may be taken over.
+            if any(stream.job.reply == gateway_id for stream in self):
+                continue
+            for subscription in self._stand_ins.pop(gateway_id).values():
+                await self._close_stand_in(subscription)
+
+    async def _close_stand_in(self, subscription: Subscription) -> None:
+        try:
+            await subscription.close()
+        except MillraceError as error:
+            _log.warning("a stand-in could not be closed", extra={"why": error.message})
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a background task of the stream table failed", exc_info=error)

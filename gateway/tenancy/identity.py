@@ -1,0 +1,233 @@
+"""Who calls: from a header or a first message to a ``Caller``."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from collections import OrderedDict
+
+import msgspec
+
+from bus.tenancy.tenants import TenantStore, digest_of, parse_token
+from gateway.tenancy.caller import LOCAL, Caller
+from gateway.transport.http import CALLER, Scope
+from gateway.transport.proxies import is_forwarded
+from runtime.addresses import is_loopback
+from runtime.clock import Clock
+from runtime.redis_link import RedisAwayError, RedisLink
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+from schemas.tenants import (
+    KEY_PREFIX,
+    KeyRecord,
+    TenantRecord,
+    effective_tier,
+    key_limits,
+    lower_limit,
+    tenant_limits,
+)
+
+# The script that reserves looks at the key again, so this is only for what costs nothing.
+_KEY_FRESH_S = 2.0
+_CONSENT_FRESH_S = 5.0
+_KNOWN_WHILE_AWAY_S = 3600.0
+_MAX_KNOWN = 10_000
+_RETRY_AFTER_S = 2.0
+
+
+class AuthenticationError(MillraceError):
+    """No API key where one is demanded, or one that opens nothing."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+    def __init__(self, message: str, whose: Caller | None = None) -> None:
+        """``whose`` the key was, if it was one."""
+        super().__init__(message)
+        self.whose = whose
+        self.headers = [(b"www-authenticate", b'Bearer realm="millrace"')]
+
+
+class InsufficientPermissionsError(MillraceError):
+    """The key is good, but not for this."""
+
+    code = "insufficient_permissions"
+    http_status = 403
+
+
+class KeysAwayError(RedisAwayError):
+    """A key that nobody here has seen lately cannot be looked up."""
+
+    retry_after_s = _RETRY_AFTER_S
+
+
+class _Known(msgspec.Struct, frozen=True):
+    key: KeyRecord
+    tenant: TenantRecord
+    looked_up_s: float
+
+
+class Identity:
+    """Tells callers apart by their API keys, which it remembers for a few seconds.
+
+    While Redis is away, keys that were good within the last hour are taken at their word; whose
+    transcripts may be kept is not known then, so none are.
+    """
+
+    def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
+        self._store = None if link is None else TenantStore(link)
+        self._tiers = config.tiers
+        self._clock = clock
+        self.demands_keys = demands_keys(config)
+        # Whoever can reach a gateway from afar is not its operator.
+        self._is_local = is_loopback(config.host)
+        self._demands_keys_from_afar = config.auth != "none"
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._consents: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+
+    async def keeps_transcripts(self, tenant: str) -> bool:
+        """Whether the tenant wants its transcripts kept, as of a few seconds ago at most. It is
+        asked for each request: a socket may stay open for days."""
+        if self._store is None:
+            return False
+        known = self._consents.get(tenant)
+        if known is not None and self._clock.monotonic() - known[1] <= _CONSENT_FRESH_S:
+            return known[0]
+        try:
+            stored = await self._store.tenant(tenant)
+        except RedisAwayError:
+            return False
+        return self._note_consent(tenant, stored.record)
+
+    def _note_consent(self, tenant: str, record: TenantRecord) -> bool:
+        self._consents[tenant] = (record.keep_transcripts, self._clock.monotonic())
+        self._consents.move_to_end(tenant)
+        if len(self._consents) > _MAX_KNOWN:
+            self._consents.popitem(last=False)
+        return record.keep_transcripts
+
+    def demands_key_of(self, scope: Scope) -> bool:
+        """Whether whoever sent this request has to show a key. What a proxy passed on may come from
+        anywhere, also to a gateway that only this machine can reach."""
+        return self._demands_key(forwarded=is_forwarded(scope))
+
+    def _demands_key(self, *, forwarded: bool) -> bool:
+        return self.demands_keys or (forwarded and self._demands_keys_from_afar)
+
+    async def caller(self, scope: Scope) -> Caller:
+        """Whose key the request's headers hold, which its scope tells from then on. Raises as
+        ``caller_of_token`` does."""
+        try:
+            caller = await self.caller_of_token(token_of(scope), forwarded=is_forwarded(scope))
+        except AuthenticationError as error:
+            scope[CALLER] = error.whose
+            raise
+        scope[CALLER] = caller
+        return caller
+
+    async def caller_of_token(self, token: str | None, *, forwarded: bool = False) -> Caller:
+        """Whose key this is, or whoever sends something without one. Raises AuthenticationError, or
+        KeysAwayError for a key that cannot be looked up now."""
+        is_keyless = token is None or not token.startswith(KEY_PREFIX)
+        if is_keyless and not self._demands_key(forwarded=forwarded):
+            is_near = self._is_local and not forwarded
+            return LOCAL if is_near else msgspec.structs.replace(LOCAL, is_admin=False)
+        if not token:
+            raise AuthenticationError(
+                "This gateway demands an API key. Send it as Authorization: Bearer mr-…"
+            )
+        parts = parse_token(token)
+        known = None if parts is None else await self._look_up(parts[0])
+        if (
+            parts is None
+            or known is None
+            or not hmac.compare_digest(known.key.digest, digest_of(parts[1]))
+        ):
+            raise unknown_key()
+        if known.key.revoked_ns is not None:
+            raise revoked_key(known.key.key_id, self._caller(known))
+        return self._caller(known)
+
+    async def check_key(self, caller: Caller) -> None:
+        """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.
+        While Redis is away it is taken at its word."""
+        if self._store is None or not caller.key_id:
+            return
+        with contextlib.suppress(RedisAwayError):
+            if await self._store.closed_keys([caller.key_id]):
+                self.forget(caller.key_id)
+                raise revoked_key(caller.key_id, caller)
+
+    def forget(self, key_id: str) -> None:
+        """What was known of a key is out of date."""
+        self._known.pop(key_id, None)
+
+    async def _look_up(self, key_id: str) -> _Known | None:
+        known = self._known.get(key_id)
+        now_s = self._clock.monotonic()
+        if known is not None and now_s - known.looked_up_s <= _KEY_FRESH_S:
+            return known
+        if self._store is None:
+            raise KeysAwayError
+        try:
+            found = await self._store.key(key_id)
+        except RedisAwayError as error:
+            if known is not None and now_s - known.looked_up_s <= _KNOWN_WHILE_AWAY_S:
+                return known
+            raise KeysAwayError from error
+        if found is None:
+            self._known.pop(key_id, None)
+            return None
+        key_found, tenant_found = found
+        known = _Known(key_found.record, tenant_found.record, now_s)
+        self._note_consent(key_found.record.tenant, tenant_found.record)
+        self._known[key_id] = known
+        self._known.move_to_end(key_id)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _caller(self, known: _Known) -> Caller:
+        of_key = key_limits(known.key, self._tiers)
+        of_tenant = tenant_limits(known.tenant, self._tiers)
+        return Caller(
+            tenant=known.key.tenant,
+            tier=effective_tier(known.key, known.tenant),
+            key_id=known.key.key_id,
+            context_tokens=lower_limit(of_key.context_tokens, of_tenant.context_tokens),
+            is_admin=known.key.is_admin,
+        )
+
+
+def token_of(scope: Scope) -> str | None:
+    """The token of ``Authorization: Bearer``, else of ``x-api-key``; None if there is neither."""
+    other: str | None = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == b"bearer" and token.strip():
+                return str(token.strip(), "latin-1")
+        elif name == b"x-api-key" and value.strip():
+            other = str(value.strip(), "latin-1")
+    return other
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises InsufficientPermissionsError."""
+    if not caller.is_admin:
+        raise InsufficientPermissionsError("This needs an API key of an administrator.")
+
+
+def unknown_key() -> AuthenticationError:
+    """What to tell whoever comes with a key that was never made here."""
+    return AuthenticationError("The API key is not known here. Check it for typing errors.")
+
+
+def revoked_key(key_id: str, whose: Caller | None = None) -> AuthenticationError:
+    """What to tell whoever comes with a revoked key."""
+    return AuthenticationError(f"The API key {key_id} was revoked. Use another one.", whose)
+
+
+def demands_keys(config: GatewayConfig) -> bool:
+    """Whether a gateway that is set up so serves only callers with an API key."""
+    return config.auth == "required" or (config.auth == "auto" and not is_loopback(config.host))

@@ -1,0 +1,95 @@
+"""The limits of a gateway's callers, and what they are told of them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from bus.tenancy.accounts import Account, Standing
+from bus.tenancy.errors import KeyGoneError, RateLimitError
+from bus.tenancy.keeper import LimitKeeper
+from gateway.tenancy.caller import Caller
+from gateway.tenancy.identity import AuthenticationError, revoked_key, unknown_key
+from gateway.tenancy.limit_headers import rate_headers
+from gateway.transport.http import Headers
+from runtime.clock import Clock
+from runtime.redis_link import RedisLink
+from schemas.config import GatewayConfig
+from schemas.jobs import Tier
+
+# The openai client tries again by itself unless it is told not to.
+_DO_NOT_RETRY = (b"x-should-retry", b"false")
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was set aside for a request. ``headers`` tell the client what is left; ``degraded``:
+    Redis was away, and the limits were this process's own."""
+
+    request_id: str
+    headers: Headers
+    degraded: bool = False
+
+
+class Limiter(LimitKeeper):
+    """A ``LimitKeeper`` for callers, with errors and headers as HTTP has them."""
+
+    def __init__(
+        self,
+        link: RedisLink | None,
+        config: GatewayConfig,
+        clock: Clock,
+        *,
+        redis_time: bool = True,
+    ) -> None:
+        super().__init__(link, config.tiers, clock, redis_time=redis_time)
+
+    async def reserve(
+        self,
+        caller: Caller,
+        request_id: str,
+        *,
+        model: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        cost_upper: Decimal,
+        deadline_s: float,
+        tier: Tier | None = None,
+        longest_tokens: int | None = None,
+    ) -> Reservation:
+        """As ``take``. Raises AuthenticationError for a key revoked by now."""
+        try:
+            taken = await self.take(
+                caller,
+                request_id,
+                model=model,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+                cost_upper=cost_upper,
+                deadline_s=deadline_s,
+                tier=tier,
+                longest_tokens=longest_tokens,
+            )
+        except RateLimitError as error:
+            error.headers = rate_headers(error.accounts, error.standings)
+            if not error.comes_back:
+                error.headers.append(_DO_NOT_RETRY)
+            raise
+        except KeyGoneError as error:
+            raise _authentication_error(error) from error
+        return Reservation(
+            request_id=request_id,
+            headers=rate_headers(taken.accounts, taken.standings),
+            degraded=taken.degraded,
+        )
+
+    async def caller_standing(self, caller: Caller) -> list[tuple[Account, Standing]]:
+        """As ``standing``. Raises AuthenticationError for a key that is gone."""
+        try:
+            return await self.standing(caller)
+        except KeyGoneError as error:
+            raise _authentication_error(error) from error
+
+
+def _authentication_error(error: KeyGoneError) -> AuthenticationError:
+    return revoked_key(error.key_id) if error.is_revoked else unknown_key()

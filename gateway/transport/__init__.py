@@ -1,0 +1,1 @@
+"""Connections: HTTP, who may connect, and how bytes are written."""

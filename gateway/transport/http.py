@@ -1,0 +1,170 @@
+"""Bare ASGI for JSON endpoints on the token path: bodies in with bounds, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from gateway.errors import Refusal
+from gateway.transport.body_deadline import BodyDeadline
+from schemas.config import GatewayConfig
+from schemas.errors import ParameterError, PayloadTooLargeError
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+# Where a request's scope has whose it is, once that is known, and whether it is a job by now.
+CALLER = "millrace.caller"
+ACCEPTED = "millrace.accepted"
+REFUSED = "millrace.refused"
+JSON = (b"content-type", b"application/json")
+_HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
+_LINGER_S = 2.0
+_LINGER_BYTES = 64 * 1024 * 1024
+
+
+class ClientLeftError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+def new_request_id(prefix: str) -> str:
+    """An id that is fit for subjects and headers: ``prefix`` and 96 random bits."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def request_id_header(request_id: str) -> tuple[bytes, bytes]:
+    return (b"x-request-id", request_id.encode())
+
+
+async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:
+    """The whole body, of ``max_body_bytes`` at most.
+
+    Raises PayloadTooLargeError as soon as more than the limit is declared or has come,
+    SlowRequestError if it takes too long, ParameterError for a bad Content-Length, and
+    ClientLeftError.
+    """
+    limit_bytes = config.max_body_bytes
+    declared_bytes = content_length(scope)
+    if declared_bytes is not None and declared_bytes > limit_bytes:
+        raise PayloadTooLargeError(declared_bytes, limit_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    now_s = asyncio.get_running_loop().time
+    deadline = BodyDeadline(config, now_s())
+    try:
+        async with asyncio.timeout_at(deadline.at_s(0, now_s())) as timeout:
+            while True:
+                event = await receive()
+                if event["type"] == "http.disconnect":
+                    raise ClientLeftError
+                chunk = event.get("body", b"")
+                num_bytes += len(chunk)
+                if num_bytes > limit_bytes:
+                    raise PayloadTooLargeError(num_bytes, limit_bytes)
+                chunks.append(chunk)
+                timeout.reschedule(deadline.at_s(num_bytes, now_s()))
+                if not event.get("more_body", False):
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    except TimeoutError:
+        raise deadline.error(num_bytes) from None
+
+
+def content_length(scope: Scope) -> int | None:
+    """What the head declares. Raises ParameterError if it is no number."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if not value.isdigit():
+                raise ParameterError("content-length", "content-length must be a number")
+            return int(value)
+    return None
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The value of a request's header (``name`` in lower case), if it is there."""
+    for known, value in scope["headers"]:
+        if known == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A Starlette response with a value as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """A whole response of a known length."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
+    headers = [JSON, request_id_header(request_id), *refusal.headers]
+    await send_response(send, refusal.status, headers, refusal.body)
+
+
+async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
+    """Refuse a WebSocket that was not accepted; a server that cannot say why answers 403."""
+    if _HANDSHAKE_RESPONSE not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    start = {"status": refusal.status, "headers": [JSON, *refusal.headers]}
+    await send({"type": f"{_HANDSHAKE_RESPONSE}.start", **start})
+    await send({"type": f"{_HANDSHAKE_RESPONSE}.body", "body": refusal.body})
+
+
+async def send_refusal_and_close(
+    receive: Receive, send: Send, refusal: Refusal, request_id: str
+) -> None:
+    """``refuse_and_close`` with a request id."""
+
+    async def send_with_id(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            event["headers"] = [*event["headers"], request_id_header(request_id)]
+        await send(event)
+
+    await refuse_and_close(receive, send_with_id, refusal)
+
+
+async def refuse_and_close(receive: Receive, send: Send, refusal: Refusal) -> None:
+    """Refuse a body that was not read to its end, and close the connection.
+
+    Closing at once would reset the connection under the answer, so what the client still sends is
+    thrown away for a moment until it has read that.
+    """
+    body = refusal.body
+    headers = [
+        JSON,
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *refusal.headers,
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while num_bytes < _LINGER_BYTES:
+                event = await receive()
+                if event["type"] == "http.disconnect" or not event.get("more_body", False):
+                    break
+                num_bytes += len(event.get("body", b""))
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,174 @@
+"""Which web pages may use the gateway from a browser: its own, and those that it is told of.
+
+A browser sends a page's requests with its ``Origin``. A page of somebody else must not be able to
+use a gateway that needs no key because only this machine can reach it. Nor may one that had its
+name lead here after it was loaded: what it reads then comes without ``Origin``, for that name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from gateway.errors import Refusal, refusal_of
+from gateway.transport.http import (
+    JSON,
+    AsgiApp,
+    Event,
+    Receive,
+    Scope,
+    Send,
+    header_of,
+    refuse_handshake,
+)
+from runtime.addresses import is_loopback
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError
+
+_ANY = "*"
+_MAX_AGE_S = b"600"
+_METHODS = b"GET, POST, DELETE"
+_EXPOSED = (
+    b"x-request-id, retry-after, x-millrace-model, x-millrace-route-reason, traceparent, x-trace-id"
+)
+
+
+class OriginError(MillraceError):
+    """A page of another origin, which was not allowed."""
+
+    code = "origin_not_allowed"
+    http_status = 403
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"Pages of {origin:.200} may not use this gateway. Its operator can name them in "
+            f"gateway.allowed_origins."
+        )
+
+
+class HostError(MillraceError):
+    """A request for a name that this machine has not."""
+
+    code = "host_not_allowed"
+    http_status = 403
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"This gateway needs no key and is for this machine only, not for {host:.200}. Ask for "
+            "localhost, or have its operator name the pages' origin in gateway.allowed_origins."
+        )
+
+
+class OriginGuard:
+    """Refuses requests of pages that are not allowed, which ``on_refused`` is told, and answers
+    browsers that ask beforehand."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        config: GatewayConfig,
+        on_refused: Callable[[Refusal], None],
+        demands_key_of: Callable[[Scope], bool],
+    ) -> None:
+        self._app = app
+        self._on_refused = on_refused
+        self._demands_key_of = demands_key_of
+        self._host = config.host
+        self._is_local = is_loopback(config.host)
+        self._allowed = frozenset(origin.rstrip("/") for origin in config.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        origin, host = header_of(scope, b"origin"), header_of(scope, b"host")
+        if origin is None and host is not None and not self._is_for_us(host, scope):
+            await self._refuse(HostError(host), scope, receive, send)
+        elif origin is None or self._is_own(origin, scope):
+            await self._app(scope, receive, send)
+        elif _ANY not in self._allowed and origin not in self._allowed:
+            await self._refuse(OriginError(origin), scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve_elsewhere(origin, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _refuse(
+        self, error: MillraceError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        refusal = refusal_of(error)
+        self._on_refused(refusal)
+        if scope["type"] == "websocket":
+            await receive()
+            await refuse_handshake(scope, send, refusal)
+            return
+        headers = [JSON, *refusal.headers]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal.body})
+
+    def _is_own(self, origin: str, scope: Scope) -> bool:
+        """Whether the page came from here: from the host that the request is for.
+
+        Without keys that host has to be an address, or this machine by name: any other name may be
+        somebody else's, who has it lead here.
+        """
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            return False
+        if parts.netloc != (header_of(scope, b"host") or ""):
+            return False
+        return self._demands_key_of(scope) or self._is_here(parts.hostname or "")
+
+    def _is_for_us(self, host: str, scope: Scope) -> bool:
+        """Whether a request without an origin may be for this host. Names without a dot are given
+        on this machine or its network: nobody else can have them lead here."""
+        is_private = self._is_local and not self._demands_key_of(scope)
+        if not is_private or _ANY in self._allowed:
+            return True
+        if not self._allowed.isdisjoint((f"http://{host}", f"https://{host}")):
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return "." not in name or self._is_here(name)
+
+    def _is_here(self, name: str) -> bool:
+        return name in ("localhost", self._host) or _is_address(name)
+
+    async def _serve_elsewhere(
+        self, origin: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        allow = (b"access-control-allow-origin", origin.encode("latin-1"))
+        vary = (b"vary", b"origin")
+        if scope["method"] == "OPTIONS" and header_of(scope, b"access-control-request-method"):
+            asked = header_of(scope, b"access-control-request-headers") or ""
+            headers = [
+                allow,
+                vary,
+                (b"access-control-allow-methods", _METHODS),
+                (b"access-control-allow-headers", asked.encode("latin-1")),
+                (b"access-control-max-age", _MAX_AGE_S),
+                (b"content-length", b"0"),
+            ]
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+
+        async def send_with_origin(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                exposed = (b"access-control-expose-headers", _EXPOSED)
+                event["headers"] = [*event["headers"], allow, vary, exposed]
+            await send(event)
+
+        await self._app(scope, receive, send_with_origin)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""What a checkpoint in Hugging Face layout says about its decoder (``config.json``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from registry.checkpoints.expert_layers import ExpertsConfig, read_experts
+from registry.checkpoints.families import (
+    EMBEDDING_ARCHITECTURES,
+    SUPPORTED_ARCHITECTURES,
+    Biases,
+    Family,
+    family_of,
+)
+from registry.checkpoints.json_fields import JsonFields, read_json_object
+from registry.checkpoints.layer_windows import read_windows
+from registry.checkpoints.rope_scaling import extended_window, read_rope
+from registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
+from schemas.errors import CheckpointError
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "CheckpointError",
+    "ModelConfig",
+    "TensorIndex",
+    "TensorInfo",
+    "open_tensors",
+    "read_model_config",
+]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The hyper-parameters of a decoder.
+
+    ``num_attention_heads`` is a multiple of ``num_key_value_heads``; ``head_dim`` is even and need
+    not be ``hidden_size / num_attention_heads``. ``attention_bias`` is for the q, k and v
+    projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
+    normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
+    ``sliding_window`` tokens, itself the last, in the others all before it. ``rope_scaling`` is
+    None for plain RoPE, else the scaling's own parameters with its kind under ``rope_type``. A
+    checkpoint without ``has_head`` makes embeddings only.
+    ``dtype`` is the torch name that the weights were made for.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
+    has_head: bool = True
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def context_window_tokens(self) -> int:
+        """The longest sequence that positions are defined for, scaling of RoPE included."""
+        return extended_window(self.max_position_embeddings, self.rope_scaling)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many tokens a token of each layer sees, itself the last; None is all."""
+        sliding = frozenset(self.sliding_layers)
+        return tuple(
+            self.sliding_window if layer in sliding else None
+            for layer in range(self.num_hidden_layers)
+        )
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read ``config.json`` of the checkpoint folder ``path``.
+
+    Raises CheckpointError naming the file and the field for anything missing, malformed or beyond
+    what the decoder computes; an unsupported architecture is answered with those supported.
+    """
+    file = path / "config.json"
+    fields = JsonFields(file, read_json_object(file))
+    architecture, family = _architecture(fields)
+    _refuse_unsupported(fields)
+    hidden_size = fields.positive_int("hidden_size")
+    num_heads = fields.positive_int("num_attention_heads")
+    num_kv_heads = fields.positive_int("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    num_layers = fields.positive_int("num_hidden_layers")
+    max_position_embeddings = fields.positive_int("max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(fields, family.rope_theta, max_position_embeddings)
+    sliding_window, sliding_layers = read_windows(fields, family, num_layers)
+    asks_bias = fields.boolean("attention_bias", default=False)
+    has_bias = asks_bias and family.biases is Biases.AS_CONFIGURED
+    bos_ids = fields.token_ids("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=_head_dim(fields, hidden_size, num_heads, family.head_dim),
+        intermediate_size=fields.positive_int("intermediate_size"),
+        vocab_size=fields.positive_int("vocab_size"),
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=fields.positive_float("rms_norm_eps", family.rms_norm_eps),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        attention_bias=has_bias or family.biases is Biases.QKV,
+        attention_output_bias=has_bias,
+        mlp_bias=family.mlp_bias and fields.boolean("mlp_bias", default=False),
+        qk_norm=family.qk_norm,
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
+        experts=read_experts(fields, family, num_layers),
+        has_head=architecture not in EMBEDDING_ARCHITECTURES,
+        dtype=_dtype(fields),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def _architecture(fields: JsonFields) -> tuple[str, Family]:
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise fields.bad("architectures", "a list with the model's class name")
+    name: str = names[0]
+    family = family_of(name)
+    if family is None:
+        raise CheckpointError(
+            f"{fields.path}: architecture {name} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and for embeddings "
+            f"{', '.join(EMBEDDING_ARCHITECTURES)}."
+        )
+    return name, family
+
+
+def _refuse_unsupported(fields: JsonFields) -> None:
+    """Features that would change the result silently if the decoder just left them out."""
+    if fields.string("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.bad("hidden_act", "silu")
+    if fields.get("quantization_config") is not None:
+        raise fields.bad("quantization_config", "absent: quantized weights are not supported")
+
+
+def _head_dim(
+    fields: JsonFields, hidden_size: int, num_heads: int, family_default: int | None
+) -> int:
+    if fields.get("head_dim") is None and family_default is None and hidden_size % num_heads:
+        raise fields.bad(
+            "head_dim", f"given, as hidden_size {hidden_size} does not divide by {num_heads} heads"
+        )
+    head_dim = fields.positive_int("head_dim", family_default or hidden_size // num_heads)
+    if head_dim % 2:
+        raise fields.bad("head_dim", "an even number, as RoPE turns pairs")
+    return head_dim
+
+
+def _dtype(fields: JsonFields) -> str:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    dtype = fields.string(name, "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise fields.bad(name, f"one of {', '.join(_DTYPES)}")
+    return dtype

@@ -1,0 +1,1 @@
+"""Which model answers a request that left the choice open. Pure."""

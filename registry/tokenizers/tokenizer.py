@@ -1,0 +1,261 @@
+"""Text to token ids and back, as the checkpoint's own tokenizer does it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from registry.chat_template import ChatTemplate
+from registry.checkpoints.json_fields import JsonFields, read_json_object
+from registry.tokenizers.text_rules import TextRules, text_rules
+from registry.tokenizers.token_bytes import (
+    SUPPORTED_DECODERS,
+    TokenBytes,
+    UnsupportedDecoderError,
+    token_bytes,
+)
+from schemas.errors import CheckpointError, ParameterError
+from schemas.jobs import ChatMessage
+from schemas.tools import ToolDefinition, ToolFormat
+
+# Special in some checkpoints; without them in the text nobody could tell calls from content.
+_CALL_TAGS = frozenset({"<tool_call>", "</tool_call>"})
+
+# So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
+_PIECE_CHARACTERS = 16_384
+
+# One text at a time gains nothing by the backend's own threads: it is to run in the caller's.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class TextTooLongError(Exception):
+    """A text has more tokens than it may: ``num_tokens``, or more if not ``is_exact``."""
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    ``vocab_size`` is one more than the highest token id. ``eos_token_ids`` end a generation: those
+    of generation_config.json (config.json if there is none) and the tokenizer's own eos token.
+    Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        table: TokenBytes,
+        eos_token_ids: tuple[int, ...] = (),
+        chat_template: ChatTemplate | None = None,
+        rules: TextRules = TextRules(),  # noqa: B008  (immutable)
+    ) -> None:
+        self.rules = rules
+        self._backend = backend
+        self._chat_template = chat_template
+        self.table = table
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = len(table.pieces)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(
+            i for i, token in added.items() if token.special and token.content not in _CALL_TAGS
+        )
+
+    @classmethod
+    def load(cls, path: Path, tool_format: ToolFormat | None = None) -> Tokenizer:
+        """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
+        how the model writes tool calls; None: as its chat template shows.
+
+        Raises CheckpointError naming the file at fault.
+        """
+        file = path / "tokenizer.json"
+        backend = _read_backend(file)
+        backend.no_truncation()
+        backend.no_padding()
+        settings = _settings(path)
+        eos = _special_text(settings.get("eos_token"))
+        spec: dict[str, Any] = msgspec.json.decode(backend.to_str())
+        tokens = _tokens(backend)
+        table = _table(file, spec, tokens)
+        return cls(
+            backend,
+            table,
+            _eos_token_ids(path, None if eos is None else backend.token_to_id(eos)),
+            ChatTemplate.load(path, settings, _special_texts(settings), tool_format),
+            text_rules(spec, tokens, [table.bytes_of(i) for i in range(len(tokens))]),
+        )
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if it takes no messages, and so no tools."""
+        return None if self._chat_template is None else self._chat_template.tool_format
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of ``text``, with the tokens that the model expects around a prompt if
+        ``add_special_tokens``. Special tokens spelled out in the text are recognised. Other threads
+        run meanwhile, and a long text costs no more memory than a short one and its ids, where the
+        tokenizer's rules allow it to be cut.
+
+        Raises TextTooLongError for more than ``max_tokens``; as soon as that is certain, which
+        mostly is before any of it is tokenised.
+        """
+        if max_tokens is not None:
+            least_tokens = self.rules.least_tokens(text)
+            if least_tokens > max_tokens:
+                raise TextTooLongError(least_tokens, is_exact=False)
+        if len(text) <= _PIECE_CHARACTERS:
+            ids = self._encode(text, add_special_tokens)
+        else:
+            ids = self._encode_long(text, add_special_tokens, max_tokens)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise TextTooLongError(len(ids), is_exact=True)
+        return ids
+
+    def _encode_long(
+        self, text: str, add_special_tokens: bool, max_tokens: int | None
+    ) -> list[int]:
+        around = self._special_around if add_special_tokens else ([], [])
+        if around is None:
+            return self._encode(text, add_special_tokens)
+        before, after = around
+        ids = list(before)
+        num_characters = 0
+        for piece in self.rules.pieces(text, _PIECE_CHARACTERS):
+            ids += self._encode(piece, add_special_tokens=False)
+            num_characters += len(piece)
+            num_tokens = len(ids) + len(after)
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise TextTooLongError(num_tokens, is_exact=num_characters == len(text))
+        return ids + after
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            # Unlike ``encode`` it lets other threads run, and it does not work out offsets.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ParameterError("prompt", "the prompt is not valid Unicode text") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    @cached_property
+    def _special_around(self) -> tuple[list[int], list[int]] | None:
+        """What is expected before and behind a prompt; None: it cannot be told apart from it."""
+        bare = self._encode("a", add_special_tokens=False)
+        whole = self._encode("a", add_special_tokens=True)
+        starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        if len(starts) != 1:
+            return None
+        return whole[: starts[0]], whole[starts[0] + len(bare) :]
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's template, up to where the answer begins;
+        ``tools`` are described to the model.
+
+        Raises ParameterError("messages") if there is no template or it refuses the conversation,
+        and TextTooLongError as ``encode`` does.
+        """
+        text = self.render_chat(messages, tools)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+    ) -> str:
+        """The text that ``encode_chat`` encodes."""
+        if self._chat_template is None:
+            raise ParameterError(
+                "messages",
+                "this model has no chat template and takes prompts only: send a prompt instead "
+                "of messages",
+            )
+        return self._chat_template.render(messages, tools)
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``; bytes that are no UTF-8 become U+FFFD, ids beyond the
+        vocabulary add nothing."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return self.table.decode(token_ids, skipped)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, special or not; they need not be whole characters."""
+        return self.table.bytes_of(token_id)
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} is missing; the checkpoint needs its tokenizer in that form."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over the file that older checkpoints name their special tokens in."""
+    files = (path / "special_tokens_map.json", path / "tokenizer_config.json")
+    merged: dict[str, Any] = {}
+    for file in files:
+        if file.is_file():
+            merged |= read_json_object(file)
+    return merged
+
+
+def _tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
+    """By id, as they are spelled; None where there is no such id."""
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    return [backend.id_to_token(i) for i in range(max(ids, default=-1) + 1)]
+
+
+def _table(file: Path, spec: dict[str, Any], tokens: Sequence[str | None]) -> TokenBytes:
+    try:
+        return token_bytes(spec["decoder"], tokens)
+    except UnsupportedDecoderError as error:
+        raise CheckpointError(
+            f"{file}: decoder {error} is not supported; supported are {SUPPORTED_DECODERS}."
+        ) from error
+
+
+def _eos_token_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    ids: tuple[int, ...] = ()
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).is_file():
+            ids = JsonFields(path / name, read_json_object(path / name)).token_ids("eos_token_id")
+            if ids:
+                break
+    own = () if tokenizer_eos is None else (tokenizer_eos,)
+    return tuple(dict.fromkeys(ids + own))
+
+
+def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like, as templates use them."""
+    texts = {
+        name: _special_text(settings.get(name)) for name in settings if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _special_text(value: object) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,248 @@
+"""``/metrics`` and ``/healthz`` of one process, for Prometheus and for who watches over processes.
+
+They are served on the process's own event loop, so that what is read at a scrape is not written
+meanwhile, and by as little code as that takes: a GET is answered, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from runtime.addresses import is_loopback
+from schemas.config import MetricsConfig
+from schemas.errors import ConfigError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_JSON = "application/json"
+_TEXT = "text/plain; charset=utf-8"
+_MAX_HEAD_BYTES = 16_384
+_MAX_CONNECTIONS = 64
+_EXCHANGE_S = 10.0
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with what every process tells: its version, memory, CPU time and open files."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(_Build())
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The registry in Prometheus' text format."""
+    return generate_latest(registry)
+
+
+class Monitor:
+    """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
+    nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``."""
+
+    def __init__(
+        self, part: str, registry: CollectorRegistry | None = None, token: str = ""
+    ) -> None:
+        """``token``: what a request for ``/metrics`` has to bear, if anything."""
+        self.registry = registry or new_registry()
+        self._token = token
+        self.trouble: Callable[[], str] = lambda: "starting"
+        self.url = ""
+        self._part = part
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self.registry.register(_Health(self))
+
+    def answer(self, head: bytes) -> bytes:
+        """The response to a request of which this is the head."""
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response(400, _TEXT, b"This is no HTTP request.\n")
+        method, path = words[0], words[1].partition(b"?")[0]
+        if path not in (b"/metrics", b"/healthz"):
+            return _response(404, _TEXT, b"There are /metrics and /healthz here.\n")
+        if method not in (b"GET", b"HEAD"):
+            return _response(405, _TEXT, b"Use GET.\n", allow=True)
+        if path == b"/healthz":
+            response = self._health()
+        elif self._token and not bears_token(_authorization(head), self._token):
+            response = _response(401, _TEXT, b"Send metrics.token as Authorization: Bearer.\n")
+        else:
+            try:
+                response = _response(200, CONTENT_TYPE, render(self.registry))
+            except Exception:
+                # A collector with a bug must not end a process that serves.
+                logger.exception("the metrics could not be collected")
+                response = _response(500, _TEXT, b"The metrics could not be collected.\n")
+        return response if method == b"GET" else response.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+    def _health(self) -> bytes:
+        trouble = self.trouble()
+        body = msgspec.json.encode({"status": trouble or "ok", "part": self._part})
+        return _response(503 if trouble else 200, _JSON, body)
+
+    def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request on a new connection, in a task that ends with ``close``."""
+        if len(self._exchanges) >= _MAX_CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.create_task(self._exchange(reader, writer), name="metrics")
+        self._exchanges.add(task)
+        task.add_done_callback(self._exchanges.discard)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_EXCHANGE_S):
+                writer.write(self.answer(await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+        except (TimeoutError, EOFError, OSError, asyncio.LimitOverrunError) as error:
+            logger.debug("a scrape was broken off", extra={"why": type(error).__name__})
+        finally:
+            writer.close()
+
+    async def close(self) -> None:
+        """Break off what is being answered."""
+        tasks = list(self._exchanges)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def bears_token(authorization: str, token: str) -> bool:
+    """Whether an ``Authorization`` header has this bearer token. It takes as long as if it had."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode(), token.encode()
+    )
+
+
+def check_exposure(config: MetricsConfig) -> None:
+    """Raises ConfigError if other machines could read the metrics and nobody said that they may."""
+    if not (is_loopback(config.host) or config.token or config.public):
+        raise ConfigError(
+            f"metrics.host is {config.host}, which other machines can reach: set metrics.token "
+            "(MILLRACE_METRICS__TOKEN, or _TOKEN_FILE), which Prometheus then sends, or "
+            "metrics.public to true if whoever reaches it may read the metrics"
+        )
+
+
+def _authorization(head: bytes) -> str:
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"authorization":
+            return value.strip().decode("latin-1")
+    return ""
+
+
+@asynccontextmanager
+async def monitored(
+    part: str, config: MetricsConfig, registry: CollectorRegistry | None = None
+) -> AsyncIterator[Monitor]:
+    """A monitor, shown on ``config.host:config.port`` as long as the context lasts; port 0 shows it
+    nowhere. Raises ConfigError if it cannot listen there, or must not (``check_exposure``)."""
+    monitor = Monitor(part, registry, config.token)
+    if not config.port:
+        yield monitor
+        return
+    check_exposure(config)
+    listener = _listen(config)
+    server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=_MAX_HEAD_BYTES)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    monitor.url = f"http://{host}:{config.port}/metrics"
+    logger.info("metrics are shown", extra={"url": monitor.url})
+    try:
+        yield monitor
+    finally:
+        server.close()
+        await monitor.close()
+
+
+def _listen(config: MetricsConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(_MAX_CONNECTIONS)
+        listener.setblocking(False)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = (error.strerror or error) if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"metrics cannot be shown on {config.host}:{config.port} ({why}); set metrics.host and "
+            "metrics.port to what is free, or metrics.port to 0 to show none"
+        ) from error
+    return listener
+
+
+def _response(status: int, content_type: str, body: bytes, *, allow: bool = False) -> bytes:
+    challenge = ['WWW-Authenticate: Bearer realm="millrace metrics"'] if status == 401 else []
+    lines = [
+        f"HTTP/1.1 {status} {_REASONS[status]}",
+        *challenge,
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *(["Allow: GET, HEAD"] if allow else []),
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii") + body
+
+
+def _version() -> str:
+    try:
+        return version("millrace")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout that nobody installed
+
+
+class _Build(Collector):
+    """Of which version the process is."""
+
+    def collect(self) -> Iterator[Metric]:
+        info = InfoMetricFamily("millrace_build", "The version that the process is of")
+        info.add_metric([], {"version": _version()})
+        yield info
+
+
+class _Health(Collector):
+    """What ``/healthz`` says, as a gauge."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def collect(self) -> Iterator[Metric]:
+        healthy = GaugeMetricFamily(
+            "millrace_healthy", "1 while the process can do its work, as /healthz says"
+        )
+        healthy.add_metric([], 0 if self._monitor.trouble() else 1)
+        yield healthy

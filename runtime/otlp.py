@@ -1,0 +1,132 @@
+"""Spans to an OpenTelemetry collector, by OTLP over HTTP, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from runtime.tracing import Span, SpanKind
+
+_MAX_WAITING = 4_096
+# Small ones: a batch is encoded in one go, for which the event loop waits.
+_BATCH_SPANS = 128
+_INTERVAL_MS = 500
+# For one batch, with all attempts at it. The default of OTEL_EXPORTER_OTLP_TIMEOUT.
+_SEND_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 1.0
+_POLL_S = 0.01
+
+_KINDS = {
+    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
+    SpanKind.SERVER: trace.SpanKind.SERVER,
+    SpanKind.CLIENT: trace.SpanKind.CLIENT,
+    SpanKind.PRODUCER: trace.SpanKind.PRODUCER,
+    SpanKind.CONSUMER: trace.SpanKind.CONSUMER,
+}
+_RECORDED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope("millrace")
+_WELL = trace.Status()
+_FAILED = trace.Status(trace.StatusCode.ERROR)
+
+logger = logging.getLogger(__name__)
+
+
+class _Telling(SpanExporter):
+    """Says once that the collector is away, and once that it is back."""
+
+    def __init__(self, exporter: OTLPSpanExporter) -> None:
+        self._exporter = exporter
+        self.is_away = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        is_away = result is not SpanExportResult.SUCCESS
+        if is_away and not self.is_away:
+            logger.warning("the trace collector takes no spans; they are lost until it does")
+        elif self.is_away and not is_away:
+            logger.info("the trace collector takes spans again")
+        self.is_away = is_away
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+class OtlpSink:
+    """See ``runtime.tracing.SpanSink``. Spans wait in a bounded queue, whose oldest are lost while
+    the collector is away or slow; a thread of its own encodes and sends them.
+
+    Of the environment, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like and ``OTEL_RESOURCE_ATTRIBUTES``
+    hold.
+    """
+
+    def __init__(self, endpoint: str, service: str, instance_id: str) -> None:
+        # What it says on every attempt is said once here.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        url = f"{endpoint.rstrip('/')}/v1/traces"
+        self._exporter = _Telling(OTLPSpanExporter(endpoint=url, timeout=_SEND_TIMEOUT_S))
+        self._resource = Resource.create(
+            {
+                "service.name": service,
+                "service.instance.id": instance_id,
+                "service.version": version("millrace"),
+            }
+        )
+        self._processor = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=_MAX_WAITING,
+            schedule_delay_millis=_INTERVAL_MS,
+            max_export_batch_size=_BATCH_SPANS,
+        )
+
+    def put(self, span: Span) -> None:
+        context = span.context
+        attributes = dict(span.attributes)
+        if span.error:
+            attributes["error.type"] = span.error
+        # What is over needs nothing of a span that goes on, which costs several times as much.
+        told = ReadableSpan(
+            span.name,
+            context=_place(context.trace_id, context.span_id),
+            parent=_place(context.trace_id, span.parent_span_id) if span.parent_span_id else None,
+            resource=self._resource,
+            attributes=attributes,
+            events=[Event(event.name, event.attributes, event.at_ns) for event in span.events],
+            links=[trace.Link(_place(link.trace_id, link.span_id)) for link in span.links],
+            kind=_KINDS[span.kind],
+            status=_FAILED if span.error else _WELL,
+            start_time=span.start_ns,
+            end_time=max(span.end_ns, span.start_ns),
+            instrumentation_scope=_SCOPE,
+        )
+        self._processor.on_end(told)
+
+    async def close(self) -> None:
+        """Send what waits, for a bounded time; nothing is waited for while the collector is
+        away."""
+        if self._exporter.is_away:
+            self._exporter.shutdown()
+        # A thread that is not waited for: one that hangs on the network must not keep us.
+        closing = threading.Thread(target=self._processor.shutdown, name="close", daemon=True)
+        closing.start()
+        give_up_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while closing.is_alive():
+            if time.monotonic() > give_up_s:
+                logger.warning("some spans were not sent")
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def _place(trace_id: int, span_id: int) -> trace.SpanContext:
+    return trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=_RECORDED)

@@ -1,0 +1,122 @@
+"""A client of Redis as the configuration says: its users, TLS and sentinels."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from runtime.tls import client_context, distrust_of, has_tls_files, wants_other_certificate
+from schemas.config import RedisConfig
+from schemas.errors import (
+    ConfigError,
+    CredentialsRefusedError,
+    MillraceError,
+    UntrustedServerError,
+)
+from schemas.redaction import redact_urls
+
+_NO_TLS = frozenset(
+    {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"}
+)
+
+
+def open_redis(config: RedisConfig, timeout_s: float) -> tuple[Redis, Sentinel | None]:
+    """A client that connects when it is used, and what finds the master for it, if sentinels do;
+    the caller closes both. Each step of a connection takes ``timeout_s`` at most, and none is tried
+    again. Raises ConfigError that names the setting at fault."""
+    try:
+        given: dict[str, Any] = dict(parse_url(config.url))
+    except ValueError as error:
+        raise ConfigError(
+            "redis.url cannot be used: it must look like redis://host:6379/0 or "
+            f"rediss://host:6379/0, not {redact_urls(config.url)}."
+        ) from error
+    connection_class = given.pop("connection_class", None)
+    if config.password:
+        given |= {"username": config.user or None, "password": config.password}
+    given |= _tls_options(config, connection_class)
+    given |= _bounds(timeout_s)
+    if connection_class is UnixDomainSocketConnection:
+        given["unix_socket_path"] = given.pop("path", None)
+    if not config.sentinels:
+        return Redis(**given), None
+    return _by_sentinels(config, given, timeout_s)
+
+
+def _by_sentinels(
+    config: RedisConfig, given: dict[str, Any], timeout_s: float
+) -> tuple[Redis, Sentinel]:
+    for name in ("host", "port"):
+        given.pop(name, None)
+    asking = {name: value for name, value in given.items() if name.startswith("ssl")}
+    asking |= _bounds(timeout_s)
+    if config.sentinel_password:
+        asking |= {
+            "username": config.sentinel_user or None,
+            "password": config.sentinel_password,
+        }
+    places = [place.rpartition(":") for place in config.sentinels]
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        [(host.strip("[]"), int(port)) for host, _, port in places], sentinel_kwargs=asking
+    )
+    client: Redis = sentinel.master_for(config.sentinel_master, **given)
+    return client, sentinel
+
+
+def _bounds(timeout_s: float) -> dict[str, Any]:
+    return {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+    }
+
+
+def _tls_options(config: RedisConfig, connection_class: type | None) -> dict[str, Any]:
+    if connection_class is not SSLConnection and not has_tls_files(config):
+        return {}
+    if connection_class is UnixDomainSocketConnection:
+        raise ConfigError("redis.url is a local socket, which has no TLS for redis.*_file.")
+    client_context("redis", config)  # for what it checks
+    return {
+        "ssl": True,
+        "ssl_check_hostname": True,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+        "ssl_ca_certs": config.ca_file or None,
+        "ssl_certfile": config.certificate_file or None,
+        "ssl_keyfile": config.key_file or None,
+    }
+
+
+def why_refused(error: BaseException, config: RedisConfig) -> MillraceError | None:
+    """What trying again does not mend: the server is not trusted, or does not take us. None for
+    all else."""
+    where = redact_urls(", ".join(config.sentinels) if config.sentinels else config.url)
+    distrust = distrust_of(error, "redis")
+    if distrust is not None:
+        return UntrustedServerError(f"Redis at {where} {distrust}.")
+    if wants_other_certificate(error):
+        ours = "our certificate" if config.certificate_file else "clients without a certificate"
+        return CredentialsRefusedError(
+            f"Redis at {where} does not take {ours}; set redis.certificate_file and redis.key_file "
+            "to those of a client that it trusts."
+        )
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return CredentialsRefusedError(f"Redis at {where} does not take {_credentials(config)}.")
+    return None
+
+
+def _credentials(config: RedisConfig) -> str:
+    if config.user:
+        return f"redis.password of redis.user {config.user}"
+    if config.password:
+        return "redis.password"
+    if "@" in config.url:
+        return "the user data in redis.url"
+    return "clients without a password; set redis.password, and redis.user for a user of its list"

@@ -1,0 +1,251 @@
+"""One connection to Redis that never makes its callers wait long for a server that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
+
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from runtime.clock import Clock, SystemClock
+from runtime.redis_client import open_redis, why_refused
+from schemas.config import RedisConfig
+from schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 0.3
+_PAUSE_S = 1.0
+_MAX_BATCH = 512
+_CANNOT_WRITE = "MISCONF"
+_AOF, _RDB = "aof_last_write_status", "rdb_last_bgsave_status"
+
+Argument = str | bytes | int | float
+_Command = tuple[Argument, ...]
+_Batch = list[tuple[_Command, asyncio.Future[Any]]]
+
+
+class RedisAwayError(MillraceError):
+    """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
+    it may or may not have been done."""
+
+    code = "state_unavailable"
+    retryable = True
+    http_status = 503
+
+    def __init__(
+        self, message: str = "The store of request state is away. Try again in a moment."
+    ) -> None:
+        super().__init__(message)
+
+
+class RedisFullError(RedisAwayError):
+    """Redis cannot write to its disk, and refuses whatever would change it."""
+
+    code = "storage_full"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The store of request state, redis, cannot write to its disk. Try again when there is "
+            "room."
+        )
+
+
+class RedisLink:
+    """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
+
+    After a failure nobody tries again for a second: calls raise RedisAwayError at once. So does a
+    command that the server refuses; each is logged by its name when that begins and when it ends.
+    Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    ``is_full`` from the first command that Redis refused because it cannot write to its disk, until
+    ``look_for_room`` found that it can: the error is RedisFullError then.
+    """
+
+    def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or SystemClock()
+        self._config = config
+        self._redis, self._sentinel = open_redis(config, _TIMEOUT_S)
+        self._refusal: MillraceError | None = None
+        self._waiting: _Batch = []
+        self._sending: asyncio.Task[None] | None = None
+        self._is_away = False
+        self._next_try_s = 0.0
+        self._refused: set[str] = set()
+        self._closed = False
+        # The field of ``INFO`` that says what Redis cannot write, while there is something.
+        self._unwritten = ""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._unwritten)
+
+    async def look_for_room(self) -> None:
+        """Ask a Redis that could not write whether it can by now."""
+        if not self._unwritten:
+            return
+        try:
+            told = await self.call("INFO", "persistence")
+        except RedisAwayError:
+            return
+        if _is_well(told, self._unwritten):
+            self._unwritten = ""
+            logger.info("Redis can write to its disk again")
+
+    async def call(self, *command: Argument) -> Any:
+        """The reply. Raises RedisAwayError."""
+        if self._closed or (self._is_away and self._clock.monotonic() < self._next_try_s):
+            raise RedisAwayError
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((command, future))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send())
+        return await future
+
+    async def evaluate(
+        self, script: Script, keys: Sequence[str | bytes], arguments: Sequence[Argument] = ()
+    ) -> Any:
+        """Run a script, which the server is sent once. Raises RedisAwayError."""
+        rest = (len(keys), *keys, *arguments)
+        try:
+            return await self.call("EVALSHA", script.sha, *rest)
+        except NoScriptError:
+            return await self.call("EVAL", script.source, *rest)
+
+    async def check(self) -> None:
+        """Raises UntrustedServerError or CredentialsRefusedError if Redis cannot be used until
+        somebody mends that. One that is away is none of it: it may come."""
+        try:
+            await self.call("PING")
+        except RedisAwayError:
+            if self._refusal is not None:
+                raise self._refusal from None
+
+    async def close(self) -> None:
+        """Calls that still wait end as if Redis were away."""
+        self._closed = True
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+        self._give_up(self._waiting)
+        self._waiting = []
+        try:
+            await self._redis.aclose()
+            if self._sentinel is not None:
+                await self._sentinel.aclose()
+        except (RedisError, OSError) as error:
+            logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+            try:
+                pipeline = self._redis.pipeline(transaction=False)
+                for command, _ in batch:
+                    pipeline.execute_command(*command)
+                answers = await cast("Awaitable[list[Any]]", pipeline.execute(raise_on_error=False))
+            except (RedisError, OSError, TimeoutError) as error:
+                self._went_away(error)
+                self._give_up(batch)
+                self._give_up(self._waiting)
+                self._waiting = []
+                return
+            except asyncio.CancelledError:
+                self._give_up(batch)
+                raise
+            except Exception as error:
+                # Of a command that cannot be sent, say one with half a character in it.
+                logger.exception("commands could not be sent to Redis")
+                _fail(batch, error)
+                continue
+            self._came_back()
+            for (command, future), answer in zip(batch, answers, strict=True):
+                self._answer(command, future, answer)
+
+    def _answer(self, command: _Command, future: asyncio.Future[Any], answer: Any) -> None:
+        error: Exception | None = None
+        if isinstance(answer, NoScriptError):
+            error = answer  # it is sent whole then, by ``evaluate``
+        elif isinstance(answer, ResponseError):
+            self._was_refused(command, answer)
+            if _CANNOT_WRITE in str(answer):
+                self._unwritten = _AOF if "AOF" in str(answer) else _RDB
+                error = RedisFullError()
+            else:
+                error = RedisAwayError()
+        elif self._refused:
+            self._was_done(command)
+        if future.done():
+            return
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error)
+
+    def _give_up(self, batch: _Batch) -> None:
+        _fail(batch, RedisAwayError())
+
+    def _went_away(self, error: Exception) -> None:
+        self._next_try_s = self._clock.monotonic() + _PAUSE_S
+        refusal = why_refused(error, self._config)
+        if refusal is not None and repr(refusal) != repr(self._refusal):
+            logger.error("Redis is of no use", extra={"cause": refusal.message})
+        self._refusal = refusal
+        if not self._is_away:
+            self._is_away = True
+            if refusal is None:
+                logger.warning("Redis is away", extra={"cause": repr(error)})
+
+    def _was_refused(self, command: _Command, error: ResponseError) -> None:
+        """One that is of the wrong type or a script that fails is a bug of ours, and looks the same
+        to those who wait: so it has to stand out in the log."""
+        name = _name_of(command)
+        if name not in self._refused:
+            self._refused.add(name)
+            # An unknown command is told with its arguments, which are nobody's business.
+            cause = str(error).partition(", with args")[0]
+            logger.error("Redis refuses a command", extra={"command": name, "cause": cause})
+
+    def _was_done(self, command: _Command) -> None:
+        name = _name_of(command)
+        if name in self._refused:
+            self._refused.discard(name)
+            logger.info("Redis does a command again", extra={"command": name})
+
+    def _came_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            self._refusal = None
+            logger.info("Redis is back")
+
+
+def _is_well(told: Any, field: str) -> bool:
+    """Whether ``INFO`` says ok of a field; redis-py may have read it already."""
+    if isinstance(told, dict):
+        return bool(told.get(field) == "ok")
+    return f"{field}:ok".encode() in bytes(told).splitlines()
+
+
+def _fail(batch: _Batch, error: Exception) -> None:
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)
+
+
+def _name_of(command: _Command) -> str:
+    """For the log: without keys and values, but with what tells scripts apart."""
+    name, *rest = map(str, command[:2])
+    if name == "EVAL":
+        return f"EVALSHA {Script(rest[0]).sha}"
+    return f"{name} {rest[0]}" if name == "EVALSHA" else name
+
+
+class Script:
+    """Lua that runs inside Redis, in one piece."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        # Redis names scripts by this digest; nothing depends on its strength.
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,164 @@
+"""Configuration from one TOML or YAML file and ``MILLRACE_*`` variables, checked before use."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from runtime.connection_settings import check_connections
+from runtime.tls import read_setting_file
+from schemas.config import Config
+from schemas.errors import ConfigError
+
+PREFIX = "MILLRACE_"
+FILE_VARIABLE = "MILLRACE_CONFIG"
+_FILE_SUFFIX = "_FILE"
+_RENAMED = {
+    "worker.prefixes_per_tenant": (
+        'worker.prefix_scope, which is "tenant" (the default; as true was) or "shared" (as false '
+        "was)"
+    ),
+}
+
+
+def load_config(path: str | None, env: Mapping[str, str]) -> Config:
+    """The configuration in the file at ``path``, overridden by variables.
+
+    ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated.
+    ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Without a path the
+    file that ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
+    """
+    path = path or env.get(FILE_VARIABLE) or None
+    tree: dict[str, Any] = {} if path is None else _read(Path(path))
+    _check_renamed(tree, env)
+    try:
+        msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+            setting, text = _of_variable(name, env)
+            _set_from_variable(tree, setting, text)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        # Each variable fits its type; together they may still not make sense.
+        raise ConfigError(f"the {PREFIX}* variables: {error}") from error
+    _check_numbers(config, "")
+    check_connections(config)
+    return config
+
+
+def _check_renamed(tree: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    """Raises ConfigError that says what took the place of a setting that is no more."""
+    for setting, instead in _RENAMED.items():
+        section, _, name = setting.partition(".")
+        settings = tree.get(section)
+        is_in_file = isinstance(settings, dict) and name in settings
+        if is_in_file or names_setting(setting, env):
+            raise ConfigError(f"{setting} is no setting any more; use {instead}")
+
+
+def names_setting(setting: str, env: Mapping[str, str]) -> bool:
+    """Whether a variable sets ``setting`` (``nats.url``), itself or by a file."""
+    name = PREFIX + setting.upper().replace(".", "__")
+    return name in env or f"{name}{_FILE_SUFFIX}" in env
+
+
+def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """The variable whose value this one gives, and the value: its text, or that of a file."""
+    setting = name.removesuffix(_FILE_SUFFIX)
+    if setting == name or _is_setting(name) or not _is_setting(setting):
+        return name, env[name]
+    if setting in env:
+        raise ConfigError(f"{setting} and {name} are both set; one of them has to go.")
+    text = read_setting_file(name, env[name]).rstrip("\r\n")
+    if not text:
+        raise ConfigError(f"{name}: {env[name]} is empty.")
+    return setting, text
+
+
+def _is_setting(name: str) -> bool:
+    section: Any = Config
+    for key in name.removeprefix(PREFIX).lower().split("__"):
+        if not (isinstance(section, type) and issubclass(section, msgspec.Struct)):
+            return False
+        fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+        if key not in fields:
+            return False
+        section = fields[key]
+    return not (isinstance(section, type) and issubclass(section, msgspec.Struct))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".toml":
+            tree: Any = tomllib.loads(text)
+        elif suffix in {".yaml", ".yml"}:
+            tree = yaml.safe_load(text)
+        else:
+            raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the file must hold a table of settings")
+    return tree
+
+
+def _set_from_variable(tree: dict[str, Any], name: str, text: str) -> None:
+    keys = name.removeprefix(PREFIX).lower().split("__")
+    section: Any = Config
+    node = tree
+    for depth, key in enumerate(keys):
+        fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+        here = ".".join(keys[:depth]) or "the configuration"
+        if key not in fields:
+            raise ConfigError(f"{name}: {here} has no setting {key!r}; it has {', '.join(fields)}")
+        kind = fields[key]
+        is_section = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        is_last = depth == len(keys) - 1
+        if is_section == is_last:
+            what = "is a section" if is_section else "has nothing below it"
+            raise ConfigError(f"{name}: {'.'.join(keys[: depth + 1])} {what}")
+        if is_section:
+            section = kind
+            node = node.setdefault(key, {})
+        else:
+            node[key] = _parse(name, text, kind)
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    value: Any = text
+    if kind == tuple[str, ...]:
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_numbers(section: msgspec.Struct, path: str) -> None:
+    """No setting is meaningful as a negative or non-finite number."""
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, msgspec.Struct):
+            _check_numbers(value, f"{path}{field.name}.")
+        elif (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (not math.isfinite(value) or value < 0)
+        ):
+            raise ConfigError(f"{path}{field.name} must not be negative or infinite, got {value}")

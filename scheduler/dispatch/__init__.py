@@ -1,0 +1,1 @@
+"""One model: its jobs placed, sent, watched, moved and brought to their end."""

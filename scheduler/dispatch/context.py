@@ -1,0 +1,87 @@
+"""What the parts of one scheduler share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from bus.api import Bus
+from runtime.clock import Clock
+from runtime.tasks import Tasks
+from scheduler.fleet.fleet import Fleet
+from scheduler.intake.model_cache import Shelf
+from scheduler.jobs.cancels import CancelMemory
+from scheduler.jobs.entry import Entry, Table
+from scheduler.jobs.finalizer import Endings
+from scheduler.jobs.limits import Door
+from scheduler.jobs.terminal_status import EXPIRED, Verdict, cancelled
+from scheduler.jobs.tracing import JobTraces
+from scheduler.placement.prefix_index import PrefixIndex
+from schemas.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from scheduler.dispatch.dispatcher import Lane
+
+
+class Known(Protocol):
+    """What the index says of a request: who ran it last, at what epoch, and whether it ended."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class Generations(Protocol):
+    """The index of who runs what, as a scheduler uses it; ``bus.running_requests`` is the one."""
+
+    async def lookup(self, request_id: str) -> Known | None:
+        """None: nothing is known, or nobody can say."""
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """It is answered, by a worker or by none."""
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        """The leases of what a worker runs, by request id, as far as anybody can say. Of some
+        another may be the holder by now."""
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        """The model that was first chosen for a request, and why: this one, if none was or nobody
+        can say."""
+
+
+@dataclass
+class Parts:
+    """One of each. ``tasks`` owns the work on single jobs; without a ``door`` all are let in."""
+
+    bus: Bus
+    config: SchedulerConfig
+    clock: Clock
+    generations: Generations
+    shelf: Shelf
+    fleet: Fleet
+    prefixes: PrefixIndex
+    cancels: CancelMemory
+    endings: Endings
+    traces: JobTraces | None = None
+    door: Door | None = None
+    table: Table = field(default_factory=Table)
+    tasks: Tasks = field(default_factory=Tasks)
+    lanes: dict[str, Lane] = field(default_factory=dict)
+
+    def lane_of(self, entry: Entry) -> Lane:
+        return self.lanes[entry.job.model]
+
+    def unwanted(self, entry: Entry) -> Verdict | None:
+        """Why nobody waits for this job any more, if so."""
+        reason = self.cancels.reason(entry.request_id, self.clock.monotonic())
+        if reason is not None:
+            return cancelled(reason)
+        deadline_ns = entry.job.deadline_ns
+        if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
+            return EXPIRED
+        return None

@@ -1,0 +1,115 @@
+"""Streams that leave a worker: one that drains, a few at a time, one without an engine at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from scheduler.dispatch.context import Parts
+from scheduler.dispatch.places import Places
+from scheduler.fleet.worker_view import WorkerView
+from scheduler.jobs.entry import Entry, State
+from scheduler.placement import placement
+
+# A worker gets no more of them while its prompts before theirs take longer than this: what waits
+# there for its turn would go on where it was meanwhile.
+_LEAD_S = 0.05
+_PAUSE_S = 0.02
+
+
+class Moves:
+    """Has others go on with what a worker of one model runs, as far as there is room.
+
+    From a worker that drains, a stream stands still from when its run is taken away until its
+    tokens have been computed again elsewhere, so each leaves only when another worker has time for
+    it. Where the engine is down all stand still anyway, for as long as the next one takes to load,
+    and leave at once. Those for whom time or room is never found stay, and end there or are given
+    back.
+
+    Whatever a dead engine ran may have killed it. So what has left one engine for that reason, and
+    made no token since, stays where the next one dies: there it is tried alone, and is blamed alone
+    (``workers.host.requeue``).
+
+    ``send`` gives a request to a worker that has so many of its tokens cached.
+    """
+
+    def __init__(
+        self, parts: Parts, model: str, send: Callable[[Entry, WorkerView, int], None]
+    ) -> None:
+        self._parts = parts
+        self._model = model
+        self._send = send
+        self._moving: set[str] = set()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Move nothing any more."""
+        self._stopped = True
+
+    def begin(self, worker: WorkerView) -> None:
+        """Go on moving, if that is not under way. To be told at every heartbeat."""
+        worker_id = worker.worker_id
+        if worker_id not in self._moving and next(self._held(worker), None) is not None:
+            self._moving.add(worker_id)
+            self._parts.tasks.spawn(self._move(worker_id), f"move from {worker_id}")
+
+    async def _move(self, worker_id: str) -> None:
+        try:
+            worker = self._parts.fleet.get(worker_id)
+            if worker is not None and worker.status.engine_down:
+                await self._clear_suspects(worker)
+            while self._parts.bus.connected and not self._stopped:
+                worker = self._parts.fleet.get(worker_id)
+                if worker is None or not self._move_some(worker):
+                    return
+                await self._parts.clock.sleep(_PAUSE_S)
+        finally:
+            self._moving.discard(worker_id)
+
+    def _move_some(self, worker: WorkerView) -> bool:
+        """Whether there are more that could go in a moment."""
+        status = worker.status
+        if not (status.draining or status.engine_down):
+            return False
+        places = Places(self._parts, self._model)
+        for entry in self._movable(worker):
+            place = places.find(entry)
+            if place is None:
+                continue  # one that is shorter, or of a higher tier, may fit
+            if not status.engine_down and placement.prompts_ahead_s(place[0]) > _LEAD_S:
+                return True
+            entry.is_suspect |= status.engine_down
+            self._send(entry, *place)
+        return False
+
+    def _movable(self, worker: WorkerView) -> Iterator[Entry]:
+        """What nobody listens to need not hurry: it would have to begin again elsewhere. Embeddings
+        leave an engine that is down only: else they are over sooner than they would start."""
+        is_down = worker.status.engine_down
+        for entry in self._held(worker):
+            job = entry.job
+            if is_down:
+                may_leave = not entry.is_suspect and bool(job.reply or job.pooling)
+            else:
+                may_leave = job.pooling is None
+            if may_leave:
+                yield entry
+
+    def _held(self, worker: WorkerView) -> Iterator[Entry]:
+        for request_id in list(worker.runs):
+            entry = self._parts.table.get(request_id)
+            if entry is not None and entry.state is State.RUNNING:
+                yield entry
+
+    async def _clear_suspects(self, worker: WorkerView) -> None:
+        """Those whose clients have got tokens of the run that stands still now."""
+        suspects = [entry for entry in self._held(worker) if entry.is_suspect and entry.job.reply]
+        await asyncio.gather(*map(self._clear_if_it_got_on, suspects))
+
+    async def _clear_if_it_got_on(self, entry: Entry) -> None:
+        parts = self._parts
+        point = await parts.bus.control.resume_point(
+            entry.job.reply, entry.request_id, parts.config.resume_timeout_s
+        )
+        if point is not None and len(point.token_ids) > entry.num_delivered:
+            entry.is_suspect = False

@@ -1,0 +1,135 @@
+"""Who may go before a job that has no room, because others make way for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.dispatch.context import Parts
+from scheduler.jobs.entry import Entry
+from scheduler.jobs.resource_request import TIER_RANKS
+from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
+from schemas.jobs import Tier
+
+# Without measurements.
+_STEP_S = 0.02
+# Of a time in which nobody asked, so much counts: what runs now may not have run then.
+_LONGEST_S = 30.0
+# The shortest wait until it is looked again, and the longest, as more may run by then.
+_SOONEST_S, _LATEST_S = 0.002, 0.5
+
+
+@dataclass(slots=True)
+class _Running:
+    """What the jobs of a tier that run were served since it had a turn, or since a higher one was
+    level with it, known up to ``until_s``, and are served each second."""
+
+    until_s: float
+    tokens: float = 0.0
+    per_s: float = 0.0
+
+
+class Overtaking:
+    """Bounds by how much a tier may be ahead of one whose next job has no room.
+
+    A worker that is full of a lower tier has room for a higher one, whose jobs need not wait for
+    a turn of the lower which nobody can give it now. They go first as long as their tier was served
+    no more, for its weight, than the lower one will have been after its next job, with what its
+    jobs that run are served meanwhile: so in the long run no tier gets more of the workers than its
+    weight says while others wait. ``pump`` is called when a job may go that was held back.
+    """
+
+    def __init__(
+        self, parts: Parts, model: str, queue: FairQueue, pump: Callable[[], None]
+    ) -> None:
+        self._parts = parts
+        self._model = model
+        self._queue = queue
+        self._pump = pump
+        self._weights = weights_of(parts.config.tiers)
+        self._running = {tier: _Running(parts.clock.monotonic()) for tier in Tier}
+        self._looked_at: set[Tier] = set()
+        self._held_up: list[Entry] = []
+        self._soonest_s: float | None = None
+        self._is_timed = False
+
+    def has_turn(self, tier: Tier) -> None:
+        """A job of it is about to be charged, for which it was sent by us or by others."""
+        self._forget(tier)
+        for other in INTERACTIVE[TIER_RANKS[tier] + 1 :]:
+            if self._queue.lead(tier, other) <= 0:
+                # What the other was served before is no reason to go before it.
+                self._forget(other)
+
+    def _forget(self, tier: Tier) -> None:
+        self._running[tier] = _Running(self._parts.clock.monotonic())
+
+    # --- one round of sending ---
+
+    def begin_round(self) -> None:
+        self._held_up.clear()
+        self._looked_at.clear()
+        self._soonest_s = None
+
+    @property
+    def above(self) -> Tier | None:
+        """Only tiers above this one can have room still; None: any."""
+        return self._held_up[-1].job.tier if self._held_up else None
+
+    def hold_up(self, entry: Entry) -> None:
+        """The first in turn has no room, nor have others of its tier."""
+        self._held_up.append(entry)
+
+    def may_go(self, entry: Entry) -> bool:
+        """Whether it may go before all that are held up."""
+        return all(self.may_pass(entry, waiting) for waiting in self._held_up)
+
+    def may_pass(self, entry: Entry, waiting: Entry) -> bool:
+        """Whether it may go before another one that waits for room."""
+        tier, other = entry.job.tier, waiting.job.tier
+        if TIER_RANKS[tier] >= TIER_RANKS[other]:
+            return False
+        if other is Tier.BATCH:
+            return True
+        running = self._look_at(other)
+        allowed = (waiting.expected_tokens + running.tokens) / self._weights[other]
+        too_far = self._queue.lead(tier, other) - allowed
+        if too_far <= 0:
+            return True
+        if running.per_s > 0:
+            wait_s = too_far * self._weights[other] / running.per_s
+            self._soonest_s = min(wait_s, self._soonest_s or wait_s)
+        return False
+
+    def _look_at(self, tier: Tier) -> _Running:
+        """Once a round, since each worker is asked."""
+        running = self._running[tier]
+        if tier not in self._looked_at:
+            self._looked_at.add(tier)
+            now_s = self._parts.clock.monotonic()
+            running.per_s = self._served_per_s(tier)
+            running.tokens += running.per_s * min(now_s - running.until_s, _LONGEST_S)
+            running.until_s = now_s
+        return running
+
+    def _served_per_s(self, tier: Tier) -> float:
+        weight, rank = self._parts.config.output_weight, TIER_RANKS[tier]
+        return sum(
+            weight * worker.num_running_of(rank) / (worker.decode_step_s or _STEP_S)
+            for worker in self._parts.fleet.of_model(self._model)
+        )
+
+    def end_round(self) -> None:
+        """Have another round when somebody who was held back may go."""
+        self._held_up.clear()
+        if self._soonest_s is not None and not self._is_timed:
+            self._is_timed = True
+            wait_s = min(max(self._soonest_s, _SOONEST_S), _LATEST_S)
+            self._parts.tasks.spawn(self._pump_after(wait_s), f"send more of {self._model}")
+
+    async def _pump_after(self, wait_s: float) -> None:
+        try:
+            await self._parts.clock.sleep(wait_s)
+        finally:
+            self._is_timed = False
+        self._pump()

@@ -1,0 +1,110 @@
+"""After a start: jobs of workers that died while no scheduler was there to notice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from scheduler.dispatch.context import Parts
+from schemas.control import WorkerStatus
+from schemas.errors import BusUnavailableError, MillraceError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+
+
+class Takeover:
+    """Gives back the leases of workers that are known and never heard, once, after a start.
+
+    The jobs of a worker that died together with its scheduler would lapse by themselves, one
+    AckWait after they were extended last. But the bucket still has the worker's last status, and
+    the index the leases that it held. A worker that was not heard for ``heartbeat_timeout_s`` is
+    given up, as any other (``docs/protocol.md`` says what it does if it lives all the same): half
+    of that time at least we have listened, and before we came the bucket tells. Its leases are
+    given back, and the queue delivers the jobs at once, to one scheduler each. ``on_silent`` is
+    called with each such worker before, ``on_released`` after that.
+    """
+
+    def __init__(
+        self, parts: Parts, on_silent: Callable[[str], None], on_released: Callable[[], None]
+    ) -> None:
+        self._parts = parts
+        self._on_silent = on_silent
+        self._on_released = on_released
+        self._unheard: dict[str, int] = {}
+        self._is_starting = True
+
+    def note(self, status: WorkerStatus) -> None:
+        """A status, from the bucket or heard. The bucket's is no word of the worker's, and the
+        first that is heard may be the same."""
+        worker_id = status.worker_id
+        if self._is_starting and worker_id not in self._unheard:
+            self._unheard[worker_id] = status.sent_ns
+        elif status.retired or self._unheard.get(worker_id) != status.sent_ns:
+            self._unheard.pop(worker_id, None)
+
+    def started(self) -> None:
+        """The bucket was read; whoever is new from now on is there."""
+        self._is_starting = False
+
+    async def run(self) -> None:
+        """Listen, and take over what is nobody's. Time in which we stood still, or were cut off,
+        does not count, and then nothing is known of the time before."""
+        parts = self._parts
+        timeout_s = parts.config.heartbeat_timeout_s
+        silences_s = await self._silences_s()
+        heard_s = 0.0
+        while self._unheard:
+            before_s = parts.clock.monotonic()
+            await parts.clock.sleep(_LOOK_S)
+            passed_s = parts.clock.monotonic() - before_s
+            if parts.bus.connected and passed_s <= timeout_s / 2:
+                heard_s += passed_s
+            else:
+                heard_s, silences_s = 0.0, {}
+            silent = [
+                worker_id
+                for worker_id in self._unheard
+                if heard_s + min(silences_s.get(worker_id, 0.0), timeout_s / 2) >= timeout_s
+            ]
+            for worker_id in silent:
+                del self._unheard[worker_id]
+                self._on_silent(worker_id)
+            if sum(await asyncio.gather(*map(self._release, silent))):
+                self._on_released()
+
+    async def _silences_s(self) -> dict[str, float]:
+        try:
+            return await self._parts.bus.workers.silences_s() if self._unheard else {}
+        except MillraceError as error:
+            logger.warning("how long workers were silent is unknown", extra={"code": error.code})
+            return {}
+
+    async def _release(self, worker_id: str) -> int:
+        """Give back what a silent worker holds; how many jobs that were."""
+        leases = await self._parts.generations.held_by(worker_id)
+        released = await asyncio.gather(
+            *(
+                self._release_one(worker_id, request_id, lease)
+                for request_id, lease in leases.items()
+            )
+        )
+        if leases:
+            logger.warning(
+                "a worker was gone before this scheduler came",
+                extra={"worker_id": worker_id, "num_requests": sum(released)},
+            )
+        return sum(released)
+
+    async def _release_one(self, worker_id: str, request_id: str, lease: str) -> bool:
+        known = await self._parts.generations.lookup(request_id)
+        is_held = known is not None and known.worker_id == worker_id and not known.finished
+        if not is_held or self._parts.table.get(request_id) is not None:
+            return False
+        try:
+            await self._parts.bus.jobs.release(lease)
+        except BusUnavailableError:
+            return False  # it lapses by itself
+        return True

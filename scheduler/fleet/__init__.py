@@ -1,0 +1,1 @@
+"""Workers as the scheduler sees them, and how many of them there should be."""

@@ -1,0 +1,223 @@
+"""What the workers are and have room for, as told by heartbeats and by our own dispatches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
+from scheduler.jobs.resource_request import Need
+from schemas.control import WorkerStatus
+from schemas.jobs import Tier
+
+_NS_PER_S = 1_000_000_000
+_MAX_PAST_LIVES = 4_096
+
+
+class Departure(StrEnum):
+    """Why a life of a worker is over."""
+
+    SILENT = "silent"
+    RESTARTED = "restarted"
+    RETIRED = "retired"
+
+
+class Departed(NamedTuple):
+    """A worker that is gone, and the requests of ours that it held."""
+
+    worker_id: str
+    name: str
+    why: Departure
+    request_ids: tuple[str, ...]
+
+
+class Fleet:
+    """The live workers. Pure: the caller passes the time in and acts on what is returned.
+
+    A worker is alive from its first fresh heartbeat until it is silent for
+    ``heartbeat_timeout_s``, retires, or a new life with its name shows up. One that was only
+    silent may come back. So may one whose name a new life has, if it is heard again
+    ``heartbeat_timeout_s`` later: then two that run have the same name. One that retired never
+    does.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        self._timeout_s = heartbeat_timeout_s
+        self._workers: dict[str, WorkerView] = {}
+        self._by_model: dict[str, dict[str, WorkerView]] = {}
+        self._lives: dict[str, set[str]] = {}
+        self._stale: OrderedDict[str, int] = OrderedDict()
+        self._past: OrderedDict[str, float] = OrderedDict()
+
+    # --- what heartbeats say ---
+
+    def observe(self, status: WorkerStatus, now_s: float, now_ns: int) -> list[Departed]:
+        """Take in a heartbeat; the lives that it ends are returned."""
+        worker_id = status.worker_id
+        if now_s < self._past.get(worker_id, float("-inf")):
+            return []
+        if status.retired:
+            self._past_until(worker_id, float("inf"))
+            return self._depart(worker_id, Departure.RETIRED)
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.observe(status, now_s)
+            return []
+        departed: list[Departed] = []
+        if worker_id not in self._past:
+            if self._is_former(status):
+                self._past_until(worker_id, now_s + self._timeout_s)
+                return []
+            departed = self._end_former(status, now_s)
+        if self._is_fresh(status, now_ns):
+            view = self._workers[worker_id] = WorkerView(status, now_s)
+            self._by_model.setdefault(status.model, {})[worker_id] = view
+            self._lives.setdefault(status.name, set()).add(worker_id)
+        return departed
+
+    def _is_former(self, status: WorkerStatus) -> bool:
+        """Whether a later life of the name is alive."""
+        lives = [self._workers[worker_id] for worker_id in self._lives.get(status.name, ())]
+        return any(status.started_ns < life.status.started_ns for life in lives)
+
+    def _end_former(self, status: WorkerStatus, now_s: float) -> list[Departed]:
+        """A new life of the name is there, so those before it are over as far as anybody knows."""
+        departed: list[Departed] = []
+        for worker_id in sorted(self._lives.get(status.name, ())):
+            self._past_until(worker_id, now_s + self._timeout_s)
+            departed += self._depart(worker_id, Departure.RESTARTED)
+        return departed
+
+    def _is_fresh(self, status: WorkerStatus, now_ns: int) -> bool:
+        """An old status is an entry that a dead worker left, unless a second one follows: then
+        the machines' clocks differ."""
+        seen_before_ns = self._stale.pop(status.worker_id, None)
+        if now_ns - status.sent_ns <= self._timeout_s * _NS_PER_S:
+            return True
+        if seen_before_ns is not None and seen_before_ns != status.sent_ns:
+            return True
+        self._stale[status.worker_id] = status.sent_ns
+        while len(self._stale) > _MAX_PAST_LIVES:
+            self._stale.popitem(last=False)
+        return False
+
+    def expire(self, now_s: float) -> list[Departed]:
+        """The workers that have been silent for too long; they are gone from now on."""
+        silent = [
+            worker.worker_id
+            for worker in self._workers.values()
+            if now_s - worker.seen_s >= self._timeout_s
+        ]
+        return [gone for worker_id in silent for gone in self._depart(worker_id, Departure.SILENT)]
+
+    def give_up(self, worker_id: str) -> list[Departed]:
+        """A worker has been silent for too long, counting from before it was known here."""
+        return self._depart(worker_id, Departure.SILENT)
+
+    def forgive(self, now_s: float) -> None:
+        """It was us who could not hear: everybody's silence starts now."""
+        for worker in self._workers.values():
+            worker.seen_s = now_s
+
+    def _depart(self, worker_id: str, why: Departure) -> list[Departed]:
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return []
+        del self._by_model[worker.status.model][worker_id]
+        lives = self._lives[worker.status.name]
+        lives.discard(worker_id)
+        if not lives:
+            del self._lives[worker.status.name]
+        return [Departed(worker_id, worker.status.name, why, tuple(worker.runs))]
+
+    def _past_until(self, worker_id: str, until_s: float) -> None:
+        """What is heard of it before then was on its way."""
+        self._past[worker_id] = until_s
+        self._past.move_to_end(worker_id)
+        while len(self._past) > _MAX_PAST_LIVES:
+            self._past.popitem(last=False)
+
+    # --- what we know besides ---
+
+    def reserve(
+        self,
+        worker_id: str,
+        request_id: str,
+        need: Need,
+        expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """A request is about to be sent to a live worker, which has so much of it cached."""
+        worker = self._workers[worker_id]
+        worker.reserve(request_id, need, expected_output_tokens, num_cached_tokens)
+
+    def confirm(self, worker_id: str, request_id: str) -> None:
+        """The worker has taken it: the next heartbeat counts it."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.confirm(request_id)
+
+    def release(self, worker_id: str, request_id: str) -> bool:
+        """The worker does not hold it (any more); whether we thought that it did."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.release(request_id)
+
+    def refuse(self, worker_id: str, tier: Tier = Tier.ENTERPRISE) -> None:
+        """The worker said that it takes nothing of this tier just now: ask no more for it and those
+        below before it is heard again."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.refuse(tier)
+
+    # --- what is there ---
+
+    def get(self, worker_id: str) -> WorkerView | None:
+        return self._workers.get(worker_id)
+
+    def of_model(self, model: str) -> Iterator[WorkerView]:
+        """The live workers of a model."""
+        return iter(self._by_model.get(model, {}).values())
+
+    def num_workers(self, model: str) -> int:
+        return len(self._by_model.get(model, ()))
+
+    def room(self, model: str, tier: Tier = Tier.BATCH) -> int:
+        """How many more requests of a tier the workers of a model would take now."""
+        return sum([worker.room_for(tier) for worker in self.of_model(model)])
+
+    def num_held(self, model: str) -> int:
+        """Requests that the workers of a model run or have waiting."""
+        return sum([worker.num_held for worker in self.of_model(model)])
+
+    def num_taking(self, model: str) -> int:
+        """Workers of a model that do not drain."""
+        return sum(not worker.status.draining for worker in self.of_model(model))
+
+    def num_slots(self, model: str) -> int:
+        """How many sequences one worker of a model runs at a time, on the average."""
+        slots = [worker.status.max_num_sequences for worker in self.of_model(model)]
+        return round(sum(slots) / len(slots)) if slots else 0
+
+    def kv_share(self, model: str) -> float:
+        """How much of the KV blocks of a model's workers is used."""
+        workers = list(self.of_model(model))
+        num_blocks = sum(worker.status.num_blocks for worker in workers)
+        num_free = sum(worker.status.num_free_blocks for worker in workers)
+        return 1 - num_free / num_blocks if num_blocks else 0.0
+
+    def doubtful(self) -> Iterable[WorkerView]:
+        """Workers that keep reporting fewer requests than we think they hold."""
+        return [worker for worker in self._workers.values() if worker.is_doubtful]
+
+    def check_integrity(self) -> None:
+        """A live worker is among its name's lives; AssertionError otherwise."""
+        named = {(name, worker_id) for name, lives in self._lives.items() for worker_id in lives}
+        assert named == {(one.status.name, one.worker_id) for one in self._workers.values()}
+        for worker_id in self._workers:
+            assert self._past.get(worker_id) != float("inf"), "one that retired is alive"
+        indexed = [view for views in self._by_model.values() for view in views.values()]
+        assert sorted(map(id, indexed)) == sorted(map(id, self._workers.values()))
+        for worker in self._workers.values():
+            worker.check_integrity()

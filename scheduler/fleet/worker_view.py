@@ -1,0 +1,347 @@
+"""One live worker as a scheduler sees it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.fleet.step_times import StepTimes
+from scheduler.jobs.resource_request import TIER_RANKS, Need
+from schemas.control import WorkerStatus
+from schemas.jobs import Tier
+
+# A worker reports less than we think it holds while an answer or the notice of an end is on its
+# way; longer than this, a notice was lost.
+_DOUBT_AFTER_S = 2.0
+# Work of lower tiers that makes way stays at the worker: this times its capacity is held at most.
+_MAX_HELD_FACTOR = 2
+_NUM_TIERS = len(Tier)
+# The longest that it takes to hear of an end and to send another request.
+_REFILL_S = 0.1
+# What is left at least of an answer that has become longer than expected, as a share of that.
+_LEAST_LEFT = 0.1
+_SHUFFLE = 5
+# Of an expected answer that nobody can estimate.
+DEFAULT_OUTPUT_TOKENS = 128.0
+_turns = itertools.count(1)
+
+
+@dataclass(slots=True)
+class _Run:
+    """``num_prompt_tokens`` are to be prefilled; what the cache has is not among them."""
+
+    num_blocks: int
+    num_prompt_tokens: int
+    rank: int
+    expected_output_tokens: float
+    begun_s: float
+    confirmed: bool = False
+    seen: bool = False
+
+
+class _Places(NamedTuple):
+    """By rank: how many more requests are taken, and free blocks with those of lower tiers, which
+    would make way."""
+
+    room: tuple[int, ...]
+    free_blocks: tuple[int, ...]
+
+
+class WorkerView:
+    """The last heartbeat, corrected by what was dispatched and what ended since.
+
+    ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs
+    to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
+    that comes now: as reported, and what was sent since, less what the worker will have done
+    meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
+    with one more request, ``usual_step_s`` one with half of its slots taken (0: nothing was
+    measured so far). ``joined_s`` is when it was first heard of. ``last_turn`` grows with each
+    request that any worker is given: the least is that of the one which had none for longest.
+    Reading costs O(1), whatever is held.
+    """
+
+    def __init__(self, status: WorkerStatus, now_s: float) -> None:
+        self.runs: dict[str, _Run] = {}
+        self.pending_prompt_tokens = 0.0
+        self.prefill_token_s = self.decode_step_s = self.usual_step_s = 0.0
+        self.last_turn = 0
+        self._steps = StepTimes()
+        self.joined_s = self._advanced_s = now_s
+        self._refused_rank = _NUM_TIERS
+        self._own = [0] * _NUM_TIERS
+        self._others = [0] * _NUM_TIERS
+        self._num_held = 0
+        self._expected_output_tokens = 0.0
+        self._promised_blocks = self._unseen_blocks = self._freed_blocks = 0
+        self._short_since_s: float | None = None
+        self._places: _Places | None = None
+        self.observe(status, now_s)
+
+    @property
+    def worker_id(self) -> str:
+        return self.status.worker_id
+
+    # --- changes ---
+
+    def observe(self, status: WorkerStatus, now_s: float) -> None:
+        """Take in a later heartbeat of the same life."""
+        self.status = status
+        self.seen_s = self._advanced_s = now_s
+        self._refused_rank = _NUM_TIERS
+        self._freed_blocks = self._unseen_blocks = num_seen = 0
+        unseen_prompt_tokens = 0
+        for run in self.runs.values():
+            run.seen = run.confirmed
+            num_seen += run.seen
+            if not run.seen:
+                self._unseen_blocks += run.num_blocks
+                unseen_prompt_tokens += run.num_prompt_tokens
+        self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
+        reported = status.num_running + status.num_waiting
+        rate = status.prefill_tokens_per_s
+        self.prefill_token_s = 1 / rate if rate > 0 else 0.0
+        if status.decode_step_ms > 0 and (status.num_running or not self._steps.num_told):
+            # One that runs nothing says again what it measured when it ran nobody knows how many.
+            num_slots = status.max_num_sequences
+            batch = status.num_running or num_slots // 2
+            self._steps.observe(batch, status.decode_step_ms / 1e3, num_slots)
+            self.usual_step_s = self._steps.at(num_slots / 2)
+        self._count_others(reported)
+        if reported >= num_seen:
+            self._short_since_s = None
+        elif self._short_since_s is None:
+            self._short_since_s = now_s
+
+    def _count_others(self, reported: int) -> None:
+        by_tier = self.status.num_held_by_tier
+        if by_tier:
+            told = [by_tier.get(tier, 0) for tier in Tier]
+            self._others = [max(0, n - own) for n, own in zip(told, self._own, strict=True)]
+        else:
+            # Nobody said of which tiers they are, so none is taken to make way.
+            self._others = [max(0, reported - len(self.runs)), *[0] * (_NUM_TIERS - 1)]
+        self._recount()
+
+    def advance(self, now_s: float) -> None:
+        """Time has passed: the worker went on with its prompts."""
+        passed_s = now_s - self._advanced_s
+        if passed_s > 0:
+            self._advanced_s = now_s
+            if self.prefill_token_s > 0 and self.pending_prompt_tokens > 0:
+                left = self.pending_prompt_tokens - passed_s / self.prefill_token_s
+                self.pending_prompt_tokens = max(0.0, left)
+
+    def reserve(
+        self,
+        request_id: str,
+        need: Need,
+        expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """A request goes there, which has so many tokens of it in its cache."""
+        assert request_id not in self.runs, "a worker runs a request once"
+        blocks = need.num_blocks(self.status.block_size_tokens)
+        prompt_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
+        run = _Run(blocks, prompt_tokens, need.rank, expected_output_tokens, self._advanced_s)
+        self.runs[request_id] = run
+        self.last_turn = next(_turns)
+        self._expected_output_tokens += expected_output_tokens
+        self.pending_prompt_tokens += run.num_prompt_tokens
+        self._promised_blocks += blocks
+        self._unseen_blocks += blocks
+        self._own[run.rank] += 1
+        self._recount()
+
+    def confirm(self, request_id: str) -> None:
+        run = self.runs.get(request_id)
+        if run is not None:
+            run.confirmed = True
+
+    def release(self, request_id: str) -> bool:
+        """Forget a run; whether there was one. Its room is free before the next heartbeat."""
+        run = self.runs.pop(request_id, None)
+        if run is None:
+            return False
+        self._expected_output_tokens -= run.expected_output_tokens
+        self._promised_blocks -= run.num_blocks
+        self._own[run.rank] -= 1
+        if run.seen:
+            self._freed_blocks += run.num_blocks
+        else:
+            self._unseen_blocks -= run.num_blocks
+            left = self.pending_prompt_tokens - run.num_prompt_tokens
+            self.pending_prompt_tokens = max(0.0, left)
+        if run.confirmed:
+            self._refused_rank = _NUM_TIERS
+        self._recount()
+        return True
+
+    def refuse(self, tier: Tier) -> None:
+        """It turned a request of this tier down: it takes none like it before it is heard again, or
+        a run of ours has ended."""
+        self._refused_rank = min(self._refused_rank, TIER_RANKS[tier])
+        self._places = None
+
+    def _recount(self) -> None:
+        self._num_held = sum(self._own) + sum(self._others)
+        self.decode_step_s = self._steps.at(min(self._num_held + 1, self.status.max_num_sequences))
+        self._places = None
+
+    # --- what it holds, and takes ---
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Of our requests that it runs, as far as anybody can tell; 0 if it runs none."""
+        return self._expected_output_tokens / len(self.runs) if self.runs else 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_held_per_slot(self) -> float:
+        return self._num_held / max(self.status.max_num_sequences, 1)
+
+    @property
+    def num_others(self) -> int:
+        """Requests that other schedulers sent here."""
+        return sum(self._others)
+
+    def num_ahead(self, rank: int) -> int:
+        """Requests held that do not make way for one of this rank."""
+        return sum(self._own[: rank + 1]) + sum(self._others[: rank + 1])
+
+    def num_running_of(self, rank: int) -> int:
+        """Requests of a rank that run, since none above them needs their slots."""
+        num_above = self.num_ahead(rank - 1) if rank else 0
+        num_slots_left = self.status.max_num_sequences - num_above
+        return max(0, min(self.num_ahead(rank) - num_above, num_slots_left))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that will still be free when everything that was sent has its prompt's blocks."""
+        status = self.status
+        used = status.num_blocks - status.num_free_blocks - self._freed_blocks + self._unseen_blocks
+        return status.num_blocks - max(used, self._promised_blocks, 0)
+
+    def room_for(self, tier: Tier) -> int:
+        """How many more requests of a tier it would take now; those of lower tiers make way."""
+        return (self._places or self._find_places()).room[TIER_RANKS[tier]]
+
+    def free_blocks_for(self, tier: Tier) -> int:
+        """Free blocks, with those that lower tiers would give up."""
+        return (self._places or self._find_places()).free_blocks[TIER_RANKS[tier]]
+
+    @property
+    def room(self) -> int:
+        """How many more requests of any tier it would take now."""
+        return self.room_for(Tier.BATCH)
+
+    def _find_places(self) -> _Places:
+        status, held = self.status, self._num_held
+        limit = status.max_num_sequences + self._num_worth_waiting()
+        free = self.num_free_blocks
+        room: list[int] = []
+        free_blocks: list[int] = []
+        for rank in range(_NUM_TIERS):
+            ahead = self.num_ahead(rank)
+            blocks = free
+            if held > ahead:
+                blocks += (status.num_blocks - free) * (held - ahead) // held
+            free_blocks.append(blocks)
+            is_short = bool(status.num_blocks and held and blocks <= 0)
+            takes_none = status.draining or status.engine_down or is_short
+            if takes_none or rank >= self._refused_rank:
+                room.append(0)
+            else:
+                room.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
+        self._places = _Places(tuple(room), tuple(free_blocks))
+        return self._places
+
+    def _num_worth_waiting(self) -> int:
+        """How many requests beyond its slots keep it from running dry until it can be sent more.
+        Whoever waits there is before all that come later, whosever turn it is."""
+        status, step_s = self.status, self.decode_step_s
+        if not step_s:
+            return status.max_num_waiting
+        num_running = min(self._num_held, status.max_num_sequences)
+        each_s = (self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS) * step_s
+        return min(status.max_num_waiting, 1 + int(_REFILL_S * num_running / each_s))
+
+    def fits(self, need: Need) -> bool:
+        """There is a place and blocks for this request now; an idle worker has all its blocks."""
+        places = self._places or self._find_places()
+        rank = TIER_RANKS[need.tier]
+        if places.room[rank] == 0 or not self.could_hold(need):
+            return False
+        if not self.status.num_blocks or self._num_held == 0:
+            return True
+        return need.num_blocks(self.status.block_size_tokens) <= places.free_blocks[rank]
+
+    def could_hold(self, need: Need) -> bool:
+        """The request would fit if the worker were empty."""
+        limit = self.status.max_tokens_per_request
+        return limit == 0 or need.num_context_tokens + need.num_new_tokens <= limit
+
+    # --- when it has a slot ---
+
+    @property
+    def is_measured(self) -> bool:
+        """It has said how long its steps take."""
+        return self.decode_step_s > 0
+
+    def run_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """How long a request takes in a full batch, each slot of which gets another prompt
+        meanwhile. Of a worker that is measured."""
+        num_slots = max(self.status.max_num_sequences, 1)
+        step_s = self._steps.at(num_slots)
+        return output_tokens * step_s + num_slots * prompt_tokens * self.prefill_token_s
+
+    def slots_free_s(self, now_s: float, spread: Sequence[float] = (1.0,)) -> list[float]:
+        """Seconds until each of its slots is free; those who wait here go first. ``spread``: by how
+        much lengths differ from what is expected of them, from the least to the most."""
+        ends_s: list[float] = []
+        for number, run in enumerate(self.runs.values()):
+            took_s = self.run_s(run.num_prompt_tokens, run.expected_output_tokens)
+            since_s = now_s - run.begun_s
+            possible = [factor for factor in spread if factor * took_s > since_s]
+            if possible:
+                # Each one of the lengths that it may have still, all of them equally often.
+                factor = possible[number * _SHUFFLE % len(possible)]
+                ends_s.append(factor * took_s - since_s)
+            else:
+                ends_s.append(_LEAST_LEFT * took_s)
+        mean_s = self.run_s(0, self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS)
+        others = self.num_others
+        ends_s += [mean_s * (number + 1) / (others + 1) for number in range(others)]
+        ends_s.sort()
+        num_slots = max(self.status.max_num_sequences, 1)
+        free_s = ends_s[:num_slots] + [0.0] * (num_slots - len(ends_s))
+        heapq.heapify(free_s)
+        for _ in ends_s[num_slots:]:
+            heapq.heapreplace(free_s, free_s[0] + mean_s)
+        return free_s
+
+    # --- doubts ---
+
+    @property
+    def is_doubtful(self) -> bool:
+        return (
+            self._short_since_s is not None and self.seen_s - self._short_since_s >= _DOUBT_AFTER_S
+        )
+
+    def trust(self) -> None:
+        """Its runs are being looked up one by one."""
+        self._short_since_s = None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless what is counted is what is there."""
+        runs = self.runs.values()
+        assert self._promised_blocks == sum(run.num_blocks for run in runs)
+        assert self._unseen_blocks == sum(run.num_blocks for run in runs if not run.seen)
+        for rank, own in enumerate(self._own):
+            assert own == sum(run.rank == rank for run in runs)
+        assert self._num_held == sum(self._own) + sum(self._others)

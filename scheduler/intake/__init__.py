@@ -1,0 +1,1 @@
+"""Jobs pulled from the bus, made ready, and given to the dispatcher of their model."""

@@ -1,0 +1,173 @@
+"""Watches the queue: what waits where, what is too much, and how to tell the gateways."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from bus.api import Line
+from runtime.tasks import Tasks
+from scheduler.dispatch.context import Parts
+from scheduler.dispatch.dispatcher import Lane
+from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.fleet.autoscaler import Autoscaler, Signals
+from scheduler.intake.puller import Intake
+from scheduler.jobs.terminal_status import shed
+from scheduler.queues.fair_queue import Tenant, weights_of
+from scheduler.queues.throughput import eta_s, retry_after_s
+from schemas.control import QueueStatus
+from schemas.errors import BusUnavailableError
+
+logger = logging.getLogger(__name__)
+
+# Schedulers shed at the same time, so each looks again after this many.
+_MAX_SHED_AT_ONCE = 64
+# Gateways let nobody in while the queue is at its bound, so that it is shed below it by this share:
+# one tenant's flood must not close the door to others.
+_SHED_BELOW = 16
+# A line that had no job for this long is made anew when one comes. Each that is kept costs the
+# server some 60 KB, and all acknowledgements a little time.
+_FORGET_AFTER_S = 300.0
+_MAX_FORGOTTEN_AT_ONCE = 16
+
+
+class QueueWatch:
+    """Looks every ``status_interval_s``, or at once while there is too much. ``answers`` owns the
+    answers to shed jobs, which exist nowhere else."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        intakes: Mapping[str, Intake],
+        lanes: Mapping[str, Lane],
+        outlooks: Mapping[str, Outlook],
+        answers: Tasks,
+    ) -> None:
+        self._parts = parts
+        self._intakes = intakes
+        self._lanes = lanes
+        self._answers = answers
+        self._outlooks = outlooks
+        self._weights = weights_of(parts.config.tiers)
+        self._autoscalers = {model: Autoscaler(parts.config.autoscale) for model in lanes}
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        failing = False
+        while True:
+            is_too_much = False
+            if self._parts.bus.connected:
+                try:
+                    is_too_much = await self.look()
+                    failing = False
+                except BusUnavailableError as error:
+                    if not failing:
+                        logger.warning(
+                            "the queue cannot be watched", extra={"reason": error.message}
+                        )
+                    failing = True
+            interval_s = self._parts.config.status_interval_s
+            await self._parts.clock.sleep(0.0 if is_too_much else interval_s)
+
+    async def look(self) -> bool:
+        """Shed of what is over the bound, then say how the queue stands; whether there is more to
+        shed. Raises BusUnavailableError."""
+        totals = await self._parts.bus.jobs.lines()
+        for model, intake in self._intakes.items():
+            own = {line: count for line, count in totals.items() if line.model == model}
+            intake.counted(own)
+        is_too_much = False
+        for model, lane in self._lanes.items():
+            total = sum(count for line, count in totals.items() if line.model == model)
+            is_too_much |= await self._look_at(model, lane, total)
+        await self._forget_idle()
+        return is_too_much
+
+    async def _look_at(self, model: str, lane: Lane, total: int) -> bool:
+        parts, bound = self._parts, self._parts.config.max_queued_jobs
+        waiting = self._intakes[model].backlog.waiting()
+        num_queued = max(0, total - parts.fleet.num_held(model))
+        for name, intake in self._intakes.items():
+            if name not in self._lanes and intake.lane is lane:
+                # What leaves the model open waits for this one, as far as anybody knows.
+                unrouted = intake.backlog.waiting()
+                waiting |= unrouted
+                num_queued += sum(unrouted.values())
+        outlook = self._outlooks[model]
+        outlook.waiting = _by_tenant(waiting)
+        per_s = outlook.per_s()
+        num_shed = 0
+        if num_queued > bound:
+            num_shed = await self._shed(model, waiting, num_queued, per_s)
+            num_queued -= num_shed
+        outlook.num_queued = num_queued
+        outlook.look()
+        (ttft_ms, tenant_ttft_ms), oldest_wait_s = outlook.ttfts_ms(), outlook.oldest_wait_s()
+        signals = Signals(
+            num_workers=parts.fleet.num_taking(model),
+            num_queued=num_queued,
+            num_held=parts.fleet.num_held(model),
+            num_slots=parts.fleet.num_slots(model),
+            kv_share=parts.fleet.kv_share(model),
+            per_s=per_s,
+            wait_s=eta_s(num_queued, per_s),
+            oldest_wait_s=oldest_wait_s,
+        )
+        await parts.bus.control.publish_queue_status(
+            QueueStatus(
+                model=model,
+                num_queued=num_queued,
+                bound=bound,
+                retry_after_s=retry_after_s(num_queued, bound, per_s),
+                num_workers=parts.fleet.num_workers(model),
+                eta_s=eta_s(num_queued, per_s),
+                ttft_ms=ttft_ms,
+                tenant_ttft_ms=tenant_ttft_ms,
+                oldest_wait_s=oldest_wait_s,
+                desired_workers=self._autoscalers[model].desired(signals, parts.clock.monotonic()),
+                sent_ns=parts.clock.now_ns(),
+            )
+        )
+        return num_shed > 0 and num_queued > bound
+
+    # --- too much ---
+
+    async def _shed(
+        self, model: str, waiting: dict[Line, int], num_queued: int, per_s: float
+    ) -> int:
+        """Shed the newest of those who have the most for their tier's weight; how many."""
+        parts, bound = self._parts, self._parts.config.max_queued_jobs
+        num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
+        num_shed = 0
+        while waiting and num_shed < num_to_shed:
+            line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
+            count = min(num_to_shed - num_shed, waiting[line])
+            jobs = await parts.bus.jobs.shed_newest(line, count)
+            verdict = shed(retry_after_s(num_queued, bound, per_s))
+            for job in jobs:
+                self._answers.spawn(parts.endings.end_taken(job, verdict), f"shed {job.request_id}")
+            num_shed += len(jobs)
+            waiting[line] -= len(jobs)
+            if not jobs or not waiting[line]:
+                del waiting[line]
+        logger.info("shed the newest jobs", extra={"model": model, "num_shed": num_shed})
+        return num_shed
+
+    async def _forget_idle(self) -> None:
+        now_s = self._parts.clock.monotonic()
+        for intake in self._intakes.values():
+            idle = intake.backlog.idle(now_s, _FORGET_AFTER_S)
+            await self._forget(intake, idle[:_MAX_FORGOTTEN_AT_ONCE])
+
+    async def _forget(self, intake: Intake, lines: Collection[Line]) -> None:
+        for line in lines:
+            if await self._parts.bus.jobs.forget_line(line):
+                intake.backlog.forget(line)
+
+
+def _by_tenant(waiting: Mapping[Line, int]) -> dict[Tenant, int]:
+    found: dict[Tenant, int] = {}
+    for line, count in waiting.items():
+        tenant = Tenant(line.tier, line.tenant or "")
+        found[tenant] = found.get(tenant, 0) + count
+    return found

@@ -1,0 +1,108 @@
+"""How jobs end that no worker ends: the frame, the record's status, the code."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bus.tenancy.errors import RateLimitError
+from schemas.control import CancelReason
+from schemas.errors import MillraceError
+from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
+from schemas.records import Status
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
+    the one of its tenant that it is over, if that is why."""
+
+    status: Status
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+    retry_after_s: float = 0.0
+    limit: str = ""
+
+    def frame(self, epoch: int) -> TerminalFrame:
+        match self.status:
+            case Status.CANCELLED:
+                return Cancelled(epoch=epoch)
+            case Status.EXPIRED:
+                return Expired(epoch=epoch)
+            case Status.SHED:
+                return Shed(
+                    epoch=epoch,
+                    retry_after_s=self.retry_after_s,
+                    limit=self.limit,
+                    message=self.message if self.limit else "",
+                )
+            case _:
+                return Failed(
+                    epoch=epoch, code=self.code, message=self.message, retryable=self.retryable
+                )
+
+
+EXPIRED = Verdict(
+    status=Status.EXPIRED, code="deadline_exceeded", message="The deadline passed before the end."
+)
+
+
+def cancelled(reason: CancelReason) -> Verdict:
+    """The owner does not want it any more."""
+    if reason is CancelReason.DEADLINE:
+        return EXPIRED
+    return Verdict(status=Status.CANCELLED, code="cancelled", message="The request was cancelled.")
+
+
+def shed(retry_after_s: float) -> Verdict:
+    return Verdict(
+        status=Status.SHED,
+        code="queue_full",
+        message=f"The queue is full. Try again in {retry_after_s:.1f} s.",
+        retryable=True,
+        retry_after_s=retry_after_s,
+    )
+
+
+def over_limit(error: RateLimitError) -> Verdict:
+    """Its tenant uses as much as it may: for now, or for this month, or for ever."""
+    return Verdict(
+        status=Status.SHED if error.comes_back else Status.FAILED,
+        code=error.code,
+        message=error.message,
+        retryable=error.comes_back,
+        retry_after_s=error.retry_after_s or 0.0,
+        limit=error.limit,
+    )
+
+
+def too_slow(predicted_s: float, bound_s: float) -> Verdict:
+    """The first token would come later than the tier's bound."""
+    return Verdict(
+        status=Status.SHED,
+        code="overloaded",
+        message=f"The first token is predicted in {predicted_s:.1f} s, later than the "
+        f"{bound_s:.1f} s that this tier waits.",
+        retryable=True,
+        retry_after_s=max(predicted_s - bound_s, 0.5),
+    )
+
+
+def poisonous() -> Verdict:
+    """Workers died of it."""
+    return Verdict(
+        status=Status.FAILED,
+        code="poison",
+        message="The workers that ran this request died before its next token, so it is not run "
+        "again. Change the request before sending it again.",
+    )
+
+
+def refused(error: MillraceError) -> Verdict:
+    """The job itself is at fault, or its model cannot be served at all."""
+    return Verdict(
+        status=Status.FAILED, code=error.code, message=error.message, retryable=error.retryable
+    )
+
+
+def failed(code: str, message: str, *, retryable: bool) -> Verdict:
+    return Verdict(status=Status.FAILED, code=code, message=message, retryable=retryable)

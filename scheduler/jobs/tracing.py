@@ -1,0 +1,231 @@
+"""What a scheduler tells of a job in its trace: each wait, and each run on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from bus import subjects
+from runtime.clock import Clock
+from runtime.tracing import (
+    Span,
+    SpanEvent,
+    SpanKind,
+    TraceContext,
+    Tracing,
+    Value,
+    life_span,
+    parse_traceparent,
+    record_span,
+)
+from schemas.jobs import Job, Source
+
+if TYPE_CHECKING:
+    from scheduler.jobs.entry import Entry
+
+
+_WORKER_LOST = "worker_lost"
+
+
+@dataclass(slots=True)
+class _Run:
+    context: TraceContext
+    since_ns: int
+    worker_id: str
+    num_cached_tokens: int
+    epoch: int = 0
+    num_resumed_tokens: int = 0
+    events: list[SpanEvent] = field(default_factory=list)
+
+
+class JobTrace:
+    """One job here, from when it was stored in the queue: it waits, runs on a worker, and waits
+    again if that run was not its last. A scheduler that is killed leaves what it had not told."""
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        clock: Clock,
+        above: TraceContext,
+        entry: Entry,
+        *,
+        is_first: bool,
+    ) -> None:
+        """``above`` is whose child all of this is; ``is_first``: it is told here, too."""
+        now_ns = clock.now_ns()
+        self._tracing = tracing
+        self._clock = clock
+        self._above = above
+        self._is_first = is_first
+        self._name = entry.job.model
+        self._verb = "generate" if entry.job.pooling is None else "embed"
+        self._request_id = entry.request_id
+        self._since_ns = entry.stored_ns or entry.job.received_ns or now_ns
+        self._attributes: dict[str, Value] = {
+            "gen_ai.request.model": entry.job.model,
+            "millrace.request.id": entry.request_id,
+            "millrace.tier": entry.job.tier.value,
+            "millrace.deliveries": entry.num_deliveries,
+        }
+        self._waits_since_ns: int | None = self._since_ns
+        self._pulled = [SpanEvent("pulled", now_ns)]
+        self._run: _Run | None = None
+        self._last_run: TraceContext | None = None
+
+    def placed(self, worker_id: str, num_cached_tokens: int) -> None:
+        """It waits no more; of its prompt so many tokens are thought to be in the worker's
+        cache."""
+        self._stop_waiting()
+        self._run = _Run(self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens)
+
+    def sent(self, epoch: int, num_resumed_tokens: int) -> str:
+        """It goes out to the worker now; the ``traceparent`` of what the worker tells."""
+        run = self._run
+        assert run is not None
+        run.epoch, run.num_resumed_tokens = epoch, num_resumed_tokens
+        run.events.append(SpanEvent("sent", self._clock.now_ns()))
+        return run.context.traceparent
+
+    def worker_lost(self, *, began: bool) -> None:
+        """The worker is gone; what it had to tell of a run that began there nobody else can."""
+        run = self._run
+        if run is not None and began:
+            life = life_span(run.context, self._request_id, run.epoch)
+            sent_ns = run.events[0].at_ns
+            self._tell_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
+        self.run_over(_WORKER_LOST)
+
+    def run_over(self, error: str = "") -> None:
+        """The worker has it no more; it waits again, unless it is ``over``."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        links = () if self._last_run is None else (self._last_run,)
+        self._tell_run(
+            f"run {self._name}", run, run.context, self._above, run.since_ns, links, error
+        )
+        self._last_run = run.context
+        self._waits_since_ns = self._clock.now_ns()
+
+    def _tell_run(
+        self,
+        name: str,
+        run: _Run,
+        context: TraceContext,
+        above: TraceContext,
+        since_ns: int,
+        links: Sequence[TraceContext] = (),
+        error: str = _WORKER_LOST,
+    ) -> None:
+        self._tracing.tell(
+            Span(
+                name,
+                context,
+                above.span_id,
+                since_ns,
+                self._clock.now_ns(),
+                SpanKind.CLIENT,
+                {
+                    **self._attributes,
+                    "millrace.worker.id": run.worker_id,
+                    "millrace.epoch": run.epoch,
+                    "millrace.expected_cached_tokens": run.num_cached_tokens,
+                    "millrace.resumed_tokens": run.num_resumed_tokens,
+                },
+                run.events,
+                links,
+                error,
+            )
+        )
+
+    def left(self) -> None:
+        """This scheduler ends; the next one that gets it goes on telling."""
+        self._is_first = False
+        self.over("scheduler_stopped")
+
+    def over(self, error: str = "") -> None:
+        """It is not ours any more: it has ended, or somebody else has it."""
+        if self._run is not None:
+            self.run_over(error)
+            self._waits_since_ns = None
+        else:
+            self._stop_waiting(error)
+        if self._is_first:
+            self._is_first = False
+            self._tracing.tell(
+                Span(
+                    f"job {self._name}",
+                    self._above,
+                    0,
+                    self._since_ns,
+                    self._clock.now_ns(),
+                    SpanKind.CONSUMER,
+                    self._attributes,
+                    error=error,
+                )
+            )
+
+    def _stop_waiting(self, error: str = "") -> None:
+        since_ns, self._waits_since_ns = self._waits_since_ns, None
+        if since_ns is None:
+            return
+        pulled, self._pulled = self._pulled, []
+        self._tracing.tell(
+            Span(
+                f"queue {self._name}",
+                self._above.anywhere(),
+                self._above.span_id,
+                since_ns,
+                self._clock.now_ns(),
+                SpanKind.CONSUMER,
+                {
+                    **self._attributes,
+                    "messaging.system": "nats",
+                    "messaging.operation.type": "receive",
+                    "messaging.destination.name": subjects.JOBS_STREAM,
+                },
+                pulled,
+                error=error,
+            )
+        )
+
+
+class JobTraces:
+    """Gives the jobs of one scheduler their traces."""
+
+    def __init__(self, tracing: Tracing, clock: Clock) -> None:
+        self._tracing = tracing
+        self._clock = clock
+
+    def begin(self, entry: Entry) -> None:
+        """Tell of a job if its trace is recorded. One that no gateway decided on and that has no
+        trace gets one, which is the same each time that it is delivered."""
+        job = entry.job
+        above = parse_traceparent(job.traceparent) if job.traceparent else None
+        is_first = above is None and (job.source is Source.NATS or not job.reply)
+        if is_first:
+            above = self._tracing.named(job.request_id, job.received_ns)
+        if above is None or not above.is_recorded:
+            return
+        entry.trace = JobTrace(self._tracing, self._clock, above, entry, is_first=is_first)
+        if is_first:
+            entry.job = replace(job, traceparent=above.traceparent)
+
+    def recorded(self, job: Job, since_ns: int) -> None:
+        """The record of a job that no worker answered is in the outbox."""
+        above = parse_traceparent(job.traceparent) if job.traceparent else None
+        if above is not None:
+            self._tracing.tell(
+                Span(
+                    "publish record",
+                    record_span(above, job.request_id),
+                    above.span_id,
+                    since_ns,
+                    self._clock.now_ns(),
+                    SpanKind.PRODUCER,
+                    {"millrace.request.id": job.request_id},
+                )
+            )

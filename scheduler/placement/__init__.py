@@ -1,0 +1,1 @@
+"""Which worker a request goes to. Pure functions of what workers reported."""

@@ -1,0 +1,193 @@
+"""Which worker a request goes to: the one that is predicted to be done with it first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
+from scheduler.jobs.resource_request import TIER_RANKS, Need
+
+Policy = Literal["affine", "least_loaded"]
+
+# What workers are taken to do where none of them has measured anything.
+_PREFILL_TOKEN_S = 1 / 4_000
+_DECODE_STEP_S = 0.02
+_BATCH_GROWTH = 0.5
+# A wait for a slot is predicted from means; it counts this many times more, since a cached prefix
+# that is computed again elsewhere is a loss of known size.
+_WAIT_CAUTION = 1.0
+# What somebody of a lower tier loses who makes way.
+_PREEMPTED_TOKENS = 1_024
+# A worker is as good as the best if it would end a request later by no more than the prefill of so
+# many tokens: one that has nothing to do, so that not one alone gets all that begins alike, or one
+# that is at work, where computing them again takes time from others.
+_SHORT_PREFIX_TOKENS = 128
+_SCATTER_TOKENS = 16
+# Workers whose measured speeds differ by no more than this are taken to be equally fast: so far
+# apart are the measurements of equal ones that had other batches, or a busy machine.
+_EQUAL_SPEED_RATIO = 1.5
+_NONE_CACHED: Mapping[str, int] = {}
+
+
+class _Speeds(NamedTuple):
+    """What the workers of a model measured: on the average, which is taken for one that has
+    measured nothing, and the fastest, for those that are as good as equal to it."""
+
+    prefill_token_s: float
+    decode_step_s: float
+    least_token_s: float
+    least_step_s: float
+
+    def prefill_token_s_of(self, worker: WorkerView) -> float:
+        token_s = worker.prefill_token_s
+        if not token_s:
+            return self.prefill_token_s
+        return self.least_token_s if _are_equal(token_s, self.least_token_s) else token_s
+
+    def decode_step_s_of(self, worker: WorkerView) -> float:
+        """Of a step with one more request."""
+        step_s, usual_s = worker.decode_step_s, worker.usual_step_s
+        if not step_s:
+            num_slots = max(worker.status.max_num_sequences, 1)
+            return self.decode_step_s * (1 + _BATCH_GROWTH * worker.num_held / num_slots)
+        if not _are_equal(usual_s, self.least_step_s):
+            return step_s
+        # The level is what measurements scatter in; what its own batch adds to it is not.
+        return step_s * self.least_step_s / usual_s
+
+
+class _Soon(NamedTuple):
+    """What is predicted of a request at a worker: seconds until all prompts up to its own are
+    prefilled, until a slot is free if there is none, and of each step that decodes."""
+
+    prefill_s: float
+    slot_s: float
+    step_s: float
+
+
+def choose(
+    workers: Iterable[WorkerView],
+    need: Need,
+    cached: Mapping[str, int] = _NONE_CACHED,
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+    policy: Policy = "affine",
+    now_s: float | None = None,
+) -> WorkerView | None:
+    """The worker that is predicted to end the request first, of those that it fits; None if there
+    is none.
+
+    ``cached`` are the leading tokens of it that are in a worker's cache, by worker id: they need no
+    prefill, so they draw a request to a worker until those ahead of it there would take longer than
+    to compute them again elsewhere ("least_loaded" leaves them out). With ``now_s`` what workers
+    did since their heartbeats is accounted for. Of workers that are as good as each other the one
+    with the fewest requests for its slots is taken, then the one that was given none for longest,
+    then the lowest id: the same views always give the same answer.
+    """
+    workers = list(workers)
+    if policy == "least_loaded":
+        cached = _NONE_CACHED
+    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
+    fitting = [worker for worker in workers if worker.fits(need)]
+    if now_s is not None:
+        for worker in fitting:
+            worker.advance(now_s)
+    if len(fitting) <= 1:
+        return fitting[0] if fitting else None
+    speeds = _speeds_of(workers)
+    found: list[tuple[float, WorkerView]] = []
+    for worker in fitting:
+        soon = _predict(worker, need, cached.get(worker.worker_id, 0), expected, speeds)
+        done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s + expected * soon.step_s
+        found.append((done_s, worker))
+    best_s = min([done_s for done_s, _ in found])
+    equals = [
+        worker
+        for done_s, worker in found
+        if done_s <= best_s + speeds.least_token_s * _num_tokens_allowed(worker)
+    ]
+    return min(equals, key=_order_of_equals)
+
+
+def _num_tokens_allowed(worker: WorkerView) -> int:
+    """By how much it may be slower than the best and is yet as good."""
+    return _SCATTER_TOKENS if worker.num_held else _SHORT_PREFIX_TOKENS
+
+
+def _order_of_equals(worker: WorkerView) -> tuple[float, int, str]:
+    return (worker.num_held_per_slot, worker.last_turn, worker.worker_id)
+
+
+def predicted_ttft_s(
+    worker: WorkerView,
+    need: Need,
+    num_cached_tokens: int = 0,
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
+) -> float:
+    """When a worker would have the first token of a request that is sent to it now: those before it
+    are prefilled, a slot comes free if there is none, its own prompt is prefilled."""
+    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
+    soon = _predict(worker, need, num_cached_tokens, expected, _speeds_of([worker]))
+    return soon.prefill_s + soon.slot_s + soon.step_s
+
+
+def prompts_ahead_s(worker: WorkerView) -> float:
+    """How long a worker will prefill before it comes to a request that is sent to it now."""
+    return worker.pending_prompt_tokens * (worker.prefill_token_s or _PREFILL_TOKEN_S)
+
+
+def _predict(
+    worker: WorkerView,
+    need: Need,
+    num_cached_tokens: int,
+    expected_output_tokens: float,
+    speeds: _Speeds,
+) -> _Soon:
+    status = worker.status
+    num_slots = status.max_num_sequences
+    num_held = worker.num_held
+    token_s, step_s = speeds.prefill_token_s_of(worker), speeds.decode_step_s_of(worker)
+    own_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
+    slot_s = 0.0
+    if num_held >= num_slots:
+        num_over = worker.num_ahead(TIER_RANKS[need.tier]) - num_slots + 1
+        if num_over > 0:
+            # A slot comes free when one of the batch has ended.
+            output_tokens = worker.mean_output_tokens or expected_output_tokens
+            each_s = output_tokens * step_s / max(num_slots, 1)
+            slot_s = num_over * each_s
+        else:
+            slot_s = _PREEMPTED_TOKENS * token_s
+    return _Soon((worker.pending_prompt_tokens + own_tokens) * token_s, slot_s, step_s)
+
+
+def _speeds_of(workers: list[WorkerView]) -> _Speeds:
+    prefill = [one.prefill_token_s for one in workers if one.prefill_token_s]
+    decode = [one.decode_step_s for one in workers if one.decode_step_s]
+    return _Speeds(
+        sum(prefill) / len(prefill) if prefill else _PREFILL_TOKEN_S,
+        sum(decode) / len(decode) if decode else _DECODE_STEP_S,
+        min(prefill, default=_PREFILL_TOKEN_S),
+        min([one.usual_step_s for one in workers if one.usual_step_s], default=_DECODE_STEP_S),
+    )
+
+
+def _are_equal(seconds: float, least_s: float) -> bool:
+    return seconds <= _EQUAL_SPEED_RATIO * least_s
+
+
+def soonest(workers: Iterable[WorkerView], need: Need) -> WorkerView | None:
+    """The worker that will probably have the blocks first for a request that fits nowhere now:
+    that with the most of them free, of those that could ever hold it and do not drain."""
+    return max(
+        (worker for worker in workers if worker.could_hold(need) and not worker.status.draining),
+        key=lambda worker: (worker.free_blocks_for(need.tier), worker.worker_id),
+        default=None,
+    )
+
+
+def longest_tokens(workers: Iterable[WorkerView]) -> int | None:
+    """The longest prompt + completion that any of the workers can ever hold; None: no limit, or
+    no worker to ask."""
+    limits = [worker.status.max_tokens_per_request for worker in workers]
+    return None if not limits or 0 in limits else max(limits)

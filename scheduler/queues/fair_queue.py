@@ -1,0 +1,346 @@
+"""The order in which the jobs that a scheduler holds are sent."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scheduler.jobs.entry import Entry
+from scheduler.jobs.resource_request import TIER_RANKS
+from scheduler.queues.lazy_min import LazyMin
+from scheduler.queues.virtual_tokens import VirtualTokens
+from schemas.config import SchedulerConfig, TierPolicies
+from schemas.jobs import Tier
+
+INTERACTIVE = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
+_NEVER_NS = 2**63
+
+
+class Tenant(NamedTuple):
+    """A tenant in one tier: whom service is shared among."""
+
+    tier: Tier
+    name: str
+
+
+class _Shelf:
+    """The jobs of one tenant in one tier, the most urgent first. ``count`` are here, of which
+    ``num_passed`` were passed over."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[tuple[float, int], int, Entry]] = []
+        self.count = 0
+        self.num_passed = 0
+
+
+class FairQueue:
+    """Jobs of one model that wait here, and who has been served how much.
+
+    First come those whose run was interrupted: a client is in the middle of their stream. Then the
+    tiers, by tokens served for their weight, but batch work only when nothing else is here. In a
+    tier the tenants, by tokens served; of a tenant the earliest deadline, or the shortest. Tenants
+    with jobs that are still in the queue are known by ``want``.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._weights = weights_of(config.tiers)
+        self._shortest = config.order == "shortest"
+        self._ageing_s = config.ageing_s
+        self._tiers: VirtualTokens[Tier] = VirtualTokens()
+        self._tenants: dict[Tier, VirtualTokens[str]] = {tier: VirtualTokens() for tier in Tier}
+        self._num_wanting = dict.fromkeys(Tier, 0)
+        self._wanted: dict[Tenant, set[str]] = {}
+        self._shelves: dict[Tenant, _Shelf] = {}
+        self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
+        self._returning: list[tuple[bool, int, int, Entry]] = []
+        self._numbers = itertools.count()
+        # What is left in a heap under another number is no member any more.
+        self._members: dict[Entry, int] = {}
+        self._on_shelf: set[Entry] = set()
+        self._passed: dict[Entry, None] = {}
+        self._num_of = dict.fromkeys(Tier, 0)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._members
+
+    def __iter__(self) -> Iterator[Entry]:
+        """A snapshot, in no order."""
+        return iter(list(self._members))
+
+    # --- who wants ---
+
+    def want(self, tenant: Tenant, wants: bool, name: str = "") -> None:
+        """Whether it has jobs in the queue behind those that are here, under one of the names by
+        which the model is asked for."""
+        if wants:
+            self._wanted.setdefault(tenant, set()).add(name)
+            self._begin(tenant)
+        elif (names := self._wanted.get(tenant)) is not None:
+            names.discard(name)
+            if not names:
+                del self._wanted[tenant]
+                self._end_if_idle(tenant)
+
+    def _begin(self, tenant: Tenant) -> None:
+        tenants = self._tenants[tenant.tier]
+        if not self._wants(tenant):
+            self._num_wanting[tenant.tier] += 1
+            if tenant.tier is not Tier.BATCH:
+                # It is never charged as a tier, so it would be the least served for ever.
+                self._tiers.begin(tenant.tier)
+            tenants.begin(tenant.name)
+            self._shelves[tenant] = _Shelf()
+
+    def _wants(self, tenant: Tenant) -> bool:
+        return tenant in self._shelves
+
+    def _end_if_idle(self, tenant: Tenant) -> None:
+        shelf = self._shelves.get(tenant)
+        if shelf is None or shelf.count or tenant in self._wanted:
+            return
+        del self._shelves[tenant]
+        self._tenants[tenant.tier].end(tenant.name)
+        self._num_wanting[tenant.tier] -= 1
+        if not self._num_wanting[tenant.tier]:
+            self._tiers.end(tenant.tier)
+
+    # --- in and out ---
+
+    def push(self, entry: Entry) -> None:
+        self._members[entry] = next(self._numbers)
+        tenant = tenant_of(entry)
+        self._num_of[tenant.tier] += 1
+        if not entry.interrupted:
+            self._begin(tenant)
+            self._shelves[tenant].count += 1
+            self._on_shelf.add(entry)
+        self._line_up(entry)
+
+    def _line_up(self, entry: Entry) -> None:
+        """Among those that ``head`` looks at."""
+        tenant, number = tenant_of(entry), self._members[entry]
+        if entry in self._on_shelf:
+            shelf = self._shelves[tenant]
+            heapq.heappush(shelf.heap, (self._urgency(entry), number, entry))
+            self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+        else:
+            is_batch = tenant.tier is Tier.BATCH
+            heapq.heappush(self._returning, (is_batch, entry.stream_sequence, number, entry))
+
+    def remove(self, entry: Entry) -> None:
+        """It waits here no more, whether it was sent or is over."""
+        if self._members.pop(entry, None) is None:
+            return
+        self._num_of[entry.job.tier] -= 1
+        if entry not in self._on_shelf:
+            return
+        self._on_shelf.remove(entry)
+        tenant = tenant_of(entry)
+        shelf = self._shelves[tenant]
+        shelf.count -= 1
+        if entry in self._passed:
+            del self._passed[entry]
+            shelf.num_passed -= 1
+        if shelf.count == shelf.num_passed:
+            shelf.heap.clear()
+            self._ready[tenant.tier].discard(tenant.name)
+            self._end_if_idle(tenant)
+
+    def pass_over(self, entry: Entry) -> None:
+        """The head cannot be sent just now: others come before it until ``look_again``. It waits
+        here all the same."""
+        self._passed[entry] = None
+        if entry not in self._on_shelf:
+            self._returning = [item for item in self._returning if item[3] is not entry]
+            heapq.heapify(self._returning)
+            return
+        tenant = tenant_of(entry)
+        shelf = self._shelves[tenant]
+        heapq.heappop(shelf.heap)
+        shelf.num_passed += 1
+        if shelf.count == shelf.num_passed:
+            self._ready[tenant.tier].discard(tenant.name)
+
+    def look_again(self) -> None:
+        """Those who were passed over have their places back."""
+        passed, self._passed = self._passed, {}
+        for entry in passed:
+            if entry in self._on_shelf:
+                self._shelves[tenant_of(entry)].num_passed = 0
+            if entry in self._members:
+                self._line_up(entry)
+
+    def head(self, above: Tier | None = None) -> Entry | None:
+        """Who is next, or would be if there were none but the tiers above one; it stays until it
+        is removed."""
+        returning = self._top_returning() if above is None else self._returning_above(above)
+        if returning is not None and returning.job.tier is not Tier.BATCH:
+            return returning
+        among = INTERACTIVE if above is None else INTERACTIVE[: TIER_RANKS[above]]
+        tiers = [tier for tier in among if len(self._ready[tier])]
+        if tiers:
+            return self._top(min(tiers, key=self._tiers.counter))
+        if returning is not None or above is not None:
+            return returning
+        return self._top(Tier.BATCH) if len(self._ready[Tier.BATCH]) else None
+
+    def _returning_above(self, tier: Tier) -> Entry | None:
+        valid = [
+            item
+            for item in self._returning
+            if self._members.get(item[3]) == item[2]
+            and TIER_RANKS[item[3].job.tier] < TIER_RANKS[tier]
+        ]
+        return min(valid)[3] if valid else None
+
+    def _top_returning(self) -> Entry | None:
+        while self._returning:
+            _, _, number, entry = self._returning[0]
+            if self._members.get(entry) == number:
+                return entry
+            heapq.heappop(self._returning)
+        return None
+
+    def _top(self, tier: Tier) -> Entry | None:
+        name = self._ready[tier].least()
+        if name is None:
+            return None
+        heap = self._shelves[Tenant(tier, name)].heap
+        while self._members.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def _urgency(self, entry: Entry) -> tuple[float, int]:
+        if self._shortest:
+            # Length halves with every ``ageing_s`` of waiting; what has passed is the same for all.
+            length = math.log2(max(entry.expected_output_tokens, 1.0))
+            return length + entry.pulled_s / self._ageing_s, entry.stream_sequence
+        deadline_ns = entry.job.deadline_ns
+        return float(_NEVER_NS if deadline_ns is None else deadline_ns), entry.stream_sequence
+
+    # --- service ---
+
+    def charge(self, tenant: Tenant, tokens: float) -> None:
+        """It was given service worth so many tokens; less than none takes some back."""
+        tier, name = tenant
+        self._tenants[tier].charge(name, tokens)
+        if tier is not Tier.BATCH:
+            self._tiers.charge(tier, tokens / self._weights[tier])
+        if name in self._ready[tier]:
+            self._ready[tier].set(name, self._counter(tenant))
+
+    def _counter(self, tenant: Tenant) -> float:
+        return self._tenants[tenant.tier].counter(tenant.name)
+
+    def rank_of(self, tier: Tier) -> tuple[bool, float]:
+        """Sorts tiers by which is next to be served."""
+        return tier is Tier.BATCH, self._tiers.counter(tier)
+
+    def counters(self, tier: Tier) -> VirtualTokens[str]:
+        """By which the tenants of a tier are next to be served."""
+        return self._tenants[tier]
+
+    def lead(self, tier: Tier, over: Tier) -> float:
+        """Tokens that a tier was served more than another one, each for its weight."""
+        return self.standing(tier) - self.standing(over)
+
+    def num_wanting(self, tier: Tier) -> int:
+        """Tenants of a tier with jobs here or in the queue."""
+        return self._num_wanting[tier]
+
+    def num_of(self, tier: Tier) -> int:
+        """Jobs of a tier that wait here."""
+        return self._num_of[tier]
+
+    # --- what will be ---
+
+    def in_order(self) -> list[Entry]:
+        """All that wait here, in the order in which they would be sent if nothing else came and
+        each took what is expected of it."""
+        returning = self.returning()
+        first = [entry for entry in returning if entry.job.tier is not Tier.BATCH]
+        last = [entry for entry in returning if entry.job.tier is Tier.BATCH]
+        return [*first, *self._rounds(INTERACTIVE), *last, *self._rounds((Tier.BATCH,))]
+
+    def returning(self) -> list[Entry]:
+        """Those whose run was interrupted, in their order."""
+        found = [item for item in self._returning if self._members.get(item[3]) == item[2]]
+        return [entry for _, _, _, entry in sorted(found)]
+
+    def by_tenant(self) -> dict[Tenant, list[Entry]]:
+        """The others, of each tenant in its order."""
+        return {
+            Tenant(tier, name): self._in_line(Tenant(tier, name))
+            for tier in Tier
+            for name in self._ready[tier]
+        }
+
+    def _in_line(self, tenant: Tenant) -> list[Entry]:
+        heap = self._shelves[tenant].heap
+        found = sorted(item for item in heap if self._members.get(item[2]) == item[1])
+        return [entry for _, _, entry in found]
+
+    def standing(self, tier: Tier) -> float:
+        """Tokens that a tier was served for its weight, or where it would begin now."""
+        return self._tiers.standing(tier)
+
+    def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[Entry]:
+        by_tier = [
+            (self._tiers.counter(tier), number, self._merged(tier))
+            for number, tier in enumerate(tiers)
+            if len(self._ready[tier])
+        ]
+        heapq.heapify(by_tier)
+        while by_tier:
+            counter, number, entries = by_tier[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(by_tier)
+                continue
+            yield entry
+            counter += entry.expected_tokens / self._weights[entry.job.tier]
+            heapq.heapreplace(by_tier, (counter, number, entries))
+
+    def _merged(self, tier: Tier) -> Iterator[Entry]:
+        tenants: list[tuple[float, int, Iterator[Entry]]] = []
+        for number, name in enumerate(self._ready[tier]):
+            tenant = Tenant(tier, name)
+            tenants.append((self._counter(tenant), number, iter(self._in_line(tenant))))
+        heapq.heapify(tenants)
+        while tenants:
+            counter, number, entries = tenants[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(tenants)
+                continue
+            yield entry
+            heapq.heapreplace(tenants, (counter + entry.expected_tokens, number, entries))
+
+    def check_integrity(self) -> None:
+        """AssertionError unless counts and members agree."""
+        waiting = self._on_shelf
+        assert not self._passed, "somebody is passed over for good"
+        assert waiting <= self._members.keys(), "what is gone is on a shelf"
+        for tenant, shelf in self._shelves.items():
+            count = sum(tenant_of(entry) == tenant for entry in waiting)
+            assert shelf.count == count, f"{tenant} counts {shelf.count} jobs of {count}"
+            assert (tenant.name in self._ready[tenant.tier]) == bool(count), (
+                f"{tenant} is not ready"
+            )
+            assert count or tenant in self._wanted, f"{tenant} wants nothing"
+        assert sum(shelf.count for shelf in self._shelves.values()) == len(waiting)
+
+
+def tenant_of(entry: Entry) -> Tenant:
+    return Tenant(entry.job.tier, entry.job.tenant)
+
+
+def weights_of(tiers: TierPolicies) -> dict[Tier, float]:
+    """The share of each tier."""
+    return {tier: getattr(tiers, tier.value).weight for tier in Tier}

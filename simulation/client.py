@@ -1,0 +1,168 @@
+"""The clients of a trace: they send its requests when they are due, and note what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from bus.api import Bus, Subscription
+from runtime.clock import Clock
+from schemas.control import Cancel, CancelReason, QueueStatus, ResumePoint
+from schemas.errors import QueueFullError
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Expired,
+    Failed,
+    Frame,
+    Shed,
+    Started,
+    TerminalFrame,
+)
+from schemas.jobs import Job
+from schemas.records import Status
+from schemas.sampling import SamplingParams
+from simulation.policies import Policy
+from simulation.report.outcomes import REPLY, Ledger, Outcome
+from simulation.traces.texts import Texts
+from simulation.workers.worker import Spawn
+
+_NS_PER_S = 1e9
+_STATUSES: dict[type[TerminalFrame], Status] = {
+    Done: Status.DONE,
+    Cancelled: Status.CANCELLED,
+    Expired: Status.EXPIRED,
+    Shed: Status.SHED,
+    Failed: Status.FAILED,
+}
+
+
+class Clients:
+    """All of them at once. ``all_ended`` is set when every request of the trace has been
+    answered."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        ledger: Ledger,
+        texts: Texts,
+        policy: Policy,
+        spawn: Spawn,
+    ) -> None:
+        self.all_ended = asyncio.Event()
+        self._bus = bus
+        self._clock = clock
+        self._ledger = ledger
+        self._texts = texts
+        self._policy = policy
+        self._num_open = len(ledger)
+        # The turns of a session behind the one that is under way.
+        self._turns: dict[tuple[str, str], deque[Outcome]] = {}
+        self._queues: dict[str, QueueStatus] = {}
+        self._subscriptions: list[Subscription] = []
+        self._spawn = spawn
+
+    async def listen(self) -> None:
+        self._subscriptions = [
+            await self._bus.frames.subscribe(REPLY, self._on_frame),
+            await self._bus.control.serve_resume_points(REPLY, self._resume_point),
+            await self._bus.control.subscribe_queue_status(self._on_queue),
+        ]
+
+    def _on_queue(self, status: QueueStatus) -> None:
+        self._queues[status.model] = status
+
+    async def send_all(self) -> None:
+        """Returns when the last request is due."""
+        for outcome in self._ledger:
+            wait_s = outcome.request.at_s - self._ledger.now_s()
+            if wait_s > 0:
+                await self._clock.sleep(wait_s)
+            request = outcome.request
+            if request.session:
+                waiting = self._turns.get((request.tenant, request.session))
+                if waiting is not None:
+                    waiting.append(outcome)
+                    continue
+                self._turns[request.tenant, request.session] = deque()
+            await self._send(outcome)
+
+    async def _send(self, outcome: Outcome) -> None:
+        outcome.sent_s = self._ledger.now_s()
+        job = self._job(outcome)
+        queue = self._queues.get(job.model)
+        if queue is not None:
+            outcome.predicted_ttft_ms = queue.ttft_ms_of(job.tier, job.tenant)
+        try:
+            await self._bus.jobs.publish(job)
+        except QueueFullError as error:
+            self._end(outcome, Status.SHED, error.code)
+            return
+        deadline_s = outcome.request.deadline_s
+        if deadline_s is not None and job.deadline_ns is None:
+            asyncio.get_running_loop().call_later(deadline_s, self._give_up, outcome)
+
+    def _job(self, outcome: Outcome) -> Job:
+        request, now_ns = outcome.request, self._clock.now_ns()
+        tenant, tier = self._policy.who(request.tenant, request.tier)
+        deadline_ns = None
+        # One that is told of no deadlines must not sort by them; the client keeps its own.
+        if request.deadline_s is not None and not self._policy.is_blind:
+            deadline_ns = now_ns + round(request.deadline_s * _NS_PER_S)
+        return Job(
+            request_id=outcome.request_id,
+            model=request.model,
+            tier=tier,
+            tenant=tenant,
+            session_id=request.session,
+            prompt_token_ids=self._texts.prompt(request, outcome.request_id),
+            sampling=SamplingParams(
+                max_tokens=request.max_tokens or request.output_tokens, seed=0, ignore_eos=True
+            ),
+            reply=REPLY,
+            batch_frames=True,
+            received_ns=now_ns,
+            deadline_ns=deadline_ns,
+        )
+
+    def _give_up(self, outcome: Outcome) -> None:
+        if outcome.status is None:
+            cancel = Cancel(request_id=outcome.request_id, reason=CancelReason.DEADLINE)
+            self._spawn(self._bus.control.cancel(cancel))
+
+    def _on_frame(self, request_id: str, frame: Frame) -> None:
+        outcome = self._ledger[request_id]
+        match frame:
+            case Started():
+                outcome.epoch = max(outcome.epoch, frame.epoch)
+                if outcome.started_s < 0:
+                    outcome.started_s = self._ledger.now_s()
+                    outcome.num_cached_tokens = frame.num_cached_tokens
+            case Delta():
+                if outcome.first_s < 0 and frame.epoch >= outcome.epoch:
+                    outcome.first_s = self._ledger.now_s()
+            case Done() | Cancelled() | Expired() | Shed() | Failed():
+                outcome.num_terminals += 1
+                if outcome.status is None:
+                    code = frame.code if isinstance(frame, Failed) else ""
+                    self._end(outcome, _STATUSES[type(frame)], code)
+            case _:
+                pass  # positions and counts change nothing here
+
+    def _end(self, outcome: Outcome, status: Status, error_code: str) -> None:
+        outcome.end_s, outcome.status, outcome.error_code = self._ledger.now_s(), status, error_code
+        self._num_open -= 1
+        if not self._num_open:
+            self.all_ended.set()
+        request = outcome.request
+        turns = self._turns.get((request.tenant, request.session)) if request.session else None
+        if turns:
+            self._spawn(self._send(turns.popleft()))
+        elif turns is not None:
+            del self._turns[request.tenant, request.session]
+
+    def _resume_point(self, request_id: str) -> ResumePoint:
+        outcome = self._ledger[request_id]
+        return ResumePoint(token_ids=outcome.token_ids, open=outcome.status is None)

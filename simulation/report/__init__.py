@@ -1,0 +1,1 @@
+"""From what happened to a report."""

@@ -1,0 +1,194 @@
+"""A simulation's report as one page of HTML that needs nothing else: no network, no scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from importlib import resources
+
+from bench.report.plots import Marker, Series, line_chart, number
+from simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
+from simulation.report.table import render
+
+# The style sheet has as many colours of lines.
+_COLOURS = "abcd"
+_LAST_QUANTILE = 99
+_LATENCIES = (
+    ("ttft_ms", "Time to first token"),
+    ("tpot_ms", "Time per output token"),
+    ("e2e_ms", "Whole answer"),
+)
+_OVER_TIME = (
+    ("num_waiting", "Requests that wait", "requests"),
+    ("num_running", "Requests that run", "requests"),
+    ("output_tokens_per_s", "Output tokens", "tokens/s"),
+    ("num_workers", "Workers", "workers"),
+)
+
+
+def render_page(report: Report) -> str:
+    """The whole document; plots show the first four policies."""
+    style = resources.files("bench.report").joinpath("page.css").read_text()
+    names = ", ".join(one.policy for one in report.policies)
+    title = f"Simulated: {names}"
+    setup = report.setup
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{_safe(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{_safe(title)}</h1>
+<p>{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in
+{setup.last_arrival_s:,.0f} s, seed {setup.seed}</p>
+</header>
+<section class=cards>{"".join(_card(one) for one in report.policies)}</section>
+<h2>Latencies</h2>
+<section class=plots>{"".join(_latency(report, *one) for one in _LATENCIES)}</section>
+<h2>Over time</h2>
+<section class=plots>{_over_time(report)}</section>
+{_groups("Tiers", report.policies, lambda one: one.by_tier)}
+{_groups("Tenants", report.policies, lambda one: one.by_tenant)}
+<h2>Figures</h2>
+<div class=wide><pre>{_safe(render(report))}</pre></div>
+<footer>{_safe(report.schema)} · millrace simulate</footer>
+</body>
+</html>
+"""
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)
+
+
+def _card(one: PolicyReport) -> str:
+    ttft = one.overall.ttft_ms
+    shown = "-" if ttft is None else f"{number(ttft.p50)} ms"
+    more = "nothing was answered" if ttft is None else f"TTFT p50; p99 {number(ttft.p99)} ms"
+    price = one.cost.per_1m_output_tokens
+    cost = "" if price is None else f"${price:,.3f} per 1M output tokens"
+    return (
+        f"<div class=card><span>{_safe(one.policy)}</span><strong>{shown}</strong>"
+        f"<small>{more}</small><small>{cost}</small></div>"
+    )
+
+
+def _drawn(report: Report) -> list[tuple[PolicyReport, str]]:
+    return list(zip(report.policies, _COLOURS, strict=False))
+
+
+def _latency(report: Report, field: str, title: str) -> str:
+    series, worst = [], 0.0
+    for one, colour in _drawn(report):
+        of: Percentiles | None = getattr(one.overall, field)
+        if of is not None:
+            shown = of.quantiles_ms[: _LAST_QUANTILE + 1]
+            points = [(value, float(share)) for share, value in enumerate(shown)]
+            series.append(Series(one.policy, points, colour))
+            worst = max(worst, of.max)
+    slo_ms = getattr(report.setup.slo, field, None)
+    drawn = line_chart(
+        series,
+        x_title=f"milliseconds, up to p99 (max {number(worst)})",
+        y_title="% at most",
+        label=f"{title}: cumulative distribution",
+        y_max=100.0,
+        markers=[] if slo_ms is None else [Marker(slo_ms, f"SLO {number(slo_ms)}")],
+    )
+    return _figure(title, drawn)
+
+
+def _over_time(report: Report) -> str:
+    figures = []
+    for field, title, unit in _OVER_TIME:
+        series = [
+            Series(one.policy, _steps(one.timeline, field), colour, stepped=True)
+            for one, colour in _drawn(report)
+        ]
+        figures.append(_chart(title, unit, series))
+    first = [Series(one.policy, _first(one.timeline), colour) for one, colour in _drawn(report)]
+    arrivals = [
+        Series(one.policy, _steps(one.timeline, "arrivals_per_s"), colour, stepped=True)
+        for one, colour in _drawn(report)[:1]
+    ]
+    figures.append(_chart("TTFT, median", "ms", first))
+    figures.append(_chart("Arrivals", "requests/s", arrivals))
+    return "".join(figures)
+
+
+def _chart(title: str, unit: str, series: Sequence[Series]) -> str:
+    label = f"{title} over time"
+    return _figure(title, line_chart(series, x_title="seconds", y_title=unit, label=label))
+
+
+def _steps(timeline: Sequence[Bin], field: str) -> list[tuple[float, float]]:
+    points = [(one.at_s, float(getattr(one, field))) for one in timeline]
+    return [*points, (timeline[-1].at_s + timeline[-1].width_s, points[-1][1])] if points else []
+
+
+def _first(timeline: Sequence[Bin]) -> list[tuple[float, float]]:
+    return [
+        (one.at_s + one.width_s / 2, one.ttft_p50_ms)
+        for one in timeline
+        if one.ttft_p50_ms is not None
+    ]
+
+
+def _figure(title: str, drawn: str) -> str:
+    return f"<figure><figcaption>{_safe(title)}</figcaption>{drawn}</figure>"
+
+
+def _groups(
+    title: str,
+    policies: Sequence[PolicyReport],
+    groups: Callable[[PolicyReport], dict[str, Group]],
+) -> str:
+    """A table of groups; none if there is only one."""
+    names = list(dict.fromkeys(name for one in policies for name in groups(one)))
+    if len(names) < 2:
+        return ""
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in (
+            "policy",
+            "requests",
+            "answered",
+            "TTFT p50",
+            "TTFT p99",
+            "TPOT p50",
+            "E2E p99",
+        )
+    )
+    rows = "".join(
+        _row(name, one.policy, group)
+        for name in names
+        for one in policies
+        if (group := groups(one).get(name)) is not None
+    )
+    return (
+        f"<h2>{title}</h2><div class=wide><table><thead><tr><th>milliseconds</th>{head}</tr>"
+        f"</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _row(name: str, policy: str, group: Group) -> str:
+    cells = [
+        _safe(policy),
+        f"{group.num_requests:,}",
+        f"{group.num_done:,}",
+        _at(group.ttft_ms, "p50"),
+        _at(group.ttft_ms, "p99"),
+        _at(group.tpot_ms, "p50"),
+        _at(group.e2e_ms, "p99"),
+    ]
+    return f"<tr><th>{_safe(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _at(of: Percentiles | None, share: str) -> str:
+    return "-" if of is None else f"{getattr(of, share):,.1f}"

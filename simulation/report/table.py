@@ -1,0 +1,185 @@
+"""A simulation's report on the terminal, policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
+
+_LABEL_WIDTH, _LEAST_WIDTH = 30, 14
+_SHARES = ("p50", "p90", "p99")
+_LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+# Of more tenants the table says nothing; the JSON report does.
+_MAX_TENANTS = 12
+
+Row = tuple[str, Callable[[PolicyReport], str]]
+
+
+def render(report: Report) -> str:
+    """The whole report, ending with a line break."""
+    policies = report.policies
+    lines = [*_setup_lines(report.setup), ""]
+    head = f"{'':<{_LABEL_WIDTH}}" + "".join(_cell(one.policy, one) for one in policies)
+    lines += [head, "-" * len(head)]
+    for section in (_totals(report), _overall(policies), _fairness(policies), _costs()):
+        lines += [_line(row, policies) for row in section]
+    tiers = list(dict.fromkeys(tier for one in policies for tier in one.by_tier))
+    if len(tiers) > 1:
+        lines += ["", "by tier"]
+        lines += _groups(policies, tiers, lambda one: one.by_tier)
+    tenants = list(dict.fromkeys(tenant for one in policies for tenant in one.by_tenant))
+    if 1 < len(tenants) <= _MAX_TENANTS:
+        lines += ["", "by tenant"]
+        lines += _groups(policies, tenants, lambda one: one.by_tenant)
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row, policies: Sequence[PolicyReport]) -> str:
+    label, value = row
+    return f"{label:<{_LABEL_WIDTH}}" + "".join(_cell(value(one), one) for one in policies)
+
+
+def _cell(text: str, policy: PolicyReport) -> str:
+    """In the column of a policy, whose name heads it."""
+    return f"{text:>{max(_LEAST_WIDTH, len(policy.policy) + 2)}}"
+
+
+def _setup_lines(setup: Setup) -> list[str]:
+    simulation, engine = setup.worker.engine.simulation, setup.worker.engine
+    workers = ", ".join(f"{count} of {model}" for model, count in setup.num_workers.items())
+    autoscale = setup.scheduler.autoscale
+    if autoscale.max_workers:
+        workers += f" at first, then {autoscale.min_workers} to {autoscale.max_workers} of each"
+    trace = (
+        f"{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in "
+        f"{setup.last_arrival_s:,.0f} s; {setup.prompt_tokens:,} tokens in, "
+        f"{setup.output_tokens:,} out"
+    )
+    workers += (
+        f"; each {engine.max_num_sequences} sequences, "
+        f"{engine.num_blocks * engine.block_size_tokens:,} tokens of KV cache"
+    )
+    speed = (
+        f"{simulation.prefill_tokens_per_s:,.0f} prompt tokens/s; a decode step takes "
+        f"{simulation.step_ms:g} ms + {simulation.step_ms_per_sequence:g} ms a sequence + "
+        f"{simulation.step_ms_per_kv_token:g} ms a KV token"
+    )
+    return [f"{'trace':<10}{trace}", f"{'workers':<10}{workers}", f"{'speed':<10}{speed}"]
+
+
+def _totals(report: Report) -> list[Row]:
+    rows: list[Row] = [
+        ("ended after, s", lambda one: f"{one.end_s:,.1f}"),
+        ("answered", lambda one: f"{one.overall.num_done:,}"),
+    ]
+    rows += [
+        (name, _count(f"num_{name}"))
+        for name in ("shed", "expired", "cancelled", "failed", "unfinished")
+        if any(getattr(one.overall, f"num_{name}") for one in report.policies)
+    ]
+    rows += [
+        ("requests/s", lambda one: f"{one.requests_per_s:,.2f}"),
+        ("output tokens/s", lambda one: f"{one.output_tokens_per_s:,.0f}"),
+        ("prefix hit rate", lambda one: f"{one.prefix_hit_rate:.1%}"),
+        ("utilisation", lambda one: f"{one.utilisation:.1%}"),
+        ("workers, mean", lambda one: f"{one.mean_workers:,.1f}"),
+    ]
+    rows += [
+        (title, _field(name))
+        for name, title in (
+            ("num_deaths", "workers that died"),
+            ("num_runs_moved", "runs beyond the first"),
+            ("num_preemptions", "preemptions"),
+        )
+        if any(getattr(one, name) for one in report.policies)
+    ]
+    return rows
+
+
+def _count(name: str) -> Callable[[PolicyReport], str]:
+    return lambda one: f"{getattr(one.overall, name):,}"
+
+
+def _field(name: str) -> Callable[[PolicyReport], str]:
+    return lambda one: f"{getattr(one, name):,}"
+
+
+def _overall(policies: Sequence[PolicyReport]) -> list[Row]:
+    rows: list[Row] = [
+        (f"{title} {share}, ms", _latency(field, share))
+        for field, title in _LATENCIES
+        for share in _SHARES
+    ]
+    if any(one.overall.goodput is not None for one in policies):
+        rows.append(("goodput within the SLO", lambda one: _share(one.overall.goodput)))
+    return rows
+
+
+def _latency(field: str, share: str) -> Callable[[PolicyReport], str]:
+    return lambda one: _at(getattr(one.overall, field), share)
+
+
+def _fairness(policies: Sequence[PolicyReport]) -> list[Row]:
+    tiers = list(dict.fromkeys(tier for one in policies for tier in one.fairness))
+    rows: list[Row] = []
+    for tier in tiers:
+        rows += [
+            (f"Jain's index, {tier}", _fair(tier, "jain", ".4f")),
+            (f"largest gap, {tier}, tokens", _fair(tier, "max_gap_tokens", ",.0f")),
+        ]
+    return rows
+
+
+def _fair(tier: str, field: str, form: str) -> Callable[[PolicyReport], str]:
+    def value(one: PolicyReport) -> str:
+        of = one.fairness.get(tier)
+        return "-" if of is None else format(getattr(of, field), form)
+
+    return value
+
+
+def _costs() -> list[Row]:
+    return [
+        ("GPU-hours", lambda one: f"{one.cost.gpu_hours:,.2f}"),
+        ("$ in all", lambda one: f"{one.cost.total:,.2f}"),
+        ("$ per 1M output tokens", lambda one: _money(one.cost.per_1m_output_tokens)),
+        ("$ per 1M tokens, in and out", lambda one: _money(one.cost.per_1m_tokens)),
+    ]
+
+
+def _groups(
+    policies: Sequence[PolicyReport],
+    names: Sequence[str],
+    groups: Callable[[PolicyReport], dict[str, Group]],
+) -> list[str]:
+    def cell(name: str, value: Callable[[Group], str]) -> Callable[[PolicyReport], str]:
+        def of(one: PolicyReport) -> str:
+            group = groups(one).get(name)
+            return "-" if group is None else value(group)
+
+        return of
+
+    lines = []
+    for name in names:
+        shown = name if len(name) <= 14 else f"{name[:13]}…"
+        rows: list[Row] = [
+            (f"{shown}, answered", cell(name, lambda group: f"{group.num_done:,}")),
+            (f"{shown}, TTFT p50, ms", cell(name, lambda group: _at(group.ttft_ms, "p50"))),
+            (f"{shown}, TTFT p99, ms", cell(name, lambda group: _at(group.ttft_ms, "p99"))),
+        ]
+        if any(one.overall.goodput is not None for one in policies):
+            rows.append((f"{shown}, goodput", cell(name, lambda group: _share(group.goodput))))
+        lines += [_line(row, policies) for row in rows]
+    return lines
+
+
+def _at(of: Percentiles | None, share: str) -> str:
+    return "-" if of is None else f"{getattr(of, share):,.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4f}"

@@ -1,0 +1,1 @@
+"""The requests of a load: read, drawn and written."""

@@ -1,0 +1,1 @@
+"""Workers that compute nothing, in virtual time."""

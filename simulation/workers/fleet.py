@@ -1,0 +1,222 @@
+"""The workers of a simulation: started, killed, drained, and as many as the autoscaler wants."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from bus.api import Bus
+from runtime.clock import Clock
+from schemas.config import WorkerConfig
+from schemas.control import Cancel, QueueStatus
+from simulation.report.outcomes import Ledger
+from simulation.settings import Settings
+from simulation.workers.heartbeats import Heartbeats
+from simulation.workers.leaps import LeapingBatch
+from simulation.workers.worker import SimulatedWorker, Spawn
+from workers.simulated.latency_model import LatencyModel
+
+
+@dataclass
+class Life:
+    """When a worker was there, in seconds: paid for from ``paid_s`` on, able to work from ``up_s``
+    on, gone at ``gone_s``; and what it did."""
+
+    name: str
+    model: str
+    paid_s: float
+    up_s: float | None = None
+    gone_s: float | None = None
+    batch: LeapingBatch | None = field(default=None, repr=False)
+
+    def count_from(self, start_s: float, end_s: float) -> None:
+        """Have its times, which are the loop's, count from ``start_s``; what still lives was there
+        until ``end_s``."""
+        self.paid_s -= start_s
+        self.up_s = None if self.up_s is None else self.up_s - start_s
+        self.gone_s = (end_s if self.gone_s is None else self.gone_s) - start_s
+
+
+@dataclass
+class _Place:
+    """Where one worker after the other lives."""
+
+    name: str
+    model: str
+    phase: float
+    rng: random.Random
+    number: int = 0
+    num_lives: int = 0
+    worker: SimulatedWorker | None = None
+    life: Life | None = None
+    wanted: bool = True
+    death: asyncio.TimerHandle | None = None
+
+
+class Fleet:
+    """Owns the workers. ``lives`` is all there ever were, of which each costs money."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        settings: Settings,
+        models: list[str],
+        ledger: Ledger,
+        spawn: Spawn,
+        start_s: float,
+    ) -> None:
+        self.lives: list[Life] = []
+        self.num_deaths = 0
+        self._bus = bus
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._config: WorkerConfig = settings.config.worker
+        self._latency = LatencyModel(self._config.engine.simulation)
+        self._ledger = ledger
+        self._spawn = spawn
+        self._start_s = start_s
+        self._places: dict[str, list[_Place]] = {model: [] for model in models}
+        self._all: list[_Place] = []
+
+    async def start(self) -> None:
+        """Have the first workers there, at once; then failures take their course."""
+        await self._bus.control.subscribe_cancels(self._on_cancel)
+        await self._bus.control.subscribe_queue_status(self._on_queue_status)
+        for model in self._places:
+            for _ in range(self._settings.workers_of(model)):
+                await self._begin(self._new_place(model), delay_s=0.0)
+        for failure in self._settings.failures:
+            place = self._all[failure.worker - 1]
+            self._loop.call_at(self._start_s + failure.at_s, self._kill, place)
+
+    async def close(self) -> None:
+        """Nobody works any more."""
+        for place in self._all:
+            place.wanted = False
+            if place.death is not None:
+                place.death.cancel()
+            if place.worker is not None:
+                await place.worker.kill()
+
+    def _new_place(self, model: str) -> _Place:
+        number = len(self._all) + 1
+        rng = random.Random(f"{self._settings.seed} worker {number}")
+        place = _Place(f"worker-{number}", model, rng.random(), rng, number)
+        self._places[model].append(place)
+        self._all.append(place)
+        return place
+
+    # --- lives ---
+
+    async def _begin(self, place: _Place, delay_s: float) -> None:
+        """Start a life, which is paid for from now on and works ``delay_s`` later."""
+        place.num_lives += 1
+        life = place.life = Life(place.name, place.model, paid_s=self._loop.time())
+        self.lives.append(life)
+        if delay_s > 0:
+            await self._clock.sleep(delay_s)
+            if place.life is not life:
+                return  # it was not wanted any more before it was there
+        worker = place.worker = self._new_worker(place)
+        life.up_s, life.batch = self._loop.time(), worker.batch
+        await worker.start()
+        if self._settings.mtbf_s > 0:
+            lasts_s = place.rng.expovariate(1 / self._settings.mtbf_s)
+            place.death = self._loop.call_later(lasts_s, self._kill, place)
+
+    def _new_worker(self, place: _Place) -> SimulatedWorker:
+        engine = self._config.engine
+        batch = LeapingBatch(
+            self._latency,
+            max_num_sequences=engine.max_num_sequences,
+            max_batch_tokens=engine.max_batch_tokens,
+            num_blocks=engine.num_blocks,
+            block_size_tokens=engine.block_size_tokens,
+            prefix_cache=engine.prefix_cache,
+        )
+        heartbeats = Heartbeats(
+            self._bus,
+            self._clock,
+            self._config,
+            f"{place.name}-{place.num_lives}",
+            place.name,
+            place.model,
+            place.phase,
+            self._latency.prefill_tokens_per_s,
+            self._spawn,
+        )
+        return SimulatedWorker(
+            self._bus,
+            self._clock,
+            self._config,
+            batch,
+            heartbeats,
+            self._ledger,
+            self._spawn,
+            lambda worker: self._on_idle(place, worker),
+        )
+
+    def _kill(self, place: _Place) -> None:
+        if place.worker is not None and place.worker.alive:
+            self.num_deaths += 1
+            self._spawn(self._die(place, place.worker))
+
+    async def _die(self, place: _Place, worker: SimulatedWorker) -> None:
+        self._end_life(place)
+        await worker.kill()
+        await self._clock.sleep(self._settings.restart_s)
+        if place.wanted and place.life is None:
+            await self._begin(place, self._latency.start_s)
+
+    def _end_life(self, place: _Place) -> None:
+        place.worker = None
+        if place.death is not None:
+            place.death.cancel()
+        if place.life is not None:
+            place.life.gone_s = self._loop.time()
+            place.life = None
+
+    def _on_idle(self, place: _Place, worker: SimulatedWorker) -> None:
+        if place.worker is worker:
+            self._end_life(place)
+            self._spawn(worker.retire())
+
+    # --- what the bus says ---
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        for place in self._all:
+            if place.worker is not None:
+                place.worker.on_cancel(cancel)
+
+    def _on_queue_status(self, status: QueueStatus) -> None:
+        if self._settings.config.scheduler.autoscale.max_workers and status.model in self._places:
+            self._scale(status.model, status.desired_workers)
+
+    def _scale(self, model: str, desired: int) -> None:
+        places = self._places[model]
+        here = [place for place in places if place.wanted]
+        for _ in range(desired - len(here)):
+            free = next((p for p in places if not p.wanted and p.life is None), None)
+            place = free or self._new_place(model)
+            place.wanted = True
+            self._spawn(self._begin(place, self._latency.start_s))
+        # Those that hold least go first: they are gone soonest, and move least.
+        here.sort(key=lambda place: (place.worker is not None, _num_runs(place), -place.number))
+        for place in here[: max(0, len(here) - desired)]:
+            place.wanted = False
+            if place.worker is not None:
+                self._spawn(self._drain(place, place.worker))
+            elif place.life is not None:
+                place.life.gone_s, place.life = self._loop.time(), None
+
+    async def _drain(self, place: _Place, worker: SimulatedWorker) -> None:
+        await worker.drain()
+        await self._clock.sleep(self._config.drain_timeout_s)
+        self._on_idle(place, worker)
+
+
+def _num_runs(place: _Place) -> int:
+    return 0 if place.worker is None else len(place.worker.runs)

@@ -1,0 +1,167 @@
+"""What a simulated worker tells of itself: heartbeats, and what its prefix cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bus.api import Bus
+from runtime.clock import Clock
+from schemas.config import WorkerConfig
+from schemas.control import PrefixReport, WorkerStatus
+from schemas.jobs import Tier
+from schemas.prefix import REPORTED_BYTES
+from simulation.workers.leaps import LeapingBatch
+
+# As the real worker: more room than this share beyond what was announced is told at once.
+_NOTABLE_SHARE = 1 / 8
+_URGENT_GAP_S = 0.05
+
+
+class Heartbeats:
+    """Announces one life of a worker every ``heartbeat_s`` and, sooner, when much room came free;
+    with that, no more often than every ``prefix_report_s``, what the cache holds."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        config: WorkerConfig,
+        worker_id: str,
+        name: str,
+        model: str,
+        phase: float,
+        prefill_tokens_per_s: float,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """``phase`` from 0 to 1 keeps the heartbeats of a fleet from coming all at once."""
+        self.worker_id = worker_id
+        self.name = name
+        self.model = model
+        self.draining = False
+        self._bus = bus
+        self._clock = clock
+        self._config = config
+        self._phase = phase
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._spawn = spawn
+        self._started_ns = clock.now_ns()
+        self._announced_s = 0.0
+        self._announced_room = 0.0
+        self._reported_s = float("-inf")
+        self._num_reports = 0
+        self._urgent: asyncio.Task[None] | None = None
+        self._batch: LeapingBatch | None = None
+        self._held: Callable[[], dict[Tier, int]] = dict
+
+    def begin(self, batch: LeapingBatch, held: Callable[[], dict[Tier, int]]) -> None:
+        """``held`` is what the worker has of each tier."""
+        self._batch, self._held = batch, held
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        await self.announce()
+        await self._clock.sleep(self._phase * self._config.heartbeat_s)
+        while True:
+            await self.announce()
+            await self._report()
+            await self._clock.sleep(self._config.heartbeat_s)
+
+    async def drain(self) -> None:
+        """The worker takes nothing new from now on; everybody hears so at once."""
+        self.draining = True
+        await self.announce()
+
+    def note_room(self) -> None:
+        """Announce soon if much more room is free than the schedulers know of."""
+        room = self._room()
+        notable = room - self._announced_room >= _NOTABLE_SHARE
+        if (notable or room > 0 >= self._announced_room) and (
+            self._urgent is None or self._urgent.done()
+        ):
+            self._urgent = self._spawn(self._announce_soon())
+
+    def stop(self) -> None:
+        """Say nothing any more."""
+        if self._urgent is not None:
+            self._urgent.cancel()
+
+    async def _announce_soon(self) -> None:
+        since_s = self._clock.monotonic() - self._announced_s
+        if since_s < _URGENT_GAP_S:
+            await self._clock.sleep(_URGENT_GAP_S - since_s)
+        await self.announce()
+
+    async def announce(self, *, retired: bool = False) -> None:
+        self._announced_s = self._clock.monotonic()
+        self._announced_room = self._room()
+        await self._bus.workers.announce(self._status(retired=retired))
+
+    def _room(self) -> float:
+        """The free share of what is scarcer: sequences or blocks."""
+        batch = self._begun
+        capacity = batch.max_num_sequences + self._config.max_num_waiting
+        num_live = len(batch.running) + len(batch.waiting)
+        return min(1 - num_live / capacity, batch.blocks.num_free / batch.blocks.num_blocks)
+
+    @property
+    def _begun(self) -> LeapingBatch:
+        assert self._batch is not None, "the worker has not begun"
+        return self._batch
+
+    def _status(self, *, retired: bool) -> WorkerStatus:
+        batch = self._begun
+        batch.settle(self._clock.monotonic())
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            name=self.name,
+            model=self.model,
+            max_num_sequences=batch.max_num_sequences,
+            max_num_waiting=self._config.max_num_waiting,
+            num_running=len(batch.running),
+            num_waiting=len(batch.waiting),
+            block_size_tokens=self._config.engine.block_size_tokens,
+            num_blocks=batch.blocks.num_blocks,
+            num_free_blocks=batch.blocks.num_free,
+            max_tokens_per_request=batch.capacity_tokens,
+            outstanding_tokens=batch.outstanding_tokens,
+            outstanding_prompt_tokens=batch.outstanding_prompt_tokens,
+            num_held_by_tier=self._held(),
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            decode_step_ms=batch.decode_step_s * 1e3,
+            prefix_salted=self._config.prefix_scope == "tenant",
+            draining=self.draining,
+            retired=retired,
+            started_ns=self._started_ns,
+            sent_ns=self._clock.now_ns(),
+        )
+
+    async def _report(self) -> None:
+        every_s, now_s = self._config.prefix_report_s, self._clock.monotonic()
+        # A heartbeat's interval may be a rounding error short of it.
+        if every_s <= 0 or now_s - self._reported_s < every_s - 1e-6:
+            return
+        changes = self._begun.blocks.take_changes()
+        if changes is None and self._num_reports:
+            return
+        self._reported_s = now_s
+        self._num_reports += 1
+        whole = changes is None or changes.whole or self._num_reports == 1
+        kept = [] if changes is None else changes.kept
+        if whole:
+            kept = kept[-self._config.max_reported_prefixes :]
+        await self._bus.workers.report_prefixes(
+            PrefixReport(
+                worker_id=self.worker_id,
+                model=self.model,
+                number=self._num_reports,
+                whole=whole,
+                added=_joined(kept),
+                removed=b"" if changes is None or whole else _joined(changes.gone),
+            )
+        )
+
+
+def _joined(keys: list[bytes]) -> bytes:
+    return b"".join([key[:REPORTED_BYTES] for key in keys])

@@ -1,0 +1,168 @@
+"""A simulated batch that takes many like steps at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from workers.simulated.batch import SimulatedBatch, SimulatedSequence, StepOutputs
+from workers.simulated.latency_model import LatencyModel
+from workers.simulated.tokens import SimulatedTokens
+
+
+class ConsecutiveTokens(SimulatedTokens):
+    """Token ``i`` of an answer is its seed plus ``i``: see ``simulation.traces.texts``."""
+
+    def __init__(self) -> None:
+        super().__init__((0,))
+
+    def draw(self, seed: int, index: int, banned: Collection[int] = ()) -> int:  # noqa: ARG002
+        return seed + index
+
+
+class LeapingBatch(SimulatedBatch):
+    """Steps that only decode, with nobody to admit and blocks for all, are alike but for the KV
+    tokens that each adds: they are planned together, up to the one that ends a sequence, and take
+    the time that they would take one by one.
+
+    ``begin_at`` says when what it plans is over; ``finish`` is for that time. Whoever adds or
+    cancels before it calls ``interrupt`` first, which leaves the step under way as the last one,
+    as a newcomer finds it in a real engine; who reads counts calls ``settle``.
+    """
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        *,
+        max_num_sequences: int,
+        max_batch_tokens: int,
+        num_blocks: int,
+        block_size_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        super().__init__(
+            latency,
+            ConsecutiveTokens(),
+            max_num_sequences=max_num_sequences,
+            max_batch_tokens=max_batch_tokens,
+            num_blocks=num_blocks,
+            block_size_tokens=block_size_tokens,
+            prefix_cache=prefix_cache,
+        )
+        self._num_left = 1
+        self._begun_s = 0.0
+        self._first_s = 0.0
+        self._growth_s = 0.0
+
+    def begin_at(self, now_s: float) -> float | None:
+        """Plan one step, or many like it: when they are over; None if there is nothing to do."""
+        step_s = self.begin()
+        if step_s is None:
+            return None
+        self._begun_s, self._first_s, self._growth_s = now_s, step_s, 0.0
+        self._num_left = 1
+        if self._is_plain:
+            num_decodes = len(self.running)
+            per_token_s = self._latency.decode_step_s(num_decodes, 1)
+            per_token_s -= self._latency.decode_step_s(num_decodes, 0)
+            self._growth_s = per_token_s * num_decodes
+            self._num_left = self._num_like_steps()
+        return self._end_s(self._num_left)
+
+    def settle(self, now_s: float) -> None:
+        """Take in the steps that are over; the one under way stays planned."""
+        num_over = self._num_over(now_s)
+        if not num_over:
+            return
+        begun_s = self._end_s(num_over)
+        self.num_steps += num_over
+        self.decode_tokens += num_over * len(self.running)
+        growth_s = num_over * self._growth_s
+        # What is under way was counted when it was planned, as the first step of the plan.
+        self.busy_s += begun_s - self._begun_s + growth_s
+        for sequence in self.running:
+            self._decode(sequence, num_over)
+        self._first_s += growth_s
+        self.decode_step_s = self._first_s
+        self._begun_s = begun_s
+        self._num_left -= num_over
+
+    def interrupt(self, now_s: float) -> float:
+        """Plan nothing behind the step under way: when that is over."""
+        self.settle(now_s)
+        self._num_left = 1
+        return self._end_s(1)
+
+    def finish(self) -> StepOutputs:
+        """The time that ``begin_at`` or ``interrupt`` said has come."""
+        self.settle(math.inf)
+        return super().finish()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Something is planned and not finished."""
+        return bool(self._plan)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Every sequence of the batch decodes, and nobody who waits could push one out."""
+        if len(self._plan) != len(self.running) or self._started:
+            return False
+        if self.waiting and self.waiting[0].priority > self.running[-1].priority:
+            return False
+        return all(
+            sequence.num_computed_tokens + 1 == len(sequence.token_ids) > sequence.num_prompt_tokens
+            for sequence in self.running
+        )
+
+    def _num_like_steps(self) -> int:
+        """How many steps there are, this one included, until somebody ends or blocks run out."""
+        most = min(s.num_total_tokens - len(s.token_ids) for s in self.running)
+        free = self.blocks.num_free
+        if self._blocks_for(most) <= free:
+            return most
+        least = 1  # ``begin`` has found a block for each token of the first step
+        while most - least > 1:
+            middle = (least + most) // 2
+            if self._blocks_for(middle) <= free:
+                least = middle
+            else:
+                most = middle
+        return least
+
+    def _blocks_for(self, num_steps: int) -> int:
+        size = self._size
+        return sum(
+            (s.num_computed_tokens + num_steps - 1) // size + 1 - s.num_blocks for s in self.running
+        )
+
+    def _decode(self, sequence: SimulatedSequence, num_steps: int) -> None:
+        """What so many steps change, but for the last of a plan."""
+        start = sequence.seed + sequence.num_resumed + sequence.num_made
+        sequence.token_ids.extend(range(start, start + num_steps))
+        sequence.num_computed_tokens += num_steps
+        num_full = sequence.num_computed_tokens // self._size
+        if num_full >= sequence.num_blocks:
+            self.blocks.allocate(sequence, num_full + 1 - sequence.num_blocks)
+        if num_full > sequence.num_sealed_blocks:
+            self.blocks.seal(sequence, num_full)
+
+    def _end_s(self, num_steps: int) -> float:
+        later_s = self._growth_s * num_steps * (num_steps - 1) / 2
+        return self._begun_s + num_steps * self._first_s + later_s
+
+    def _num_over(self, now_s: float) -> int:
+        """Steps of the plan that have ended, without its last one."""
+        most = self._num_left - 1
+        if most <= 0 or self._end_s(most) <= now_s:
+            return max(most, 0)
+        # growth / 2 * n^2 + (first - growth / 2) * n = passed
+        half_s, passed_s = self._growth_s / 2, now_s - self._begun_s
+        slope_s = self._first_s - half_s
+        root = math.sqrt(slope_s * slope_s + 4 * half_s * passed_s) + slope_s
+        num_over = min(int(2 * passed_s / root), most) if root > 0 else 0
+        while num_over and self._end_s(num_over) > now_s:
+            num_over -= 1
+        while num_over < most and self._end_s(num_over + 1) <= now_s:
+            num_over += 1
+        return num_over

@@ -1,0 +1,131 @@
+"""One run of a request at a simulated worker, and what it says of itself."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from dataclasses import dataclass
+
+import msgspec
+
+from bus.jobs.ends import record_of
+from schemas.control import Dispatch, Served
+from schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Started, Usage
+from schemas.jobs import Tier
+from schemas.records import RequestRecord, Status
+from simulation.report.outcomes import Outcome
+from workers.simulated.batch import SimulatedSequence
+
+# As the real worker ranks tiers for its engine.
+PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}
+_NS_PER_MS = 1e6
+_NS_PER_US = 1e3
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """``sequence`` is None when the client had all tokens before it began. Times are UTC in ns, 0
+    for what did not happen."""
+
+    dispatch: Dispatch
+    outcome: Outcome
+    sequence: SimulatedSequence | None = None
+    epoch: int = 0
+    lease: str = ""
+    started_ns: int = 0
+    first_token_ns: int = 0
+    expiry: TimerHandle | None = None
+
+    @classmethod
+    def of(cls, dispatch: Dispatch, outcome: Outcome, *, apart: bool) -> Run:
+        """``apart``: tenants do not share what is cached of their prompts."""
+        run = cls(dispatch, outcome, epoch=dispatch.epoch, lease=dispatch.lease)
+        job = dispatch.job
+        num_resumed = len(dispatch.resume_token_ids)
+        num_to_make = outcome.request.output_tokens - num_resumed
+        if num_to_make > 0:
+            run.sequence = SimulatedSequence(
+                job.request_id,
+                (*(job.prompt_token_ids or ()), *dispatch.resume_token_ids),
+                num_to_make=num_to_make,
+                seed=outcome.first_answer_token,
+                num_resumed=num_resumed,
+                priority=PRIORITIES[job.tier],
+                salt=job.tenant if apart else "",
+                tag=run,
+            )
+        return run
+
+    @property
+    def request_id(self) -> str:
+        return self.outcome.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the completion, those of earlier runs included."""
+        made = 0 if self.sequence is None else self.sequence.num_made
+        return len(self.dispatch.resume_token_ids) + made
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return 0 if self.sequence is None else self.sequence.num_cached_tokens
+
+    def started_frame(self, worker_id: str) -> Frame:
+        return Started(
+            worker_id=worker_id,
+            num_prompt_tokens=len(self.dispatch.job.prompt_token_ids or ()),
+            num_cached_tokens=self.num_cached_tokens,
+            epoch=self.epoch,
+        )
+
+    def closing_frames(self, status: Status) -> tuple[Frame, ...]:
+        count, epoch = self.num_tokens, self.epoch
+        usage = Usage(
+            prompt_tokens=len(self.dispatch.job.prompt_token_ids or ()),
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=count,
+            epoch=epoch,
+        )
+        match status:
+            case Status.DONE:
+                done = Done(finish_reason=FinishReason.LENGTH, num_tokens=count, epoch=epoch)
+                return usage, done
+            case Status.EXPIRED:
+                return usage, Expired(num_tokens=count, epoch=epoch)
+            case _:
+                return usage, Cancelled(num_tokens=count, epoch=epoch)
+
+    def served(self) -> Served:
+        """What it took."""
+        job, sequence = self.dispatch.job, self.sequence
+        began = sequence is not None and sequence.started
+        return Served(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            tier=job.tier,
+            prompt_tokens=sequence.num_prompt_tokens if sequence is not None and began else 0,
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=sequence.num_made if sequence is not None else 0,
+        )
+
+    def record(self, status: Status, worker_id: str, done_ns: int) -> RequestRecord:
+        job, sequence = self.dispatch.job, self.sequence
+        num_later = sequence.num_made - 1 if sequence is not None else 0
+        return msgspec.structs.replace(
+            record_of(job, status, "", self.epoch, done_ns),
+            worker_id=worker_id,
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=self.num_tokens,
+            queue_ms=_since_ms(job.received_ns, self.started_ns),
+            ttft_ms=_since_ms(job.received_ns, self.first_token_ns),
+            tpot_us=(done_ns - self.first_token_ns) / _NS_PER_US / num_later
+            if num_later > 0
+            else 0.0,
+            finish_reason=FinishReason.LENGTH.value if status is Status.DONE else "",
+            started_ns=self.started_ns,
+            first_token_ns=self.first_token_ns,
+            num_preemptions=sequence.num_preemptions if sequence is not None else 0,
+        )
+
+
+def _since_ms(from_ns: int, to_ns: int) -> float:
+    return max(0, to_ns - from_ns) / _NS_PER_MS if to_ns else 0.0

@@ -1,0 +1,309 @@
+"""A worker that computes nothing: the bus side's protocol around a batch in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bus.api import Bus, Subscription
+from runtime.clock import Clock
+from schemas.config import WorkerConfig
+from schemas.control import (
+    Cancel,
+    CancelReason,
+    Dispatch,
+    Drain,
+    Ended,
+    Replay,
+    Served,
+    WorkerCommand,
+    WorkerReply,
+)
+from schemas.frames import Delta, Frame
+from schemas.jobs import Tier
+from schemas.records import Status
+from simulation.report.outcomes import REPLY, Ledger
+from simulation.workers.heartbeats import Heartbeats
+from simulation.workers.leaps import LeapingBatch
+from simulation.workers.runs import Run
+from workers.simulated.batch import SimulatedSequence
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+# Those that make way for higher tiers wait here too: so many times the capacity in all.
+_MAX_HELD_FACTOR = 2
+_TIERS = tuple(Tier)
+
+
+class SimulatedWorker:
+    """One life of a worker: it takes dispatches, runs them as its batch says, and tells frames,
+    record, ack and notice of each that ends, in this order.
+
+    ``on_idle`` is called when it drains and holds nothing any more. ``spawn`` runs what it sends.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        config: WorkerConfig,
+        batch: LeapingBatch,
+        heartbeats: Heartbeats,
+        ledger: Ledger,
+        spawn: Spawn,
+        on_idle: Callable[[SimulatedWorker], None],
+    ) -> None:
+        self.worker_id = heartbeats.worker_id
+        self.model = heartbeats.model
+        self.batch = batch
+        self.runs: dict[str, Run] = {}
+        self.alive = False
+        self._bus = bus
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._config = config
+        self._heartbeats = heartbeats
+        self._ledger = ledger
+        self._spawn = spawn
+        self._on_idle = on_idle
+        self._capacity = batch.max_num_sequences + config.max_num_waiting
+        self._step: asyncio.TimerHandle | None = None
+        self._subscriptions: list[Subscription] = []
+        self._loops: list[asyncio.Task[None]] = []
+
+    # --- life ---
+
+    async def start(self) -> None:
+        self.alive = True
+        self._heartbeats.begin(self.batch, self.num_held_by_tier)
+        control = self._bus.control
+        self._subscriptions = [await control.serve_commands(self.worker_id, self._on_command)]
+        self._loops = [self._spawn(self._heartbeats.run()), self._spawn(self._hold_leases())]
+
+    async def kill(self) -> None:
+        """As kill -9 does: not a word to anybody. What clients have of its runs they keep."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.batch.settle(self._loop.time())
+        for run in self.runs.values():
+            self._forget(run)
+        self.runs.clear()
+        if self._step is not None:
+            self._step.cancel()
+        self._heartbeats.stop()
+        for task in self._loops:
+            task.cancel()
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    async def drain(self) -> None:
+        """Take nothing new; ``on_idle`` follows, at once if it holds nothing."""
+        await self._heartbeats.drain()
+        if not self.runs:
+            self._on_idle(self)
+
+    async def retire(self) -> None:
+        """Give back what is still held, and go."""
+        given_back = list(self.runs.values())
+        for run in given_back:
+            self._drop(run)
+        for run in given_back:
+            await self._bus.jobs.release(run.lease)
+        if given_back:
+            await self._notice(given_back, released=True)
+        await self._heartbeats.announce(retired=True)
+        await self.kill()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._heartbeats.draining
+
+    def num_held_by_tier(self) -> dict[Tier, int]:
+        return dict(Counter(run.dispatch.job.tier for run in self.runs.values()))
+
+    # --- commands ---
+
+    async def _on_command(self, command: WorkerCommand) -> WorkerReply:
+        match command:
+            case Dispatch():
+                return self._on_dispatch(command)
+            case Cancel():
+                self.on_cancel(command)
+                return WorkerReply(ok=True)
+            case Drain():
+                await self.drain()
+                return WorkerReply(ok=True)
+            case Replay():
+                return WorkerReply(ok=False, reason="unknown_request", message="nothing is kept")
+
+    def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:
+        known = self.runs.get(dispatch.job.request_id)
+        if known is not None:
+            if dispatch.epoch <= known.epoch and dispatch.lease != known.lease:
+                return _no("stale_epoch", f"epoch {known.epoch} runs here")
+            known.epoch, known.lease = max(known.epoch, dispatch.epoch), dispatch.lease
+            return WorkerReply(ok=True)
+        veto = self._veto(dispatch)
+        if veto is not None:
+            return veto
+        apart = self._config.prefix_scope == "tenant"
+        self._start(Run.of(dispatch, self._ledger[dispatch.job.request_id], apart=apart))
+        return WorkerReply(ok=True)
+
+    def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
+        job = dispatch.job
+        if job.model != self.model:
+            return _no("wrong_model", f"this worker serves {self.model}, not {job.model}")
+        if self.is_draining:
+            return _no("draining", "this worker takes no new work")
+        held = self.num_held_by_tier()
+        above = sum(held.get(tier, 0) for tier in _TIERS[: _TIERS.index(job.tier) + 1])
+        if above >= self._capacity or len(self.runs) >= _MAX_HELD_FACTOR * self._capacity:
+            return _no("full", f"{len(self.runs)} requests are held here")
+        num_known = len(job.prompt_token_ids or ()) + len(dispatch.resume_token_ids)
+        outcome = self._ledger[job.request_id]
+        if max(num_known + 1, outcome.request.total_tokens) > self.batch.capacity_tokens:
+            return _no("bad_request", "the request does not fit the KV cache")
+        return None
+
+    def _start(self, run: Run) -> None:
+        outcome, sequence = run.outcome, run.sequence
+        self.runs[run.request_id] = run
+        outcome.begin_run(self.worker_id, lambda: self._num_tokens(run), self._ledger.now_s())
+        deadline_ns = run.dispatch.job.deadline_ns
+        if deadline_ns is not None:
+            left_s = (deadline_ns - self._clock.now_ns()) / 1e9
+            run.expiry = self._loop.call_later(max(left_s, 0.0), self._end, run, Status.EXPIRED)
+        if sequence is None:
+            self._end(run, Status.DONE)
+            return
+        if self.batch.is_stepping:
+            self._reschedule(self.batch.interrupt(self._loop.time()))
+        self.batch.add(sequence)
+        if not self.batch.is_stepping:
+            self._plan()
+
+    def _num_tokens(self, run: Run) -> int:
+        self.batch.settle(self._loop.time())
+        return run.num_tokens
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        """Stop a request, or a run of it that another one superseded."""
+        run = self.runs.get(cancel.request_id)
+        if run is None:
+            return
+        if cancel.below_epoch is not None or cancel.reason is CancelReason.SUPERSEDED:
+            if cancel.below_epoch is None or run.epoch < cancel.below_epoch:
+                self._drop(run)
+                self._spawn(self._notice([run]))
+            return
+        late = cancel.reason is CancelReason.DEADLINE
+        self._end(run, Status.EXPIRED if late else Status.CANCELLED)
+
+    # --- the batch ---
+
+    def _plan(self) -> None:
+        end_s = self.batch.begin_at(self._loop.time())
+        self._step = None if end_s is None else self._loop.call_at(end_s, self._on_step)
+
+    def _reschedule(self, end_s: float) -> None:
+        assert self._step is not None, "a batch that steps has a timer"
+        if end_s < self._step.when():
+            self._step.cancel()
+            self._step = self._loop.call_at(end_s, self._on_step)
+
+    def _on_step(self) -> None:
+        now_ns = self._clock.now_ns()
+        step = self.batch.finish()
+        frames: list[tuple[str, Frame]] = []
+        for sequence in step.started:
+            run = _run_of(sequence)
+            run.started_ns = now_ns
+            frames.append((run.request_id, run.started_frame(self.worker_id)))
+        for sequence in step.made:
+            run = _run_of(sequence)
+            if not run.first_token_ns:
+                run.first_token_ns = now_ns
+                frames.append((run.request_id, _first_delta(run, sequence)))
+        ended = [_run_of(sequence) for sequence in step.finished]
+        for run in ended:
+            self._leave(run)
+        self._plan()
+        if frames or ended:
+            self._spawn(self._tell(frames, ended, Status.DONE))
+        if ended:
+            self._heartbeats.note_room()
+
+    # --- ends ---
+
+    def _end(self, run: Run, status: Status) -> None:
+        """End a run that the batch would go on with, or that has nothing to make."""
+        self._drop(run)
+        self._spawn(self._tell([], [run], status))
+
+    def _drop(self, run: Run) -> None:
+        """Take a run out of the batch, too; the step under way goes on without it."""
+        if run.sequence is not None:
+            if self.batch.is_stepping:
+                self._reschedule(self.batch.interrupt(self._loop.time()))
+            self.batch.cancel(run.request_id)
+        self._leave(run)
+        self._heartbeats.note_room()
+
+    def _leave(self, run: Run) -> None:
+        del self.runs[run.request_id]
+        self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        run.outcome.stop_run()
+        if run.expiry is not None:
+            run.expiry.cancel()
+
+    async def _tell(
+        self, frames: list[tuple[str, Frame]], ended: list[Run], status: Status
+    ) -> None:
+        for run in ended:
+            frames.extend((run.request_id, frame) for frame in run.closing_frames(status))
+        await self._bus.frames.publish(REPLY, frames, batch=True)
+        for run in ended:
+            record = run.record(status, self.worker_id, self._clock.now_ns())
+            await self._bus.outbox.publish(record)
+            await self._bus.jobs.ack(run.lease)
+        if ended:
+            await self._notice(ended)
+
+    async def _notice(self, ended: list[Run], *, released: bool = False) -> None:
+        request_ids = tuple(run.request_id for run in ended)
+        served: tuple[Served, ...] = tuple(run.served() for run in ended)
+        await self._bus.control.publish_ended(
+            Ended(
+                worker_id=self.worker_id,
+                request_ids=request_ids,
+                served=served,
+                released=request_ids if released else (),
+            )
+        )
+        if self.is_draining and not self.runs and self.alive:
+            self._on_idle(self)
+
+    async def _hold_leases(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.lease_extend_s)
+            for run in list(self.runs.values()):
+                await self._bus.jobs.extend(run.lease)
+
+
+def _run_of(sequence: SimulatedSequence) -> Run:
+    assert isinstance(sequence.tag, Run)
+    return sequence.tag
+
+
+def _first_delta(run: Run, sequence: SimulatedSequence) -> Frame:
+    index = sequence.num_resumed + sequence.num_made - 1
+    return Delta(index=index, token_ids=(sequence.token_ids[-1],), epoch=run.epoch)
+
+
+def _no(reason: str, message: str) -> WorkerReply:
+    return WorkerReply(ok=False, reason=reason, message=message)

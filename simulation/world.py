@@ -1,0 +1,112 @@
+"""One policy's run of a trace: the real scheduler on the in-memory bus, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from bus.memory import MemoryBroker, MemoryBus
+from registry.pricing import UNPRICED
+from runtime.virtual_time import VirtualClock, run_virtual
+from scheduler.scheduler import Scheduler
+from schemas.jobs import Job
+from simulation.client import Clients
+from simulation.policies import Policy
+from simulation.report.outcomes import KnownRuns, Ledger, Outcome
+from simulation.settings import Settings
+from simulation.traces.texts import Texts
+from simulation.traces.trace import TraceRequest
+from simulation.workers.fleet import Fleet, Life
+
+# The fleet is heard of before the first request comes.
+LEAD_S = 2.0
+_MAX_PAYLOAD_BYTES = 1 << 30
+
+
+@dataclass
+class Result:
+    """What happened: the outcomes in the trace's order, and the lives of the workers, whose times
+    count from the trace's 0; it ended at ``end_s``."""
+
+    outcomes: list[Outcome]
+    lives: list[Life]
+    num_deaths: int
+    end_s: float
+
+
+class _AsIs:
+    """A ``scheduler.intake.model_cache.Preparer`` for jobs that are prepared already."""
+
+    prices = UNPRICED
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:  # noqa: ARG002
+        return job
+
+
+def simulate(trace: Sequence[TraceRequest], settings: Settings, policy: Policy) -> Result:
+    """Run a trace to its end; the same for the same arguments."""
+    return run_virtual(lambda clock: _simulate(clock, trace, settings, policy))
+
+
+async def _simulate(
+    clock: VirtualClock, trace: Sequence[TraceRequest], settings: Settings, policy: Policy
+) -> Result:
+    models = sorted({request.model for request in trace})
+    texts = Texts(settings.seed)
+    ledger = Ledger(_outcomes(trace, texts), clock, LEAD_S)
+    nats = msgspec.structs.replace(settings.config.nats, max_stored_jobs=len(trace) + 1)
+    broker = MemoryBroker(clock, nats, _MAX_PAYLOAD_BYTES)
+    config = policy.configure(settings.config.scheduler)
+    scheduler = Scheduler(
+        MemoryBus(broker),
+        msgspec.structs.replace(config, models=tuple(models)),
+        clock,
+        models,
+        lambda _: _AsIs(),
+        KnownRuns(ledger),
+    )
+    stopping = asyncio.Event()
+    spawned: dict[asyncio.Task[None], None] = {}
+    async with asyncio.TaskGroup() as group:
+
+        def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            task = group.create_task(work)
+            spawned[task] = None
+            task.add_done_callback(spawned.pop)
+            return task
+
+        scheduling = group.create_task(scheduler.run(stopping))
+        await scheduler.ready.wait()
+        bus = MemoryBus(broker)
+        fleet = Fleet(bus, clock, settings, models, ledger, spawn, LEAD_S)
+        clients = Clients(bus, clock, ledger, texts, policy, spawn)
+        await clients.listen()
+        await fleet.start()
+        spawn(clients.send_all())
+        with contextlib.suppress(TimeoutError):  # what is not answered by then is unfinished
+            async with asyncio.timeout_at(LEAD_S + trace[-1].at_s + settings.drain_s):
+                await clients.all_ended.wait()
+        end_s = clock.monotonic()
+        await fleet.close()
+        stopping.set()
+        await scheduling
+        for task in list(spawned):
+            task.cancel()
+    for life in fleet.lives:
+        life.count_from(LEAD_S, end_s)
+    return Result(list(ledger), fleet.lives, fleet.num_deaths, end_s - LEAD_S)
+
+
+def _outcomes(trace: Sequence[TraceRequest], texts: Texts) -> list[Outcome]:
+    outcomes = []
+    for number, request in enumerate(trace, start=1):
+        request_id = f"r{number}"
+        first = texts.first_answer_token(request, request_id)
+        outcomes.append(Outcome(request, request_id, first))
+    return outcomes

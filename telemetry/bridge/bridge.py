@@ -1,0 +1,271 @@
+"""From the outbox to Kafka: a record is acknowledged in the outbox only after Kafka has it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from bus import subjects
+from bus.api import Bus, OutboxMessage
+from runtime.clock import Clock
+from schemas.config import KafkaConfig
+from schemas.errors import MillraceError
+from telemetry.bridge.in_flight_bytes import Backlog
+from telemetry.bridge.producer_batch import Shipment
+from telemetry.kafka.dead_letters import DeadLetters, Letter
+from telemetry.kafka.kafka import (
+    LARGEST_MESSAGE_BYTES,
+    Incarnation,
+    Offsets,
+    ensure_topics,
+    make_producer,
+    stop_client,
+)
+from telemetry.store.outbox_ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+_PULL_RECORDS = 1_000
+_PULL_TIMEOUT_S = 0.5
+_SHIP_BYTES = 1_000_000
+_CHECK_INTERVAL_S = 2.0
+_COMPACTION_INTERVAL_S = 60.0
+_BACKLOG_POLL_S = 0.02
+_WATCH_INTERVAL_S = 1.0
+_SLOW_S = 5.0
+
+
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """Once the sink has stored everything before ``ends``, all up to ``sequence`` has landed."""
+
+    sequence: int
+    ends: Offsets
+
+
+class Bridge:
+    """Moves records and watches that none is lost on the way.
+
+    Kafka may forget (the embedded cluster is volatile) and a former bridge may have died holding
+    records. Whenever the sink has stored all that Kafka held and the ledger's mark is still below
+    what was sent, the outbox is rewound to the mark: the tables merge what comes twice.
+
+    ``num_bridged`` counts records that went to Kafka, ``num_dead`` those that went to the dead
+    letters instead. ``num_waiting`` are in the outbox and not in Kafka yet, as of a second ago, or
+    longer while NATS is away.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: KafkaConfig,
+        ledger: Ledger,
+        clock: Clock,
+        num_behind: Callable[[Offsets], int],
+        on_new_cluster: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._ledger = ledger
+        self._clock = clock
+        self._num_behind = num_behind
+        self._on_new_cluster = on_new_cluster
+        self._stopping = False
+        self._ends: dict[TopicPartition, int] = {}
+        self._bridged_sequence = 0
+        self._promise: Promise | None = None
+        self._rewound_to: int | None = None
+        self._backlog = Backlog(num_behind)
+        self.num_bridged = 0
+        self.num_dead = 0
+        self.num_waiting = 0
+        self._failure = ""
+        self._sending_since_s: float | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why Kafka takes nothing; empty while it does."""
+        if self._failure:
+            return f"takes no records ({self._failure})"
+        since_s = self._sending_since_s
+        if since_s is not None and self._clock.monotonic() - since_s > _SLOW_S:
+            return f"has taken no records for more than {_SLOW_S:.0f} s"
+        return ""
+
+    def stop(self) -> None:
+        """End after the batch in hand."""
+        self._stopping = True
+
+    async def run(self) -> None:
+        """Bridge until ``stop``; raises what Kafka, the bus or the store raises."""
+        try:
+            await self._run()
+        except (KafkaError, OSError) as error:
+            self._failure = type(error).__name__
+            raise
+        finally:
+            self._sending_since_s = None
+
+    async def _run(self) -> None:
+        async with self._watching():
+            is_durable = await ensure_topics(self._config)
+            producer = make_producer(self._config)
+            await producer.start()
+            try:
+                await self._begin(producer)
+                self._failure = ""
+                await self._move(producer, is_durable=is_durable)
+            finally:
+                await stop_client(producer)
+
+    async def _move(self, producer: AIOKafkaProducer, *, is_durable: bool) -> None:
+        dead_letters = DeadLetters(producer)
+        next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+        next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
+        while not self._stopping:
+            if is_durable or not self._backlog.is_full:
+                messages = await self._bus.outbox.pull(_PULL_RECORDS, _PULL_TIMEOUT_S)
+                await self._note_delivery(messages)
+                for part in _parts(messages):
+                    await self._until_room(is_durable=is_durable)
+                    await self._ship(producer, dead_letters, part)
+                    await self._bus.outbox.ack(part)
+                    self.num_bridged += len(part)
+            else:
+                await self._clock.sleep(_BACKLOG_POLL_S)
+            if self._clock.monotonic() >= next_check_s:
+                await self._check()
+                next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
+            if self._clock.monotonic() >= next_compaction_s:
+                # Here, where the ledger is also cleared: neither may undo the other.
+                await self._ledger.compact()
+                next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
+
+    async def _until_room(self, *, is_durable: bool) -> None:
+        while not is_durable and self._backlog.is_full and not self._stopping:
+            await self._clock.sleep(_BACKLOG_POLL_S)
+
+    async def _begin(self, producer: AIOKafkaProducer) -> None:
+        incarnation = Incarnation(self._config)
+        known, self._ends = await incarnation.look()
+        self._promise = None
+        self._bridged_sequence = 0
+        if await self._bus.outbox.last_sequence() < await self._ledger.mark():
+            logger.warning("the outbox has been made anew: the ledger starts again")
+            await self._ledger.clear()
+        else:
+            await self._ledger.compact()
+        if not known or await self._ledger.is_empty():
+            await self._rewind()
+        if not known:
+            self._on_new_cluster()
+            await incarnation.sign(producer)
+
+    async def _rewind(self) -> None:
+        mark = await self._ledger.mark()
+        await self._bus.outbox.rewind(mark)
+        self._rewound_to = mark
+        self._promise = None
+        logger.info("the outbox is replayed", extra={"after_sequence": mark})
+
+    async def _note_delivery(self, messages: list[OutboxMessage]) -> None:
+        if self._rewound_to is not None and messages:
+            first = min(message.sequence for message in messages)
+            if first > self._rewound_to + 1:
+                # The outbox is asked for all after the mark and answers in order: what it skips
+                # has grown too old and is not there any more.
+                logger.warning(
+                    "records grew too old in the outbox before they were stored",
+                    extra={"first_sequence": self._rewound_to + 1, "last_sequence": first - 1},
+                )
+                await self._ledger.void(self._rewound_to + 1, first - 1)
+            self._rewound_to = None
+        if self._bridged_sequence == 0:
+            # All before what the outbox delivers first has been delivered to somebody before.
+            self._bridged_sequence = (
+                messages[0].sequence - 1 if messages else await self._bus.outbox.last_sequence()
+            )
+
+    async def _ship(
+        self,
+        producer: AIOKafkaProducer,
+        dead_letters: DeadLetters,
+        messages: Sequence[OutboxMessage],
+    ) -> None:
+        shipment = Shipment(producer)
+        letters = []
+        for message in messages:
+            try:
+                topic = subjects.topic(message.subject)
+            except KeyError:
+                letters.append(_letter(message, f"no topic for subject {message.subject}"))
+                continue
+            num_bytes = len(message.payload)
+            if num_bytes > LARGEST_MESSAGE_BYTES:
+                reason = f"it has {num_bytes} bytes, and {LARGEST_MESSAGE_BYTES} are the most"
+                letters.append(_letter(message, reason))
+                continue
+            await shipment.add(topic, message)
+        # An idempotent producer tries for ever: that a broker is gone is not told.
+        self._sending_since_s = self._clock.monotonic()
+        landed = await shipment.send()
+        self._sending_since_s = None
+        self._backlog.add(landed)
+        for partition, load in landed.items():
+            self._ends[partition] = max(self._ends.get(partition, 0), load.end)
+        if letters:
+            await dead_letters.send(letters)
+            self.num_dead += len(letters)
+            await self._ledger.add([letter.sequence for letter in letters if letter.sequence])
+        self._bridged_sequence = max(self._bridged_sequence, messages[-1].sequence)
+
+    async def _check(self) -> None:
+        promise = self._promise
+        if promise is None:
+            self._promise = Promise(sequence=self._bridged_sequence, ends=dict(self._ends))
+        elif self._num_behind(promise.ends) == 0:
+            self._promise = None
+            if await self._ledger.mark() < promise.sequence:
+                await self._rewind()
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Follow what waits in the outbox, also while Kafka is away."""
+
+        async def watch() -> None:
+            while True:
+                try:
+                    self.num_waiting = await self._bus.outbox.num_waiting()
+                except MillraceError as error:
+                    logger.debug("the outbox does not answer", extra={"reason": error.message})
+                await self._clock.sleep(_WATCH_INTERVAL_S)
+
+        task = asyncio.create_task(watch(), name="bridge-watch")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage]]:
+    """In order, of about ``_SHIP_BYTES`` each."""
+    first, num_bytes = 0, 0
+    for number, message in enumerate(messages, start=1):
+        num_bytes += len(message.payload)
+        if num_bytes >= _SHIP_BYTES or number == len(messages):
+            yield messages[first:number]
+            first, num_bytes = number, 0
+
+
+def _letter(message: OutboxMessage, reason: str) -> Letter:
+    return Letter(
+        payload=message.payload,
+        reason=reason,
+        sequence=message.sequence,
+    )

@@ -1,0 +1,1 @@
+"""The store's HTTP interface and the answers to saved queries."""

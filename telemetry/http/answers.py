@@ -1,0 +1,96 @@
+"""Answers for the operations page: saved queries only, by name."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from importlib import resources
+
+import msgspec
+
+from schemas.control import TelemetryAnswer, TelemetryQuery
+from schemas.errors import ParameterError
+from telemetry.http.parameters import Parameter, parameters_of, read_values
+from telemetry.http.spreadsheet import csv_of
+from telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reader
+
+logger = logging.getLogger(__name__)
+
+# An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
+_MAX_ANSWER_BYTES = 1_000_000
+_BUSY = "telemetry_unavailable"
+
+
+class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of ``telemetry/queries``: its SQL, what it answers by its first comment, and its
+    parameters."""
+
+    name: str
+    sql: str
+    summary: str
+    parameters: dict[str, Parameter]
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        """The parameters that need not be given, and what they are then."""
+        return {p.name: p.default for p in self.parameters.values() if p.default is not None}
+
+
+def load_queries() -> dict[str, SavedQuery]:
+    """The saved queries by name, which is the file's name without ``.sql``."""
+    queries = {}
+    for file in resources.files("telemetry").joinpath("queries").iterdir():
+        if not file.name.endswith(".sql"):
+            continue
+        text = file.read_text(encoding="utf-8")
+        name = file.name.removesuffix(".sql")
+        queries[name] = SavedQuery(
+            name=name,
+            sql=text.strip().removesuffix(";"),
+            summary=text.partition("\n")[0].removeprefix("--").strip(),
+            parameters=parameters_of(text),
+        )
+    return queries
+
+
+class Answers:
+    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        queries: dict[str, SavedQuery] | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._reader = reader
+        self._queries = load_queries() if queries is None else queries
+        self._now_s = now_s
+
+    async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
+        """Never raises: what is wrong is in ``error``, and in ``code`` and ``param`` its kind."""
+        query = self._queries.get(asked.name)
+        if query is None:
+            known = ", ".join(sorted(self._queries))
+            error = f"unknown query {asked.name[:60]!r}; there are {known}"
+            return TelemetryAnswer(error=error, code="not_found")
+        try:
+            values = read_values(query.name, query.parameters, asked.params, self._now_s())
+        except ParameterError as refused:
+            return TelemetryAnswer(error=refused.message, code=refused.code, param=refused.param)
+        wants_csv = asked.format == "csv"
+        output = "JSONCompactEachRowWithNames" if wants_csv else "JSONEachRow"
+        try:
+            lines = await self._reader.read(query.sql, values, output)
+        except QueryError as error:
+            logger.info("a saved query failed", extra={"query": asked.name, "reason": str(error)})
+            code = _BUSY if error.number == TOO_MANY_QUERIES else error.code
+            return TelemetryAnswer(error=error.message, code=code)
+        body = csv_of(lines) if wants_csv else b"[" + b",".join(lines.splitlines()) + b"]"
+        if len(body) > _MAX_ANSWER_BYTES:
+            error_text = (
+                f"The answer to {query.name} is {len(body)} bytes, of {_MAX_ANSWER_BYTES} that fit "
+                "into one: ask for a shorter range, longer steps or fewer rows."
+            )
+            return TelemetryAnswer(error=error_text, code="answer_too_large")
+        return TelemetryAnswer(rows_csv=body) if wants_csv else TelemetryAnswer(rows_json=body)

@@ -1,0 +1,1 @@
+"""Clients of Kafka, its security, and a cluster in memory."""

@@ -1,0 +1,100 @@
+"""Who we are to Kafka and whom we trust, and why a cluster cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.errors import (
+    IllegalSaslStateError,
+    KafkaError,
+    SaslAuthenticationFailed,
+    UnsupportedSaslMechanismError,
+)
+
+from runtime.tls import (
+    client_context,
+    distrust_of,
+    handshake_error,
+    has_tls_files,
+    wants_other_certificate,
+)
+from schemas.config import KafkaConfig
+from schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
+
+_TRY_TIMEOUT_MS = 5_000
+
+
+def connection_options(config: KafkaConfig) -> dict[str, Any]:
+    """What each of aiokafka's clients is to be told. Raises ConfigError that names the setting at
+    fault."""
+    has_tls = config.tls or has_tls_files(config)
+    options: dict[str, Any] = {
+        "security_protocol": ("SASL_" if config.sasl_mechanism else "")
+        + ("SSL" if has_tls else "PLAINTEXT")
+    }
+    if has_tls:
+        options["ssl_context"] = client_context("kafka", config)
+    if config.sasl_mechanism:
+        options |= {
+            "sasl_mechanism": config.sasl_mechanism,
+            "sasl_plain_username": config.user,
+            "sasl_plain_password": config.password,
+        }
+    return options
+
+
+async def why_refused(config: KafkaConfig) -> MillraceError | None:
+    """Why no bootstrap server can be used, if it is nothing that trying again mends. The clients
+    keep that to themselves, so each server is asked once more."""
+    options = connection_options(config)
+    refusal: MillraceError | None = None
+    for host, port, _ in collect_hosts(config.bootstrap_servers):
+        error = await _error_at(host, port, options)
+        if error is None:
+            return None
+        refusal = _refusal_of(error, f"{host}:{port}", config) or refusal
+    return refusal
+
+
+async def _error_at(host: str, port: int, options: dict[str, Any]) -> Exception | None:
+    context = options.get("ssl_context")
+    if context is not None:
+        error = await asyncio.to_thread(handshake_error, host, port, context)
+        if error is not None:
+            return error
+    try:
+        connection = await create_conn(host, port, request_timeout_ms=_TRY_TIMEOUT_MS, **options)
+    except (OSError, KafkaError, TimeoutError) as error:
+        return error
+    connection.close()
+    return None
+
+
+def _refusal_of(error: Exception, where: str, config: KafkaConfig) -> MillraceError | None:
+    distrust = distrust_of(error, "kafka")
+    if distrust is not None:
+        return UntrustedServerError(f"Kafka at {where} {distrust}.")
+    if wants_other_certificate(error):
+        ours = "our certificate" if config.certificate_file else "clients without a certificate"
+        return CredentialsRefusedError(
+            f"Kafka at {where} does not take {ours}; set kafka.certificate_file and "
+            "kafka.key_file to those of a client that it trusts."
+        )
+    if isinstance(error, SaslAuthenticationFailed):
+        return CredentialsRefusedError(
+            f"Kafka at {where} does not take kafka.password of kafka.user {config.user}."
+        )
+    if isinstance(error, UnsupportedSaslMechanismError | IllegalSaslStateError):
+        return CredentialsRefusedError(
+            f"Kafka at {where} does not offer kafka.sasl_mechanism {config.sasl_mechanism} there."
+        )
+    has_tls = config.tls or has_tls_files(config)
+    if isinstance(error, ssl.SSLError) or (has_tls and isinstance(error, ConnectionResetError)):
+        return UntrustedServerError(
+            f"Kafka at {where} hangs up in the handshake of TLS, so it has no TLS at that port; "
+            "kafka.tls or a file of kafka.* demands it."
+        )
+    return None

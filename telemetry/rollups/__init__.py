@@ -1,0 +1,1 @@
+"""Usage by the minute, and what it costs."""

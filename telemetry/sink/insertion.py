@@ -1,0 +1,115 @@
+"""Rows into a table, however long the store is away and whichever of them it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from runtime.clock import Clock
+from runtime.histogram import DURATION_S, ROWS, Tally
+from telemetry.sink.batches import Row, content_token
+from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
+from telemetry.store.tables import Table
+
+logger = logging.getLogger(__name__)
+
+_RETRY_FIRST_S = 0.2
+_RETRY_MOST_S = 5.0
+
+
+class Inserts:
+    """Of one table: how long its inserts took, and how many rows they had."""
+
+    def __init__(self) -> None:
+        self.took_s = Tally(DURATION_S)
+        self.rows = Tally(ROWS)
+
+
+class Insertion:
+    """Writes to a store for as long as it takes; ``stop`` ends the waiting.
+
+    ``tables`` tells of the inserts that landed, by table; ``num_failures`` counts writes that were
+    tried again; ``is_full`` while the store refuses for want of room.
+    """
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self.num_failures = 0
+        self.is_full = False
+        self.tables: dict[str, Inserts] = {}
+
+    def stop(self) -> None:
+        """What the store does not take from now on raises StoreUnavailableError."""
+        self._stopping.set()
+
+    async def insert(self, table: Table[Any], rows: Sequence[Row]) -> list[tuple[Row, str]]:
+        """Insert all rows that can be; the others, each with the reason. One such row among n
+        costs about 2 log n inserts: halves that are refused are halved again."""
+        try:
+            await self._insert_whole(table, rows)
+        except RejectedRowsError as error:
+            if len(rows) == 1:
+                return [(rows[0], error.message)]
+            middle = len(rows) // 2
+            return [
+                *await self.insert(table, rows[:middle]),
+                *await self.insert(table, rows[middle:]),
+            ]
+        return []
+
+    async def until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
+        delay_s = _RETRY_FIRST_S
+        while True:
+            try:
+                await write()
+            except StoreUnavailableError as error:
+                self.num_failures += 1
+                self.is_full = error.is_full
+                if self._stopping.is_set():
+                    raise
+                logger.warning(
+                    "ClickHouse is away; trying again",
+                    extra={"delay_s": delay_s, "reason": error.message},
+                )
+                await self._wait(delay_s)
+                delay_s = min(2 * delay_s, _RETRY_MOST_S)
+            else:
+                self.is_full = False
+                return
+
+    async def _insert_whole(self, table: Table[Any], rows: Sequence[Row]) -> None:
+        # In a thread: it takes as long as a thousand messages take to arrive.
+        columns = await asyncio.to_thread(_columns, table, rows)
+        token = content_token(rows)
+
+        async def write() -> None:
+            started_s = self._clock.monotonic()
+            await self._store.insert(table, columns, token)
+            inserts = self.tables.setdefault(table.name, Inserts())
+            inserts.took_s.add(self._clock.monotonic() - started_s)
+            inserts.rows.add(len(rows))
+
+        await self.until_stored(write)
+
+    async def _wait(self, delay_s: float) -> None:
+        waits = [
+            asyncio.ensure_future(self._clock.sleep(delay_s)),
+            asyncio.ensure_future(self._stopping.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _columns(table: Table[Any], rows: Sequence[Row]) -> list[list[Any]]:
+    try:
+        return table.to_columns([row.record for row in rows], [row.sequence for row in rows])
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise RejectedRowsError(f"the rows do not fit {table.name}: {error}") from error

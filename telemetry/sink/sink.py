@@ -1,0 +1,209 @@
+"""From Kafka into ClickHouse: in batches, offsets committed only after the rows are in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.errors import CommitFailedError, IllegalStateError
+
+from runtime.clock import Clock
+from schemas.config import KafkaConfig, TelemetryConfig
+from schemas.records import RequestRecord
+from telemetry.kafka.dead_letters import DeadLetters, Letter
+from telemetry.kafka.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
+from telemetry.sink.batches import Batch
+from telemetry.sink.insertion import Insertion
+from telemetry.sink.progress import Progress
+from telemetry.sink.rebalance_listener import Handover
+from telemetry.sink.tracing import StoredTraces
+from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+_POLL_MOST_S = 0.2
+_POLL_MESSAGES = 1_000
+_REFRESH_INTERVAL_S = 1.0
+_CATCH_UP_FACTOR = 4
+
+
+class Sink:
+    """A member of the consumer group.
+
+    A batch is stored table by table, then entered in the ledger, then committed. It may be stored
+    again after any failure in between: rows merge by identity, the ledger's ranges by overlap.
+    ``on_stored`` is told the ``done_ns`` of the requests that have just landed, ``traces`` all of
+    what has.
+
+    ``num_stored`` counts messages that became rows, ``num_dead`` those that went to the dead
+    letters, ``num_batches`` the batches that they came in; ``last_stored_s`` is when the latest one
+    landed, in seconds of the UTC epoch, 0 before the first.
+    """
+
+    def __init__(
+        self,
+        config: KafkaConfig,
+        telemetry: TelemetryConfig,
+        store: Store,
+        ledger: Ledger,
+        clock: Clock,
+        on_stored: Callable[[Iterable[int]], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._telemetry = telemetry
+        self._ledger = ledger
+        self._clock = clock
+        self._on_stored = on_stored
+        self.insertion = Insertion(store, clock)
+        self._progress = Progress()
+        self._stopping = False
+        self._restart = asyncio.Event()
+        self.traces: StoredTraces | None = None
+        self.num_stored = 0
+        self.num_dead = 0
+        self.num_batches = 0
+        self.last_stored_s = 0.0
+
+    def stop(self) -> None:
+        """End after the batch in hand."""
+        self._stopping = True
+        self.insertion.stop()
+
+    def lag(self) -> dict[str, int]:
+        """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
+        refreshed every second, stays as it was while Kafka is away, and lacks a topic of which
+        nothing is known yet."""
+        return self._progress.lag()
+
+    def num_behind(self, ends: Offsets) -> int:
+        """How many messages before these offsets the group has still to store."""
+        return self._progress.num_behind(ends)
+
+    def begin_again(self) -> None:
+        """Forget the positions and join the group anew: Kafka is another one than before."""
+        self._restart.set()
+
+    async def run(self) -> None:
+        """Consume until ``stop``; raises what Kafka raises. Waits while the store is away."""
+        manages_groups = await ensure_topics(self._config)
+        while not self._stopping:
+            if self._restart.is_set():
+                self._restart.clear()
+                self._progress.clear()
+            await self._consume(manages_groups)
+
+    async def _consume(self, manages_groups: bool) -> None:
+        handover = Handover(self._clock)
+        consumer = await start_consumer(
+            self._config, manages_groups=manages_groups, listener=handover
+        )
+        producer = make_producer(self._config)
+        try:
+            await producer.start()
+            try:
+                async with self._watching(consumer):
+                    await self._move(consumer, handover, DeadLetters(producer))
+            finally:
+                await stop_client(producer)
+        finally:
+            await stop_client(consumer)
+
+    async def _move(
+        self, consumer: AIOKafkaConsumer, handover: Handover, dead_letters: DeadLetters
+    ) -> None:
+        while not self._stopping and not self._restart.is_set():
+            if handover.wanted:
+                await handover.wait(_POLL_MOST_S)
+                continue
+            with handover.batch():
+                batch = await self._gather(consumer, handover)
+                if batch.num_messages:
+                    await self._store_batch(batch, dead_letters)
+                    await _commit(consumer, batch)
+                    self._progress.note_stored(batch.next_offsets)
+            await self._progress.note_positions(consumer)
+
+    async def _gather(self, consumer: AIOKafkaConsumer, handover: Handover) -> Batch:
+        """What came within ``batch_interval_s`` of the first message, or as many as a batch has
+        at most. Short of that if partitions are about to change hands."""
+        batch = Batch()
+        most = self._most_messages()
+        interval_s = self._telemetry.batch_interval_s
+        deadline_s = self._clock.monotonic() + interval_s
+        while batch.num_messages < most and not self._stopping and not handover.wanted:
+            left_s = deadline_s - self._clock.monotonic()
+            if left_s <= 0:
+                break
+            polled = await consumer.getmany(
+                timeout_ms=int(min(left_s, _POLL_MOST_S) * 1000) + 1,
+                max_records=min(_POLL_MESSAGES, most - batch.num_messages),
+            )
+            if polled and not batch.num_messages:
+                deadline_s = self._clock.monotonic() + interval_s
+            for partition, messages in polled.items():
+                for message in messages:
+                    batch.add(partition, message)
+            # What is buffered comes without waiting: others have a turn, too.
+            await asyncio.sleep(0)
+        return batch
+
+    def _most_messages(self) -> int:
+        """``batch_rows``, and up to four times as many while that many wait: a batch costs
+        something of its own."""
+        most = self._telemetry.batch_rows
+        return min(max(most, sum(self.lag().values())), _CATCH_UP_FACTOR * most)
+
+    async def _store_batch(self, batch: Batch, dead_letters: DeadLetters) -> None:
+        letters = list(batch.poison)
+        for table, rows in batch.tables():
+            since_ns = self._clock.now_ns()
+            refused = await self.insertion.insert(table, rows)
+            if self.traces is not None:
+                self.traces.stored(table.name, rows, since_ns)
+            letters += [Letter.of(row.message, reason, row.sequence) for row, reason in refused]
+            if self._on_stored is not None:
+                records = (row.record for row in rows)
+                self._on_stored(r.done_ns for r in records if isinstance(r, RequestRecord))
+        if letters:
+            await dead_letters.send(letters)
+        sequences = batch.sequences()
+        if sequences:
+            await self.insertion.until_stored(lambda: self._ledger.add(sequences))
+        self.num_stored += batch.num_messages - len(letters)
+        self.num_dead += len(letters)
+        self.num_batches += 1
+        self.last_stored_s = self._clock.now_ns() / 1e9
+
+    @asynccontextmanager
+    async def _watching(self, consumer: AIOKafkaConsumer) -> AsyncIterator[None]:
+        """Follow the ends of the partitions, also while a batch waits for the store."""
+
+        async def watch() -> None:
+            while True:
+                await self._progress.refresh(consumer)
+                await self._clock.sleep(_REFRESH_INTERVAL_S)
+
+        task = asyncio.create_task(watch(), name="sink-progress")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:
+    mine = consumer.assignment()
+    offsets = {tp: offset for tp, offset in batch.next_offsets.items() if tp in mine}
+    if len(offsets) < len(batch.next_offsets):
+        logger.info("some partitions have another owner, who reads the last batch again")
+    if not offsets:
+        return
+    try:
+        await consumer.commit(offsets)
+    except (CommitFailedError, IllegalStateError) as error:
+        # The group was rebalanced meanwhile: the new owner reads these again, and they merge.
+        logger.info("offsets were not taken after a rebalance", extra={"reason": str(error)})

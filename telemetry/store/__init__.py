@@ -1,0 +1,1 @@
+"""ClickHouse, as a server or embedded: tables, migrations, reading."""

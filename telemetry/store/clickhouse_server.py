@@ -1,0 +1,88 @@
+"""A ClickHouse server: how it is reached, and why it cannot be used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import clickhouse_connect
+from clickhouse_connect.driver.client import Client
+
+from runtime.tls import (
+    client_context,
+    distrust_of,
+    handshake_error,
+    has_tls_files,
+    wants_other_certificate,
+)
+from schemas.config import ClickHouseConfig
+from schemas.errors import ConfigError, CredentialsRefusedError, UntrustedServerError
+from schemas.redaction import redact_urls
+
+# ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
+_TLS_PORT = 8443
+_NOT_US = frozenset({192, 193, 194, 516})
+
+
+def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
+    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
+    fault."""
+    parts = urlsplit(config.url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(
+            f"clickhouse.url must look like http://host:8123, got {redact_urls(config.url)!r}"
+        )
+    return functools.partial(
+        clickhouse_connect.get_client,
+        host=parts.hostname,
+        port=parts.port or (_TLS_PORT if parts.scheme == "https" else 8123),
+        secure=parts.scheme == "https",
+        username=config.username,
+        password=config.password,
+        # Without a session, calls of several threads do not shut one another out.
+        autogenerate_session_id=False,
+        **_tls_options(config),
+    )
+
+
+def _tls_options(config: ClickHouseConfig) -> dict[str, Any]:
+    if not has_tls_files(config):
+        return {}
+    client_context("clickhouse", config)  # for what it checks
+    options: dict[str, Any] = {"verify": True}
+    if config.ca_file:
+        options["ca_cert"] = config.ca_file
+    if config.certificate_file:
+        options |= {
+            "client_cert": config.certificate_file,
+            "client_cert_key": config.key_file,
+            # Without a password the certificate says who we are, to ClickHouse itself.
+            "tls_mode": "strict" if config.password else "mutual",
+        }
+    return options
+
+
+def raise_refusal(error: BaseException, config: ClickHouseConfig) -> None:
+    """Raises UntrustedServerError or CredentialsRefusedError if that is what ``error`` tells, or
+    what one more handshake does, for which it may block for seconds."""
+    where = redact_urls(config.url)
+    parts = urlsplit(config.url)
+    if parts.scheme == "https" and parts.hostname and getattr(error, "code", None) is None:
+        context = client_context("clickhouse", config)
+        error = handshake_error(parts.hostname, parts.port or _TLS_PORT, context) or error
+    distrust = distrust_of(error, "clickhouse")
+    if distrust is not None:
+        raise UntrustedServerError(f"ClickHouse at {where} {distrust}.") from error
+    if wants_other_certificate(error):
+        ours = "our certificate" if config.certificate_file else "clients without a certificate"
+        raise CredentialsRefusedError(
+            f"ClickHouse at {where} does not take {ours}; set clickhouse.certificate_file and "
+            "clickhouse.key_file to those of a client that it trusts."
+        ) from error
+    if getattr(error, "code", None) in _NOT_US:
+        raise CredentialsRefusedError(
+            f"ClickHouse at {where} does not take clickhouse.password of clickhouse.username "
+            f"{config.username}."
+        ) from error

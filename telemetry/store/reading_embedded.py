@@ -1,0 +1,115 @@
+"""Queries to the embedded engine, each on a connection that can never write again."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+from chdb import ChdbError
+
+from telemetry.store.embedded_engine import connect, connect_again
+from telemetry.store.reading import QueryError, ReadLimits, Turnstile, escaped
+from telemetry.store.sql_guard import require_plain_names, require_reading
+
+_UNKNOWN_FORMAT = 73
+# What chDB makes Python's objects of: no bytes to hand on.
+_OBJECTS = frozenset({"arrowtable", "dataframe", "datastore"})
+_MAX_KNOWN = 256
+_MAX_KNOWN_CHARS = 16_384
+_NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
+
+
+class EmbeddedReader:
+    """A pool of read-only connections to the store that this process has open.
+
+    ``readonly`` is set last on each connection and cannot be unset on it.
+    """
+
+    def __init__(self, path: str, database: str, limits: ReadLimits) -> None:
+        self._database = database
+        self._turnstile = Turnstile(limits, "store-read")
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._known: dict[str, str] = {}
+        self._num_connections = limits.max_running
+        settings = {
+            **limits.settings(),
+            "allow_introspection_functions": 0,
+            "allow_ddl": 0,
+            "readonly": 1,
+        }
+        for number in range(limits.max_running):
+            connection = connect_again(path) if number else connect(path, database)
+            for name, value in settings.items():
+                connection.query(f"SET {name} = {value}")
+            self._idle.put(connection)
+
+    async def read(
+        self,
+        sql: str,
+        parameters: Mapping[str, str | int | float],
+        output_format: str,
+        database: str | None = None,
+    ) -> bytes:
+        """The engine's own output. Raises QueryError."""
+        if output_format.lower() in _OBJECTS:
+            raise QueryError(
+                _UNKNOWN_FORMAT,
+                f"Code: {_UNKNOWN_FORMAT}. DB::Exception: Unknown format {output_format}. "
+                "(UNKNOWN_FORMAT)",
+            )
+        return await self._turnstile.run(
+            lambda: self._run(sql, parameters, output_format, database or self._database)
+        )
+
+    def _run(
+        self,
+        sql: str,
+        parameters: Mapping[str, str | int | float],
+        output_format: str,
+        database: str,
+    ) -> bytes:
+        connection = self._idle.get()
+        quoted = database.replace("\\", "\\\\").replace("`", "\\`")
+        values = {
+            name: escaped(value) if isinstance(value, str) else value
+            for name, value in parameters.items()
+        }
+        try:
+            statement = self._checked(connection, sql)
+            require_plain_names(statement, values)
+            connection.query(f"USE `{quoted}`")
+            result: bytes = connection.query(statement, output_format, params=values).bytes()
+        except (ChdbError, RuntimeError) as error:
+            raise QueryError.of(str(error)) from error
+        finally:
+            self._idle.put(connection)
+        return result or b""
+
+    def _checked(self, connection: Any, sql: str) -> str:
+        """The statement to run. Those that pages ask again and again are looked at once."""
+        statement = self._known.get(sql)
+        if statement is None:
+            statement = require_reading(_normal_form(connection, sql))
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            if len(sql) <= _MAX_KNOWN_CHARS:
+                self._known[sql] = statement
+        return statement
+
+    async def close(self) -> None:
+        await self._turnstile.close()
+        for _ in range(self._num_connections):
+            self._idle.get().close()
+
+
+def _normal_form(connection: Any, sql: str) -> str:
+    """The one statement as the engine itself reads it, in its own spelling, without comments. What
+    is looked at and what is run are this text, so that no way of writing it tells them apart.
+    Raises QueryError for what is not one statement."""
+    parameters = {"statement": escaped(sql)}
+    try:
+        written: bytes = connection.query(_NORMAL_FORM, "RawBLOB", params=parameters).bytes()
+    except (ChdbError, RuntimeError) as error:
+        raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
+    return written.decode()

@@ -1,0 +1,226 @@
+"""ClickHouse, a server or the embedded engine, behind one seam: the same SQL on both.
+
+One process owns an embedded store's path; it is free again when the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import clickhouse_connect
+import msgspec
+from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
+
+from schemas.config import ClickHouseConfig
+from schemas.errors import ConfigError, MillraceError
+from schemas.redaction import redact_urls
+from telemetry.store.clickhouse_server import raise_refusal, server_connect
+from telemetry.store.reading import Reader, ReadLimits, ServerReader
+
+# ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
+# and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
+# too large (128, 131), a NULL (349), an overflow (321, 407), a constraint (469), a throwIf (395).
+_REFUSALS = frozenset({6, 27, 38, 41, 53, 69, 70, 72, 117, 128, 131, 321, 349, 395, 407, 469})
+_NOT_ENOUGH_SPACE = 243
+_NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
+
+T = TypeVar("T")
+Parameters = Mapping[str, str | int | float]
+
+
+class StoreUnavailableError(MillraceError):
+    """ClickHouse did not take it; the same call may succeed later. ``is_full``: for want of room on
+    its disk."""
+
+    code = "store_unavailable"
+    retryable = True
+    http_status = 503
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
+
+
+class RejectedRowsError(MillraceError):
+    """A row does not fit its table; nothing of the batch was inserted."""
+
+    code = "rejected_rows"
+
+
+class TableLike(Protocol):
+    """Where rows go: a table and its columns, in order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def column_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def column_types(self) -> tuple[str, ...]: ...
+
+
+class PlainTable(msgspec.Struct, frozen=True):
+    """A table and its columns as they are written down."""
+
+    name: str
+    column_names: tuple[str, ...]
+    column_types: tuple[str, ...]
+
+
+class Store:
+    """A database in ClickHouse. Every call runs in a thread; writes one after the other.
+
+    It owns its connections and threads until ``close``.
+    """
+
+    def __init__(self, connect: Callable[[], Client], reader: Reader, database: str) -> None:
+        self._connect = connect
+        self._client: Client | None = None
+        self._client_lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
+        self.reader = reader
+        self.database = database
+
+    @classmethod
+    async def open(cls, config: ClickHouseConfig, limits: ReadLimits | None = None) -> Store:
+        """Connect and create the database if it is not there.
+
+        Raises ConfigError for a configuration that names no store or two, StoreUnavailableError
+        when the store cannot be opened (a path that another process owns, a server that is away),
+        UntrustedServerError or CredentialsRefusedError if the server shows that it never will be.
+        """
+        limits = limits or ReadLimits()
+        if bool(config.url) == bool(config.path):
+            raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
+        connect: Callable[..., Client]
+        if config.path:
+            await asyncio.to_thread(Path(config.path).mkdir, parents=True, exist_ok=True)
+            connect = functools.partial(_connect_embedded, config)
+        else:
+            connect = server_connect(config)
+        try:
+            client = await asyncio.to_thread(connect)
+            try:
+                await asyncio.to_thread(
+                    client.command, f"CREATE DATABASE IF NOT EXISTS {quote(config.database)}"
+                )
+            finally:
+                await asyncio.to_thread(client.close)
+            connect_to_database = functools.partial(connect, database=config.database)
+            reader: Reader
+            if config.path:
+                from telemetry.store.reading_embedded import EmbeddedReader
+
+                # The writer opens first: the engine lives as long as one connection does.
+                writing = await asyncio.to_thread(connect_to_database)
+                reader = await asyncio.to_thread(
+                    EmbeddedReader, config.path, config.database, limits
+                )
+            else:
+                writing = await asyncio.to_thread(connect_to_database)
+                reader = ServerReader(connect_to_database, limits)
+        except ImportError as error:
+            raise ConfigError(
+                "clickhouse.path needs the embedded engine: install millrace[embedded], or set "
+                "clickhouse.url to a server."
+            ) from error
+        except (ClickHouseError, OSError, RuntimeError) as error:
+            if config.url:
+                await asyncio.to_thread(raise_refusal, error, config)
+            where = f"the store at {config.path} (one process may have it)"
+            what = where if config.path else f"ClickHouse at {redact_urls(config.url)}"
+            raise StoreUnavailableError(f"cannot open {what}: {error}") from error
+        store = cls(connect_to_database, reader, config.database)
+        store._client = writing
+        return store
+
+    async def command(self, sql: str, parameters: Parameters | None = None) -> None:
+        """Run a statement that answers nothing. Raises StoreUnavailableError."""
+        await self._write(lambda client: client.command(sql, parameters=dict(parameters or {})))
+
+    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
+        """Insert a batch, column by column; the same token again is the same batch, taken once.
+
+        Raises RejectedRowsError for values that do not fit, StoreUnavailableError otherwise.
+        """
+
+        def run(client: Client) -> None:
+            try:
+                client.insert(
+                    table.name,
+                    columns,
+                    column_names=table.column_names,
+                    column_type_names=table.column_types,
+                    column_oriented=True,
+                    settings={"insert_deduplication_token": token},
+                )
+            except (DataError, ArithmeticError, TypeError, ValueError, struct.error) as error:
+                raise RejectedRowsError(f"the rows do not fit {table.name}: {error}") from error
+            except ClickHouseError as error:
+                if getattr(error, "code", None) not in _REFUSALS:
+                    raise
+                raise RejectedRowsError(f"{table.name} refuses the rows: {error}") from error
+
+        await self._write(run)
+
+    async def rows(self, sql: str, parameters: Parameters | None = None) -> list[tuple[Any, ...]]:
+        """A trusted query's rows, on the writing connection: it sees all that was written."""
+
+        def run(client: Client) -> list[tuple[Any, ...]]:
+            result = client.query(sql, parameters=dict(parameters or {}))
+            return [tuple(row) for row in result.result_rows]
+
+        return await self._write(run)
+
+    async def close(self) -> None:
+        """Let go of the store; an embedded path is free when the process ends."""
+        await self.reader.close()
+        await asyncio.to_thread(self._writer.shutdown)
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(client.close)
+
+    async def _write(self, work: Callable[[Client], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._run, work)
+
+    def _run(self, work: Callable[[Client], T]) -> T:
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            return work(self._client)
+        except (ClickHouseError, OSError) as error:
+            raise StoreUnavailableError(
+                f"ClickHouse did not take it: {error}", is_full=_is_full(error)
+            ) from error
+
+
+def _is_full(error: Exception) -> bool:
+    if getattr(error, "code", None) == _NOT_ENOUGH_SPACE:
+        return True
+    text = str(error)
+    return any(words in text for words in _NO_ROOM)
+
+
+def quote(identifier: str) -> str:
+    """An identifier as SQL."""
+    escaped = identifier.replace("\\", "\\\\").replace("`", "\\`")
+    return f"`{escaped}`"
+
+
+def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:
+    # The engine is an extra, which a telemetry process on a server does without.
+    from telemetry.store.embedded_engine import engine_options
+
+    with engine_options(config.database) as restrictions:
+        return clickhouse_connect.get_client(
+            interface="chdb", path=config.path, chdb_options=restrictions, **options
+        )

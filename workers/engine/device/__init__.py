@@ -1,0 +1,1 @@
+"""Steps on a device that computes by itself: inputs, graphs, sampling, memory."""

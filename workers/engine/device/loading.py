@@ -1,0 +1,163 @@
+"""From a checkpoint to a runner on a device, with a KV cache of the size that is left for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+from workers.engine.device.device import Device, Stopwatch
+from workers.engine.device.kernel_set import KernelSet, choose_kernels, is_interpreted
+from workers.engine.device.memory import cache_bytes
+from workers.engine.device.operations import DeviceOperations
+from workers.engine.device.runner import Bounds, DeviceRunner
+from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from workers.kernels.gpu.step_inputs import StepShape
+from workers.models.decoder import Decoder, DecoderWeights
+from workers.models.device_product import device_products
+from workers.models.dummy import DummyTensors
+from workers.models.loader import choose_dtype, load_weights
+from workers.models.stacked_experts import stacked_experts
+
+_log = logging.getLogger(__name__)
+
+
+class _Plans(NamedTuple):
+    """What a runner is made of, apart from its KV cache."""
+
+    config: ModelConfig
+    weights: DecoderWeights
+    kernels: KernelSet
+    device: Device
+    engine: EngineConfig
+    cache_dtype: torch.dtype
+
+
+def load_device_runner(
+    path: Path, config: ModelConfig, engine: EngineConfig, device: Device
+) -> DeviceRunner:
+    """Load a checkpoint onto a device. ``engine`` is settled.
+
+    Raises CheckpointError, or ConfigError if the model does not fit.
+    """
+    watch = Stopwatch(device)
+    where = device.torch_device
+    dtype = choose_dtype(config, engine.dtype, where)
+    kernels = choose_kernels("triton" if engine.kernels == "auto" else engine.kernels, where)
+    if kernels.name == "triton" and is_interpreted() and dtype is not torch.float32:
+        raise ConfigError(
+            "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
+        )
+    fixed = engine.deterministic
+    product = device_products(kernels, fixed=fixed)
+    weights = load_weights(
+        path,
+        config,
+        dtype=dtype,
+        device=where,
+        source=DummyTensors(dtype, where) if engine.load_format == "dummy" else None,
+        product=product,
+        experts=stacked_experts(kernels.experts, product, fixed=fixed),
+    )
+    plans = _Plans(
+        config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype)
+    )
+    _log.info("loaded the weights of %s in %.1f s", config.architecture, watch.lap_s())
+    runner = _assemble(plans, _num_blocks(plans))
+    # The references look at what is on their device, which a recording must not.
+    if engine.cuda_graphs and not (kernels.name == "reference" and where.type == "cuda"):
+        runner.record()
+    _log.info(
+        "%s in %s on %s by %s kernels, %d KV blocks of %d tokens in %s, ready after %.1f s more",
+        config.architecture,
+        str(dtype).removeprefix("torch."),
+        where,
+        kernels.name,
+        runner.cache.num_blocks,
+        runner.cache.block_size_tokens,
+        str(plans.cache_dtype).removeprefix("torch."),
+        watch.lap_s(),
+    )
+    return runner
+
+
+def _num_blocks(plans: _Plans) -> int:
+    """Blocks of the KV cache: as many as the settings say, or as the device has memory for."""
+    config, engine = plans.config, plans.engine
+    size_bytes = block_bytes(config, engine.block_size_tokens, plans.cache_dtype)
+    kv_cache_bytes = engine.kv_cache_bytes
+    if not engine.num_blocks and not kv_cache_bytes:
+        kv_cache_bytes = _profiled_bytes(plans, size_bytes)
+    return choose_num_blocks(
+        config,
+        num_blocks=engine.num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        block_size_tokens=engine.block_size_tokens,
+        max_num_sequences=engine.max_num_sequences,
+        dtype=plans.cache_dtype,
+    )
+
+
+def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
+    """What the KV cache may take, by trying the largest step without one."""
+    engine, device = plans.engine, plans.device
+    probe = _assemble(plans, 1)
+    largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
+    work_bytes = device.peak_bytes(lambda: probe.warm_up(largest))
+    info = device.memory()
+    assert info is not None, "settings leave the size to a device without memory of its own"
+    _log.info(
+        "the largest step needs %.2f GiB beside weights and buffers of %.2f GiB",
+        *(work_bytes / 2**30, info.allocated / 2**30),
+    )
+    return cache_bytes(
+        info, fraction=engine.gpu_memory_fraction, work_bytes=work_bytes, block_bytes=size_bytes
+    )
+
+
+def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
+    config, weights, kernels, device, engine, dtype = plans
+    where = device.torch_device
+    cache = KVCache(
+        config,
+        num_blocks=num_blocks,
+        block_size_tokens=engine.block_size_tokens,
+        dtype=dtype,
+        device=where,
+    )
+    attention = kernels.attention(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        block_size=engine.block_size_tokens,
+        windows=config.windows,
+        max_sequences=engine.max_num_sequences,
+        num_programs=device.num_programs,
+        device=where,
+        deterministic=engine.deterministic,
+    )
+    operations = DeviceOperations(
+        kernels,
+        attention,
+        [cache.layer(layer) for layer in range(config.num_hidden_layers)],
+        num_heads=config.num_attention_heads,
+        epsilon=config.rms_norm_eps,
+    )
+    bounds = Bounds(
+        num_sequences=engine.max_num_sequences,
+        num_tokens=engine.max_batch_tokens,
+        num_blocks=-(-config.context_window_tokens // engine.block_size_tokens),
+    )
+    return DeviceRunner(
+        config,
+        Decoder(config, weights, operations),
+        cache,
+        kernels=kernels,
+        device=device,
+        bounds=bounds,
+    )

@@ -1,0 +1,326 @@
+"""Runs plans on a device that computes by itself: the host only tells it what the next step is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig
+from schemas.frames import TokenLogprob
+from workers.engine.batch import BatchLayout, lay_out
+from workers.engine.device.device import Array, Device, Stopwatch
+from workers.engine.device.graphs import RecordedSteps, ladder
+from workers.engine.device.inputs import SampledRow, exact_shape, finite_items, pack, shifted
+from workers.engine.device.kernel_set import KernelSet
+from workers.engine.device.operations import DeviceMetadata
+from workers.engine.device.sampler import DeviceSampler
+from workers.engine.device.state import DeviceState, StateRow
+from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
+from workers.engine.kv.cache import KVCache
+from workers.engine.pooling import PooledChunk, pool_rows
+from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
+from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.sequence import Sequence
+from workers.engine.types import DeviceLostError
+from workers.kernels.gpu.device_batch import DeviceBatch
+from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
+from workers.models.decoder import Decoder
+
+_log = logging.getLogger(__name__)
+
+DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
+
+
+class Bounds(NamedTuple):
+    """The most that a step has: sequences, tokens, and blocks of one sequence."""
+
+    num_sequences: int
+    num_tokens: int
+    num_blocks: int
+
+
+class _Buffers(NamedTuple):
+    """What steps read and leave, always in the same place: the packed vector and what is made of
+    it, logits and tokens of what is sampled, and which rows are finite."""
+
+    packed: torch.Tensor
+    inputs: StepInputs
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    finite: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, bounds: Bounds, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> _Buffers:
+        sequences = bounds.num_sequences
+        # Padding may be a sequence more than there are.
+        largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)
+        return cls(
+            packed=torch.zeros(largest.num_packed, dtype=torch.int64, device=device),
+            inputs=StepInputs.empty(largest, device),
+            logits=torch.zeros(sequences, vocab_size, dtype=dtype, device=device),
+            tokens=torch.zeros(sequences, dtype=torch.int64, device=device),
+            finite=torch.ones(bounds.num_tokens, dtype=torch.bool, device=device),
+        )
+
+
+class _Choice(NamedTuple):
+    """Which sampled rows there are, and who chooses from them: the device or the host; places are
+    indices of ``rows``."""
+
+    rows: list[SampledRow]
+    by_device: list[Sequence]
+    device_places: list[int]
+    by_host: list[Sequence]
+    host_places: list[int]
+
+
+class DeviceRunner:
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
+
+    A launch tells the device what the next step is and returns. Tokens that the device chose are
+    the next step's inputs there before anybody has read them. Steps of shapes that were recorded
+    are padded to them and replayed.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: DeviceDecoder,
+        cache: KVCache,
+        *,
+        kernels: KernelSet,
+        device: Device,
+        bounds: Bounds,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self._decoder = decoder
+        self._kernels = kernels
+        self._device = device
+        self._bounds = bounds
+        where = device.torch_device
+        num_rows = bounds.num_sequences + 1
+        self._sampler = DeviceSampler(config.vocab_size, num_rows, where, kernels=kernels.name)
+        self._state = DeviceState(
+            device,
+            _suits,
+            max_num_sequences=bounds.num_sequences,
+            max_blocks=bounds.num_blocks,
+        )
+        self._buffers = _Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
+        self._recorded = RecordedSteps()
+
+    @property
+    def host_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def record(self) -> None:
+        """Record the steps that will come again and again, and have all kernels ready. Steps of
+        embeddings are never recorded: their hidden states are wanted, which do not stay."""
+        shapes = ladder(self._bounds.num_sequences, self._bounds.num_tokens)
+        watch = Stopwatch(self._device)
+        for shape in shapes:
+            self.warm_up(shape)
+        if not self.config.has_head:
+            _log.info("warmed up in %.1f s", watch.lap_s())
+            return
+        with torch.inference_mode():
+            _, _, logits, chosen, _ = self._buffers
+            self._sampler.logprobs(logits, chosen, [0], [1], self._device.upload)
+        warm_s = watch.lap_s()
+        with torch.inference_mode():
+            self._recorded.record(self._device, shapes, self._compute)
+        _log.info(
+            "warmed up in %.1f s, recorded %d steps of up to %d tokens in %.1f s",
+            *(warm_s, len(shapes), shapes[0].num_tokens, watch.lap_s()),
+        )
+
+    def warm_up(self, shape: StepShape) -> None:
+        """Compute a step that is padding only, so that all its kernels are there; without logits
+        where the model has none."""
+        if not self.config.has_head:
+            shape = shape._replace(num_sampled=0)
+        layout = lay_out(())
+        with torch.inference_mode():
+            self._tell(pack(layout, (), (), shape, self._state.padding_row))
+            self._compute(shape)
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+        """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
+
+        Launching a plan again gives the same: it only writes the cache where it wrote before.
+        """
+        try:
+            return self._launch(plan)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+        layout = lay_out(plan)
+        rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
+        exact = exact_shape(layout)
+        keeps_states = bool(layout.pooled or layout.scored)
+        recorded = None if keeps_states else self._recorded.find(exact)
+        shape = exact if recorded is None else recorded
+        choice = self._divide(layout, rows, shape)
+        with torch.inference_mode():
+            numbers = [row.number for row in rows.values()]
+            self._tell(pack(layout, numbers, choice.rows, shape, self._state.padding_row))
+            pooled: list[PooledChunk] = []
+            scored: list[ScoredChunk] = []
+            if recorded is not None:
+                self._recorded.replay(recorded)
+            else:
+                states = self._compute(shape)
+                if layout.pooled:
+                    pooled = pool_rows(layout.pooled, self._decoder.normed(states))
+                scored = score_rows(layout.scored, states, self._decoder.logits)
+            read = self._read_back(plan, layout, shape, choice)
+            logits = self._host_logits(choice.host_places)
+        return LaunchedStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
+
+    def _failed(self, error: Exception) -> BaseException:
+        """What a launch or a read fails with: after an error on the device itself nothing works.
+
+        Not all who come upon such an error say so by its type, so the device is asked.
+        """
+        self._state.distrust()
+        try:
+            self._device.synchronize()
+        except torch.AcceleratorError as lost:
+            return DeviceLostError(f"the device failed: {lost}")
+        if isinstance(error, torch.AcceleratorError):
+            return DeviceLostError(f"the device failed: {error}")
+        return error
+
+    def _divide(
+        self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
+    ) -> _Choice:
+        """Who chooses the next token of which sequence."""
+        choice = _Choice([], [], [], [], [])
+        for place, (sequence, row) in enumerate(
+            zip(layout.sampled, layout.sampled_rows, strict=True)
+        ):
+            state_row = rows[sequence]
+            number = self._state.padding_row
+            if state_row.suits and not sequence.forks:
+                number = state_row.number
+                if not state_row.begun:
+                    self._sampler.begin(number, sequence)
+                choice.by_device.append(sequence)
+                choice.device_places.append(place)
+            else:
+                choice.by_host.append(sequence)
+                choice.host_places.append(place)
+            state_row.begun = number == state_row.number
+            choice.rows.append(
+                SampledRow(shifted(row, layout, shape), number, sequence.num_output_tokens)
+            )
+        return choice
+
+    def _tell(self, packed: Array) -> None:
+        """Bring the device what it needs to know for the next step."""
+        self._state.send()
+        self._sampler.upload(self._device.upload)
+        self._device.write(self._buffers.packed[: len(packed)], packed)
+
+    def _compute(self, shape: StepShape) -> torch.Tensor:
+        """What the layers make of the step that the device was told of: [shape.num_tokens,
+        hidden_size]. The rest is left in the buffers, chosen tokens in the state too."""
+        packed, all_inputs, logits, tokens, finite = self._buffers
+        inputs = all_inputs.of_shape(shape)
+        self._kernels.prepare_inputs(
+            packed[: shape.num_packed],
+            self._state.tensors,
+            inputs,
+            shape,
+            block_size=self.cache.block_size_tokens,
+        )
+        states = self._decoder.forward(
+            DeviceBatch(
+                token_ids=inputs.token_ids,
+                positions=inputs.positions,
+                slots=inputs.slots,
+                query_starts=inputs.query_starts,
+                lengths=inputs.lengths,
+                table_rows=inputs.table_rows,
+                block_tables=self._state.tensors.block_tables,
+                num_single=shape.num_single,
+            )
+        )
+        finite[: shape.num_tokens].copy_(torch.isfinite(states.sum(-1, dtype=torch.float32)))
+        count = shape.num_sampled
+        if count:
+            sections = PackedInputs.of(packed[: shape.num_packed], shape)
+            wanted = states.index_select(0, sections.sampled_rows)
+            logits[:count].copy_(self._decoder.logits(wanted))
+            self._sampler.sample(
+                logits[:count], inputs.state_rows, sections.token_indices, tokens[:count]
+            )
+            self._state.tensors.last_tokens.index_copy_(0, sections.state_rows, tokens[:count])
+        return states
+
+    def _read_back(
+        self,
+        plan: Rows[ScheduledSequence],
+        layout: BatchLayout,
+        shape: StepShape,
+        choice: _Choice,
+    ) -> Callable[[], ChosenTokens]:
+        """Have what came of a step brought to the host."""
+        _, _, logits, chosen, finite = self._buffers
+        num_tokens, count = shape.num_tokens, shape.num_sampled
+        asking = [
+            (place, sequence.request.sampling.logprobs)
+            for place, sequence in zip(choice.device_places, choice.by_device, strict=True)
+            if sequence.request.sampling.logprobs is not None
+        ]
+        table = None
+        made = [torch.cat((chosen[:count], finite[:num_tokens].long()))]
+        if asking:
+            places, counts = zip(*asking, strict=True)
+            table = self._sampler.logprobs(
+                logits[:count], chosen[:count], list(places), list(counts), self._device.upload
+            )
+            made.append(table.values)
+        wait = self._device.read_back(made)
+
+        def read() -> ChosenTokens:
+            try:
+                arrays = wait()
+            except Exception as error:
+                raise self._failed(error) from error
+            numbers = arrays[0]
+            flags = numbers[count:].astype(np.bool_)
+            tokens: list[int] = numbers[:count].tolist()
+            logprobs: list[TokenLogprob | None] = [None] * count
+            if table is not None:
+                logprobs = table.entries(torch.from_numpy(arrays[1]), tokens)
+            return ChosenTokens(
+                [tokens[place] for place in choice.device_places],
+                [logprobs[place] for place in choice.device_places],
+                finite_items(flags, plan, layout, shape),
+            )
+
+        return read
+
+    def _host_logits(self, places: list[int]) -> torch.Tensor:
+        """Logits of sampled rows, on the host; waits for them."""
+        if not places:
+            return torch.empty(0, self.config.vocab_size)
+        rows = self._device.upload(np.array(places, dtype=np.int64))
+        return self._buffers.logits.index_select(0, rows).cpu()
+
+
+def _suits(sequence: Sequence) -> bool:
+    """Whether the device can choose a sequence's tokens."""
+    return sequence.prompt_logprobs is None and DeviceSampler.suits(sequence.request.sampling)

@@ -1,0 +1,1 @@
+"""Grammars: compiled, followed, and turned into masks of tokens."""

@@ -1,0 +1,152 @@
+"""Grammars of waiting sequences, compiled by threads of their own and kept for the next ones."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from schemas.errors import GrammarError
+from schemas.sampling import Grammar
+from workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
+from workers.engine.grammar.threads import TaskThreads
+from workers.engine.sequence import Sequence, SequenceState
+
+NUM_COMPILE_THREADS = 2
+MAX_CACHED_GRAMMARS = 128
+
+_log = logging.getLogger(__name__)
+
+
+class Compile(Protocol):
+    """Makes a matcher at the start of a grammar. Raises GrammarError."""
+
+    def __call__(self, grammar: Grammar) -> Matcher: ...
+
+
+class Settled(NamedTuple):
+    """A request that is over before its first step here: its grammar cannot be followed
+    (``error``), or the tokens delivered before had come to the grammar's end already."""
+
+    sequence: Sequence
+    error: GrammarError | None
+
+
+class GrammarCompiler:
+    """Gives each sequence a matcher of its own, and then calls it ready.
+
+    ``compile_grammar`` is called once for each grammar that is not among the last
+    ``MAX_CACHED_GRAMMARS``; its refusals are kept as well, so that nobody gets the threads busy
+    with a bad grammar twice. ``on_settled`` is called on a compiling thread when sequences are
+    ready or over.
+    """
+
+    def __init__(self, compile_grammar: Compile, on_settled: Callable[[], None]) -> None:
+        self._compile = compile_grammar
+        self._on_settled = on_settled
+        self._threads = TaskThreads("grammar-compile", NUM_COMPILE_THREADS, COMPILE_STACK_BYTES)
+        self._lock = threading.Lock()
+        self._cache: collections.OrderedDict[Grammar, Future[Matcher]] = collections.OrderedDict()
+        self._settled: collections.deque[Settled] = collections.deque()
+
+    def submit(self, choices: Rows[Sequence]) -> None:
+        """Have the matchers of a request's choices made; until then none of them is ready.
+
+        For a grammar that is there already this is done on return.
+        """
+        request = choices[0].request
+        assert request.sampling.grammar is not None
+        start = self._known(request.sampling.grammar)
+        if start is not None and not request.output_token_ids and not start.complete:
+            _give_matchers(choices, start)
+            return
+        for sequence in choices:
+            sequence.ready = False
+        self._threads.submit(functools.partial(self._prepare, choices))
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Have something else done where grammars are compiled."""
+        self._threads.submit(task)
+
+    def take_settled(self) -> list[Settled]:
+        """Those that are over, each once, by their first choice; cancelled ones may be there."""
+        settled = []
+        while self._settled:
+            settled.append(self._settled.popleft())
+        return settled
+
+    def _prepare(self, choices: Rows[Sequence]) -> None:
+        first = choices[0]
+        request = first.request
+        assert request.sampling.grammar is not None
+        if first.state is SequenceState.FINISHED:
+            return
+        try:
+            start = self._start_of(request.sampling.grammar).copy()
+            start.accept(request.output_token_ids)
+        except GrammarError as error:
+            self._settled.append(Settled(first, error))
+        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
+            _log.error("a grammar could not be prepared", exc_info=error)
+            why = GrammarError(f"The grammar cannot be compiled: {type(error).__name__}.")
+            self._settled.append(Settled(first, why))
+        else:
+            if start.complete:
+                self._settled.append(Settled(first, None))
+            else:
+                _give_matchers(choices, start)
+        self._on_settled()
+
+    def _known(self, grammar: Grammar) -> Matcher | None:
+        """The compiled grammar, if it is there and good."""
+        with self._lock:
+            known = self._cache.get(grammar)
+            if known is None or not known.done() or known.exception() is not None:
+                return None
+            self._cache.move_to_end(grammar)
+            return known.result()
+
+    def _start_of(self, grammar: Grammar) -> Matcher:
+        """The compiled grammar; whoever asks for it first compiles it, the others wait."""
+        with self._lock:
+            known = self._cache.get(grammar)
+            if known is None:
+                future: Future[Matcher] = Future()
+                self._cache[grammar] = future
+                if len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+            else:
+                self._cache.move_to_end(grammar)
+        if known is not None:
+            return _result(known)
+        try:
+            future.set_result(self._compile(grammar))
+        except GrammarError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            with self._lock:
+                self._cache.pop(grammar, None)
+            raise
+        return _result(future)
+
+
+def _give_matchers(choices: Rows[Sequence], start: Matcher) -> None:
+    for sequence in choices:
+        sequence.matcher = start.copy()
+    # The first is what the planner waits for; the others start from it.
+    for sequence in reversed(choices):
+        sequence.ready = True
+
+
+def _result(future: Future[Matcher]) -> Matcher:
+    error = future.exception()
+    if isinstance(error, GrammarError):
+        # A fresh one: a raised exception collects the frames that it passes.
+        raise GrammarError(error.message)
+    return future.result()

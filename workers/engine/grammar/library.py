@@ -1,0 +1,208 @@
+"""Grammars as llguidance compiles and follows them; nothing else speaks to that library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
+
+from llguidance import (
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    grammar_from,
+)
+
+from schemas.errors import GrammarError
+from schemas.sampling import Grammar, GrammarKind
+
+if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
+    from registry.tokenizers.tokenizer import Tokenizer
+
+MAX_MESSAGE_CHARACTERS = 240
+# Compiling goes as deep as the text nests; a text of the longest that is taken fits well.
+COMPILE_STACK_BYTES = 64 << 20
+_WORD_BITS = 32
+_PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
+_ANY_OBJECT = '{"type": "object"}'
+# Unbounded blanks between the parts of a document are where a model gets stuck.
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
+# Some 1 to 2 kB each; the library's own bound would let one grammar fill half a gigabyte.
+_MAX_LEXER_STATES = 50_000
+# What the library puts before the bytes of a token that is no text; never in UTF-8.
+_NO_TEXT = b"\xff"
+
+
+class Matcher:
+    """How far one sequence is in its grammar. Used by one thread at a time.
+
+    ``must_end``: as of the last mask, nothing but the end may come, whatever the request wants.
+    """
+
+    __slots__ = ("_failure", "_inner", "must_end")
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
+        self._failure = ""
+        self.must_end = False
+
+    def copy(self) -> Matcher:
+        """A matcher that goes on from here by itself."""
+        return Matcher(self._inner.deep_copy())
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow: all that the grammar wants is there."""
+        return self._inner.is_stopped()
+
+    @property
+    def error(self) -> GrammarError | None:
+        """Why the grammar cannot be followed any further, if so."""
+        if self._failure:
+            return GrammarError(self._failure)
+        if self._inner.is_error():
+            return GrammarError(shortened(self._inner.get_error()))
+        return None
+
+    def fill_mask(self, address: int, num_words: int) -> None:
+        """Set the bits of the token ids that may come next: ``num_words`` int32 at ``address``.
+
+        Runs without the interpreter's lock. A failure shows in ``error``.
+        """
+        try:
+            self._inner.unsafe_compute_mask_ptr(address, num_words * 4)
+        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
+            self._failure = f"The grammar cannot be followed any further: {type(error).__name__}."
+
+    def accept(self, token_ids: Rows[int]) -> None:
+        """Go on by tokens. Raises GrammarError, also for what went wrong before."""
+        self._inner.consume_tokens(list(token_ids))
+        error = self.error
+        if error is not None:
+            raise error
+
+
+class GrammarLibrary:
+    """Compiles grammars for one vocabulary.
+
+    Token ids are those of the model, ``vocab_size`` of them: a token that the tokenizer does not
+    have is never allowed. Raises GrammarError for a tokenizer without an end-of-sequence token,
+    which a completion could not end with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+        if not eos:
+            raise GrammarError(
+                "This model's tokenizer names no end-of-sequence token, which grammars need."
+            )
+        self.eos_token_ids = tuple(eos)
+        self.num_words = -(-vocab_size // _WORD_BITS)
+        vocabulary = _Vocabulary(tokenizer, vocab_size, eos[0])
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the grammar's start. Raises GrammarError."""
+        matcher = start(self._tokenizer, grammar)
+        # Finds what only shows in use, and is a start for all copies.
+        matcher.compute_bitmask()
+        raise_error_of(matcher)
+        return Matcher(matcher)
+
+
+def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """The library's own matcher at the grammar's start. Raises GrammarError."""
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    try:
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
+    except (ValueError, TypeError) as error:
+        raise GrammarError(shortened(str(error))) from error
+    raise_error_of(matcher)
+    return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return _json_source(_ANY_OBJECT)
+        case GrammarKind.JSON_SCHEMA:
+            return _json_source(grammar.text)
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.EBNF:
+            return grammar_from("ebnf", grammar.text)
+
+
+def _json_source(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+
+
+def raise_error_of(matcher: LLMatcher) -> None:
+    """Raises GrammarError if the matcher is in its state of error."""
+    if matcher.is_error():
+        raise GrammarError(shortened(matcher.get_error()))
+
+
+def shortened(message: str) -> str:
+    """The library's message in one line of bounded length, without its pictures of the text."""
+    if message.startswith("NoExtension"):
+        message = "no text matches it"
+    lines = (line.strip() for line in message.split("\n<")[0].splitlines())
+    text = " ".join(line for line in lines if not _PICTURE.match(line))
+    if len(text) > MAX_MESSAGE_CHARACTERS:
+        text = text[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+    return f"The grammar cannot be used: {text or 'the library does not say why'}"
+
+
+class _Vocabulary:
+    """The tokenizer as the library wants it: each token's bytes, and how a text is cut."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
+        self.tokens = [_text_bytes(tokenizer.token_bytes(i)) for i in range(vocab_size)]
+        self._ids: dict[bytes, int] = {}
+        specials = frozenset(self.special_token_ids)
+        for token_id, token in enumerate(self.tokens):
+            if token and token_id not in specials:
+                self._ids.setdefault(token, token_id)
+        self._longest_bytes = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that the grammar leaves no choice about.
+
+        As the tokenizer cuts it, if these tokens are that text and no more: some tokenizers begin
+        every text with a blank. Otherwise the longest tokens first.
+        """
+        data = text.encode()
+        tokens, size = self.tokens, len(self.tokens)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if (
+            all(token_id < size for token_id in token_ids)
+            and b"".join([tokens[token_id] for token_id in token_ids]) == data
+        ):
+            return token_ids
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        token_ids: list[int] = []
+        at = 0
+        while at < len(data):
+            for end in range(min(len(data), at + self._longest_bytes), at, -1):
+                token_id = self._ids.get(data[at:end])
+                if token_id is not None:
+                    token_ids.append(token_id)
+                    at = end
+                    break
+            else:
+                # No tokens make this text; what there is of it is as far as it can be forced.
+                break
+        return token_ids
+
+
+def _text_bytes(token: bytes) -> bytes:
+    return b"" if token.startswith(_NO_TEXT) else token

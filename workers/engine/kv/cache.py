@@ -1,0 +1,164 @@
+"""The memory of the KV cache: one contiguous allocation for all layers."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import NamedTuple
+
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig
+from schemas.errors import ConfigError
+from workers.kernels.gpu.device_batch import CacheLayer
+
+
+class KVCache:
+    """Keys and values of every block in every layer.
+
+    ``data``: [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads, head_dim]; of the
+    pair, 0 is the key and 1 the value. The last block, ``null_block``, is never written: block
+    tables are padded with it. All contents are always finite, since masked positions are still
+    multiplied (by zero); so whoever wrote NaN there must ``scrub`` it.
+
+    ``scales``: float32 [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads], what
+    entries of 8 bits are multiplied by, NaN where they stand for something that is not finite;
+    None if the entries are wider.
+
+    ``blocks``: [num_layers, num_blocks + 1, bytes], all there is of a block in a layer in one
+    piece, its entries first and then its scales.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.null_block = num_blocks
+        self.block_size_tokens = block_size_tokens
+        layout = _BlockLayout.of(config, block_size_tokens, dtype)
+        shape = (config.num_hidden_layers, num_blocks + 1, layout.size_bytes)
+        try:
+            self.blocks = _zeros(shape, device)
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise ConfigError(
+                f"The KV cache of {num_blocks} blocks takes {math.prod(shape)} bytes, which "
+                f"{device} does not have. Lower engine.kv_cache_bytes or engine.num_blocks."
+            ) from error
+        pairs = (block_size_tokens, 2, config.num_key_value_heads)
+        data = self.blocks[:, :, : layout.data_bytes].view(dtype)
+        self.data = data.view(*shape[:2], *pairs, config.head_dim)
+        self.scales: torch.Tensor | None = None
+        if layout.has_scales:
+            end = layout.scales_at + math.prod(pairs) * torch.float32.itemsize
+            scales = self.blocks[:, :, layout.scales_at : end].view(torch.float32)
+            self.scales = scales.view(*shape[:2], *pairs)
+        # Copied by eight bytes where these make up a block.
+        self._words = self.blocks.view(torch.int64 if layout.size_bytes % 8 == 0 else torch.uint8)
+
+    def layer(self, index: int) -> CacheLayer:
+        """One layer, as kernels see it."""
+        return CacheLayer(self.data[index], None if self.scales is None else self.scales[index])
+
+    @torch.inference_mode()
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero those of the blocks whose contents are not finite."""
+        telling = self.data if self.scales is None else self.scales
+        for block in blocks:
+            if not torch.isfinite(telling[:, block]).all():
+                self.blocks[:, block].zero_()
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """Give one block the contents of another, in all layers."""
+        self._words[:, target].copy_(self._words[:, source])
+
+    @torch.inference_mode()
+    def finite_blocks(self, blocks: list[int]) -> list[bool]:
+        """Which blocks hold only finite keys and values in the last layer.
+
+        A token's hidden state that is not finite makes its keys and values in every later layer
+        the same, and so does a key or value when the token attends to itself; so the last layer
+        speaks for all, at a fraction of the reading.
+        """
+        telling = self.data if self.scales is None else self.scales
+        index = torch.tensor(blocks, device=telling.device)
+        rows = telling[-1].index_select(0, index).flatten(1)
+        return torch.isfinite(rows.sum(-1, dtype=torch.float32)).tolist()
+
+
+class _BlockLayout(NamedTuple):
+    """Where things are in the bytes of a block in one layer."""
+
+    data_bytes: int
+    scales_at: int
+    size_bytes: int
+    has_scales: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> _BlockLayout:
+        heads = block_size_tokens * 2 * config.num_key_value_heads
+        data_bytes = heads * config.head_dim * dtype.itemsize
+        if dtype.itemsize > 1:
+            return cls(data_bytes, data_bytes, data_bytes, has_scales=False)
+        scales_at = _aligned(data_bytes)
+        size_bytes = _aligned(scales_at + heads * torch.float32.itemsize)
+        return cls(data_bytes, scales_at, size_bytes, has_scales=True)
+
+
+def _aligned(size_bytes: int) -> int:
+    """So many bytes or a few more, so that what follows can be read 16 at a time."""
+    return -(-size_bytes // 16) * 16
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Bytes that are zero; on a CPU in pages that nobody has touched, so that memory is taken as
+    blocks are first used. ``torch.zeros`` writes them all: half a second for a GiB."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
+def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept as: ``name`` as in ``EngineConfig.kv_cache_dtype``, ``dtype``
+    that of the weights."""
+    return torch.float8_e4m3fn if name == "fp8" else dtype
+
+
+def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
+    """The size of one block over all layers, with the scales of entries of 8 bits."""
+    layout = _BlockLayout.of(config, block_size_tokens, dtype)
+    return layout.size_bytes * config.num_hidden_layers
+
+
+def choose_num_blocks(
+    config: ModelConfig,
+    *,
+    num_blocks: int,
+    kv_cache_bytes: int,
+    block_size_tokens: int,
+    max_num_sequences: int,
+    dtype: torch.dtype,
+) -> int:
+    """``num_blocks`` if given; else what fits ``kv_cache_bytes``, but never more than
+    ``max_num_sequences`` full context windows can use.
+
+    Raises ConfigError if not even one block fits.
+    """
+    if num_blocks:
+        return num_blocks
+    size_bytes = block_bytes(config, block_size_tokens, dtype)
+    fitting = kv_cache_bytes // size_bytes
+    if fitting < 1:
+        raise ConfigError(
+            f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} "
+            f"tokens takes {size_bytes} bytes for this model."
+        )
+    per_sequence = -(-config.context_window_tokens // block_size_tokens)
+    return min(fitting, per_sequence * max_num_sequences)

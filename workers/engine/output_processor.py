@@ -1,0 +1,247 @@
+"""What comes of a step, taken to the sequences and handed over."""
+
+from __future__ import annotations
+
+import logging
+import math
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from schemas.errors import MillraceError
+from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.grammar.grammars import Grammars
+from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, LaunchedStep
+from workers.engine.kv.cache import KVCache
+from workers.engine.live_requests import LiveRequests
+from workers.engine.outputs import as_millrace_error, embedding_output, token_output
+from workers.engine.pooling import PooledChunk, add_chunk
+from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
+from workers.engine.sampling.sampler import Sampler
+from workers.engine.scheduling.planner import Planner, ScheduledSequence
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.types import EngineOutput, NonFiniteEmbeddingError, NonFiniteLogitsError
+
+_log = logging.getLogger(__name__)
+
+_forks = attrgetter("forks")
+_matcher = attrgetter("matcher")
+
+
+class Chunk(NamedTuple):
+    """A step computed the tokens from ``begin`` to ``end`` of a sequence."""
+
+    sequence: Sequence
+    begin: int
+    end: int
+
+
+class Receiver:
+    """Takes results to the sequences, as long as these are there. What goes wrong with one ends
+    that one only."""
+
+    def __init__(
+        self,
+        *,
+        cache: KVCache,
+        planner: Planner,
+        sampler: Sampler,
+        grammars: Grammars,
+        live: LiveRequests,
+    ) -> None:
+        self._cache = cache
+        self._planner = planner
+        self._tables = planner.tables
+        self._block_size = planner.tables.pool.block_size_tokens
+        self._sampler = sampler
+        self._grammars = grammars
+        self._live = live
+
+    def blame(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
+        """End the one sequence that an error came from."""
+        if not isinstance(error, MillraceError):
+            _log.error("the engine failed on one sequence", exc_info=error)
+        self._live.fail(sequence, as_millrace_error(error), outputs)
+
+    def end_not_finite(
+        self, plan: list[ScheduledSequence], finite: list[bool], outputs: list[EngineOutput]
+    ) -> None:
+        """End the sequences of which something was computed that is no number."""
+        for (sequence, _), is_finite in zip(plan, finite, strict=True):
+            if not is_finite and sequence.state is not SequenceState.FINISHED:
+                self._fail_not_finite(sequence, outputs)
+
+    def seal(self, chunks: list[Chunk]) -> None:
+        """Have chunks that are finite found by others."""
+        for sequence, _, end in chunks:
+            if sequence.state is SequenceState.RUNNING:
+                self._tables.seal(sequence, end)
+
+    def look_and_seal(self, chunks: list[Chunk], outputs: list[EngineOutput]) -> None:
+        """Look whether chunks are finite, and seal those that are; failing on all, look at half of
+        them."""
+        size = self._block_size
+        here = [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
+        tables = [s.block_table[begin // size : -(-end // size)] for s, begin, end in here]
+        if not here:
+            return
+        try:
+            finite = iter(self._cache.finite_blocks([block for table in tables for block in table]))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            if len(here) == 1:
+                self.blame(here[0].sequence, error, outputs)
+                return
+            middle = len(here) // 2
+            self.look_and_seal(here[:middle], outputs)
+            self.look_and_seal(here[middle:], outputs)
+            return
+        for (sequence, _, end), table in zip(here, tables, strict=True):
+            flags = [next(finite) for _ in table]
+            if all(flags):
+                self._tables.seal(sequence, end)
+            else:
+                self._fail_not_finite(sequence, outputs)
+
+    def _fail_not_finite(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
+        error = NonFiniteLogitsError(sequence.num_read_output_tokens)
+        self._live.fail(sequence, error, outputs)
+
+    def pool_states(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
+        """Take what was computed into embeddings, and end the sequences whose are complete."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            try:
+                embedding = add_chunk(chunk)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+                self.blame(sequence, error, outputs)
+                continue
+            if embedding is None:
+                continue
+            if all(map(math.isfinite, embedding)):
+                outputs.append(embedding_output(sequence, embedding))
+                self._live.end(sequence, outputs)
+            else:
+                self._live.fail(sequence, NonFiniteEmbeddingError(), outputs)
+
+    def add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
+        """Take what was computed of prompts' log-probabilities."""
+        for chunk in chunks:
+            if chunk.sequence.state is not SequenceState.RUNNING:
+                continue
+            try:
+                finite = add_scores(chunk)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+                self.blame(chunk.sequence, error, outputs)
+                continue
+            if not finite:
+                self._live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
+
+    def take_chosen(
+        self,
+        sequences: list[Sequence],
+        places: list[int],
+        chosen: ChosenTokens,
+        outputs: list[EngineOutput],
+    ) -> None:
+        """Put the tokens that the device chose in their places; those of sequences that are over
+        are dropped. One that waits to be computed again takes its token too."""
+        finished = SequenceState.FINISHED
+        for sequence, place, token, logprob in zip(
+            sequences, places, chosen.tokens, chosen.logprobs, strict=True
+        ):
+            if sequence.state is finished:
+                continue
+            if token == NOT_FINITE:
+                self._fail_not_finite(sequence, outputs)
+            else:
+                sequence.token_ids[place] = token
+                self._hand_over(sequence, place, token, logprob, outputs)
+
+    def sample(self, step: LaunchedStep, outputs: list[EngineOutput]) -> None:
+        """Draw the tokens that are the host's to choose."""
+        if step.by_host:
+            self._sample(step.by_host, step.logits, outputs)
+
+    def _sample(
+        self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+    ) -> None:
+        """Draw the next token of each sequence, and the first ones of choices that begin here."""
+        index = [i for i, s in enumerate(computed) if s.state is SequenceState.RUNNING]
+        sequences = [computed[i] for i in index]
+        if any(map(_forks, sequences)):
+            index = [i for i in index for _ in range(1 + len(computed[i].forks))]
+            sequences = [choice for parent in sequences for choice in self._fork(parent)]
+        if not sequences:
+            return
+        if len(index) != len(computed) or len(sequences) != len(set(index)):
+            with torch.inference_mode():
+                logits = logits.index_select(0, torch.tensor(index, device=logits.device))
+        try:
+            masks = self._grammars.masks(sequences) if any(map(_matcher, sequences)) else None
+        except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
+            for sequence in filter(_matcher, sequences):
+                self.blame(sequence, error, outputs)
+            self._sample(sequences, logits, outputs)
+            return
+        sampled = self._sampler.sample(sequences, logits, masks)
+        for sequence, outcome, logprob in zip(
+            sequences, sampled.outcomes, sampled.logprobs, strict=True
+        ):
+            if isinstance(outcome, MillraceError):
+                self._live.fail(sequence, outcome, outputs)
+            else:
+                self._append(sequence, outcome, logprob, outputs)
+
+    def _fork(self, parent: Sequence) -> list[Sequence]:
+        """Let the choices that waited for the parent's prompt go their own ways; all of them."""
+        forks, parent.forks = parent.forks, []
+        for child in forks:
+            child.queued_s = parent.queued_s
+            child.num_cached_tokens = parent.num_cached_tokens
+            self._planner.fork(parent, child)
+        return [parent, *forks]
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        outputs: list[EngineOutput],
+    ) -> None:
+        complete = False
+        if sequence.matcher is not None:
+            try:
+                complete = self._grammars.accept(sequence, token)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+                self.blame(sequence, error, outputs)
+                return
+        place = len(sequence.token_ids)
+        sequence.token_ids.append(token)
+        self._hand_over(sequence, place, token, logprob, outputs, complete=complete)
+
+    def _hand_over(
+        self,
+        sequence: Sequence,
+        place: int,
+        token: int,
+        logprob: TokenLogprob | None,
+        outputs: list[EngineOutput],
+        *,
+        complete: bool = False,
+    ) -> None:
+        """Say that ``token`` is the sequence's token number ``place``, all before which are
+        computed; end the sequence if that was its last."""
+        if place % self._block_size == 0 and sequence.state is SequenceState.RUNNING:
+            self._tables.seal(sequence, place)
+        finish_reason = None
+        if complete or token in sequence.stop_token_ids:
+            finish_reason = FinishReason.STOP
+        elif place + 1 >= sequence.max_total_tokens:
+            finish_reason = FinishReason.LENGTH
+        outputs.append(token_output(sequence, token, logprob, finish_reason))
+        sequence.started = True
+        if finish_reason is not None:
+            self._live.end(sequence, outputs)

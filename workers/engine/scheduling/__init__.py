@@ -1,0 +1,1 @@
+"""Which sequences the next step computes, and how many tokens of each."""

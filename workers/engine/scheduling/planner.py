@@ -1,0 +1,386 @@
+"""What the next step computes: ``{sequence: number of tokens}`` under a token budget."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+from workers.engine.kv.block_tables import BlockTables, PrefixHit
+from workers.engine.scheduling.background import immune, is_background
+from workers.engine.scheduling.cost_model import CostModel, StepWork
+from workers.engine.scheduling.schedule import Draft
+from workers.engine.scheduling.waiting import WaitingQueue
+from workers.engine.sequence import Sequence, SequenceState
+
+# Blocks that admissions leave free for those who already run: without it every newcomer preempts
+# somebody a few steps later.
+ADMISSION_WATERMARK = 0.05
+# A sequence that was preempted so often is next admitted only when all blocks that it can ever
+# need are there, and is not preempted again.
+MAX_PREEMPTIONS = 4
+# How far an admission looks past newcomers that wait for a prefix somebody else is computing.
+_MAX_HELD = 16
+
+_rank = attrgetter("rank")
+
+
+class ScheduledSequence(NamedTuple):
+    """Compute the next ``num_tokens`` tokens of ``sequence``; its blocks are there."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+class Planner:
+    """Holds the waiting and running sequences and says who gets blocks and who loses them.
+
+    One rule for every kind of work: a sequence is behind by some tokens, and gets as many of them
+    as the budget allows. Those that are behind by one token (they decode) come first, then
+    prefills that are under way, then newcomers, each by rank.
+
+    A rank is fixed for life: the time of arrival, moved back by ``ageing_s`` for each level of
+    priority, so that whoever waits gains a level in that time, and nobody starves. When blocks
+    run out, running sequences of lower rank give theirs up and wait to be computed again; if there
+    is none, the sequence keeps what it has and waits. A newcomer of higher priority and rank takes
+    slot and blocks from those below it. Nobody is preempted more than ``MAX_PREEMPTIONS`` times:
+    after that it gets its blocks for good. So the highest rank, or one that has all its blocks,
+    always gets on, and everybody ends.
+
+    Background work, of a priority below 0, ranks behind all other work however long it waits. It
+    gets what the others leave of a step, and a newcomer that is none of it begins with the next
+    step if it fits beside the others. Some of it gets its blocks for good too: see ``immune``.
+
+    ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
+    ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
+    """
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        *,
+        max_batch_tokens: int,
+        max_num_sequences: int,
+        ageing_s: float = 0.0,
+        itl_bound_s: float = 0.0,
+        costs: CostModel | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_batch_tokens < 1 or max_num_sequences < 1:
+            raise ValueError(
+                f"max_batch_tokens and max_num_sequences must be at least 1, got "
+                f"{max_batch_tokens} and {max_num_sequences}"
+            )
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_sequences = max_num_sequences
+        self.num_preemptions = 0
+        self.outstanding_tokens = 0
+        self.running: list[Sequence] = []
+        self.tables = tables
+        self._pool = tables.pool
+        self._ageing_s = ageing_s
+        self._itl_bound_s = itl_bound_s
+        self._costs = CostModel() if costs is None else costs
+        self._monotonic = monotonic
+        self._waiting = WaitingQueue()
+        self._now_s = monotonic()
+        self._watermark_blocks = math.ceil(self._pool.num_blocks * ADMISSION_WATERMARK)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_unready(self) -> int:
+        """Those of the waiting that were not ready at the last plan."""
+        return self._waiting.num_unready
+
+    @property
+    def num_live(self) -> int:
+        return len(self._waiting) + len(self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; it must fit the pool when it is alone in it."""
+        assert self._pool.blocks_for(sequence.max_total_tokens) <= self._pool.num_blocks
+        self._set_rank(sequence)
+        self._waiting.add(sequence)
+        for live in (sequence, *sequence.forks):
+            self.outstanding_tokens += live.outstanding_tokens
+
+    def _set_rank(self, sequence: Sequence) -> None:
+        priority = sequence.request.priority
+        if self._ageing_s > 0:
+            sequence.rank = (
+                int(priority < 0),
+                sequence.added_s - priority * self._ageing_s,
+                sequence.arrival,
+            )
+        else:
+            sequence.rank = (-priority, 0.0, sequence.arrival)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
+        free, else later from the cache."""
+        self._set_rank(child)
+        if not self._is_full:
+            self.tables.fork(parent, child)
+            self.outstanding_tokens -= child.num_computed_tokens
+            child.state = SequenceState.RUNNING
+            insort(self.running, child, key=_rank)
+        else:
+            self._waiting.add(child)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, in whatever state it is; its blocks are free at once."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        self.outstanding_tokens -= sequence.outstanding_tokens
+        if sequence.state is SequenceState.RUNNING:
+            self._leave_batch(sequence)
+            self.tables.release(sequence, self._now_s)
+        elif sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+            self.tables.forget(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def advance(self, plan: Iterable[ScheduledSequence]) -> None:
+        """What was planned has been computed, or will have been before anything that is planned
+        from now on."""
+        total = 0
+        for sequence, num_tokens in plan:
+            sequence.num_computed_tokens += num_tokens
+            total += num_tokens
+        self.outstanding_tokens -= total
+
+    def retract(self, plan: Iterable[ScheduledSequence]) -> None:
+        """What was planned last is not computed after all; those that left the batch since have
+        nothing to take back."""
+        for sequence, num_tokens in plan:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed_tokens -= num_tokens
+                self.outstanding_tokens += num_tokens
+
+    def plan(self) -> list[ScheduledSequence]:
+        """The next step's work, decodes first, with all blocks allocated; [] if there is none.
+
+        A sequence whose last token is only to be read gets no work.
+        """
+        self._now_s = self._monotonic()
+        self._waiting.collect_ready()
+        self.tables.offload_idle(self._now_s)
+        draft = Draft(self.max_batch_tokens)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
+                draft.ending.append(sequence)
+            elif num_tokens - sequence.num_computed_tokens == 1:
+                decoding.append(sequence)
+            else:
+                prefilling.append(sequence)
+        num_urgent = bisect_left(prefilling, True, key=is_background)
+        kept_tokens = self.max_batch_tokens // 2 if num_urgent or self._has_urgent_newcomer else 0
+        size = self._pool.block_size_tokens
+        for sequence in decoding:
+            if draft.budget <= kept_tokens and (draft.budget == 0 or is_background(sequence)):
+                break
+            if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
+                self._schedule(sequence, 1, draft)
+            elif sequence.state is SequenceState.RUNNING:
+                draft.put(sequence, 1)  # its last block has room
+        if draft.counts and (prefilling or self._waiting):
+            self._bound_chunks(draft, prefilling)
+        self._go_on(prefilling[:num_urgent], draft)
+        if num_urgent < len(prefilling):
+            self._admit(draft, background=False)
+            self._go_on(prefilling[num_urgent:], draft)
+        self._admit(draft)
+        return list(map(ScheduledSequence._make, draft.counts.items()))
+
+    @property
+    def _has_urgent_newcomer(self) -> bool:
+        first = self._waiting.first()
+        return first is not None and not is_background(first)
+
+    def _go_on(self, prefilling: list[Sequence], draft: Draft) -> None:
+        for sequence in prefilling:
+            if draft.budget == 0:
+                break
+            behind = len(sequence.token_ids) - sequence.num_computed_tokens
+            self._schedule(sequence, min(behind, draft.budget), draft)
+
+    def _schedule(self, sequence: Sequence, num_tokens: int, draft: Draft) -> None:
+        """Plan a running sequence if there is room, if need be by preempting lower ranks; but
+        where others give up their blocks as soon as they are read, it waits for those."""
+        if sequence.state is not SequenceState.RUNNING:
+            return  # preempted for one that was planned before it
+        while not self.tables.grow(sequence, num_tokens):
+            draft.short_of_blocks = True
+            victim = None if draft.ending else self._lowest_below(sequence)
+            if victim is None:
+                return
+            self._preempt(victim, draft)
+        draft.put(sequence, num_tokens)
+
+    def _lowest_below(self, sequence: Sequence) -> Sequence | None:
+        kept = self._kept_from(sequence)
+        for other in reversed(self.running):
+            if other is sequence:
+                return None
+            if other not in kept:
+                return other
+        return None
+
+    def _kept_from(self, sequence: Sequence) -> set[Sequence]:
+        """Whom it may not preempt, whatever the ranks."""
+        if is_background(sequence):
+            return {other for other in self.running if other.reserved}
+        return immune(self.running, self.max_num_sequences, self._pool.num_blocks)
+
+    def _bound_chunks(self, draft: Draft, prefilling: list[Sequence]) -> None:
+        """Cut the budget to what keeps the predicted step under the bound, for the sake of those
+        who decode, unless all of them are background work."""
+        if self._itl_bound_s <= 0 or not self._costs.is_warm:
+            return
+        if is_background(next(iter(draft.counts))):
+            return
+        beside = StepWork(
+            decodes=len(draft.counts),
+            context_tokens=sum(s.num_computed_tokens for s in draft.counts),
+        )
+        context = prefilling[0].num_computed_tokens if prefilling else 0
+        chunk = self._costs.largest_chunk(self._itl_bound_s, beside, context)
+        draft.budget = min(draft.budget, max(chunk, self._pool.block_size_tokens))
+
+    def _admit(self, draft: Draft, *, background: bool = True) -> None:
+        held: list[Sequence] = []
+        while draft.budget > 0 and len(held) < _MAX_HELD:
+            sequence = self._waiting.pop()
+            if sequence is None:
+                break
+            if not background and is_background(sequence):
+                held.append(sequence)
+                break
+            if (self._is_full or draft.short_of_blocks) and not self._may_displace(sequence, draft):
+                held.append(sequence)  # nobody gives way to it, so do not even look
+                break
+            hit = self.tables.match(sequence)
+            if hit.awaited:
+                held.append(sequence)
+                continue
+            if not self._fits(sequence, hit):
+                victims = self._victims_for(sequence, hit, draft)
+                if not victims:
+                    held.append(sequence)
+                    break
+                for victim in victims:
+                    self._preempt(victim, draft)
+                hit = self.tables.match(sequence)
+            self._start(sequence, hit)
+            behind = sequence.num_tokens - sequence.num_computed_tokens
+            self._schedule(sequence, min(behind, draft.budget), draft)
+        for sequence in held:
+            self._waiting.add(sequence)
+
+    def _may_displace(self, sequence: Sequence, draft: Draft) -> bool:
+        """Whether there may be somebody who gives way to a newcomer. What those who run are short
+        of, only background work gives to others."""
+        if not self.running or self.running[-1].rank < sequence.rank:
+            return False
+        return not draft.short_of_blocks or (
+            is_background(self.running[-1]) and not is_background(sequence)
+        )
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.max_num_sequences
+
+    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Put a newcomer that fits into the batch."""
+        self.tables.take(sequence, hit)
+        reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
+        self.tables.promise(sequence, self._wanted_blocks(sequence), reserved=reserved)
+        self.outstanding_tokens -= sequence.num_computed_tokens
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=_rank)
+
+    def _wanted_blocks(self, sequence: Sequence) -> int:
+        """Blocks that are spoken for at admission: for all tokens at hand, not only for the first
+        chunk, since half an admitted prompt is work that the next preemption throws away; for all
+        that can come once it may not be preempted any more."""
+        if sequence.num_preemptions < MAX_PREEMPTIONS:
+            return self._pool.blocks_for(sequence.num_tokens)
+        # Choices share the last block of the prompt until they write to it.
+        return self._pool.blocks_for(sequence.max_total_tokens) + bool(sequence.forks)
+
+    def _fits(
+        self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
+    ) -> bool:
+        """Whether a newcomer can be admitted if so many more slots and blocks come free."""
+        if len(self.running) - num_slots >= self.max_num_sequences:
+            return False
+        needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
+        if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
+            needed += self._watermark_blocks
+        free = self._pool.num_free_blocks - self.tables.num_promised_blocks
+        return needed <= free + num_blocks
+
+    def _victims_for(self, sequence: Sequence, hit: PrefixHit, draft: Draft) -> list[Sequence]:
+        """Whom to preempt, the lowest rank first, so that a newcomer of higher priority fits; []
+        if that does not help, or if it will fit anyway when those who are ending have left."""
+        kept = frozenset(block for block in hit.blocks if block is not None)
+        if draft.ending:
+            num_blocks = sum(self.tables.num_exclusive_blocks(s, kept) for s in draft.ending)
+            if self._fits(sequence, hit, len(draft.ending), num_blocks):
+                return []
+        victims: list[Sequence] = []
+        num_blocks = 0
+        spared = self._kept_from(sequence).union(draft.ending)
+        for other in reversed(self.running):
+            if other.rank < sequence.rank:
+                break
+            if other in spared or other.request.priority >= sequence.request.priority:
+                continue
+            victims.append(other)
+            num_blocks += self.tables.num_exclusive_blocks(other, kept)
+            num_blocks += other.num_promised_blocks
+            if self._fits(sequence, hit, len(victims), num_blocks):
+                return victims
+        return []
+
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+        draft.drop(sequence)
+        self.outstanding_tokens += sequence.num_computed_tokens
+        self._leave_batch(sequence)
+        self.tables.preempt(sequence, self._now_s, self._recompute_s)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(sequence)
+
+    def _recompute_s(self, num_tokens: int) -> float:
+        return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        index = bisect_left(self.running, sequence.rank, key=_rank)
+        assert self.running[index] is sequence
+        del self.running[index]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pool, block tables and states agree."""
+        self.tables.check_integrity(self.running, list(self._waiting))
+        self._waiting.check_integrity()
+        for sequence in self.running:
+            assert sequence.state is SequenceState.RUNNING
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert sequence.num_tokens <= sequence.max_total_tokens
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS or is_background(sequence)
+        ranks = [s.rank for s in self.running]
+        assert ranks == sorted(ranks)
+        assert len(self.running) <= self.max_num_sequences
+        live = [*self.running, *self._waiting]
+        live += [fork for sequence in live for fork in sequence.forks]
+        assert self.outstanding_tokens == sum(s.outstanding_tokens for s in live)

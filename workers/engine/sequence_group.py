@@ -1,0 +1,35 @@
+"""The sequences of one request."""
+
+from __future__ import annotations
+
+from workers.engine.sampling.random_stream import stream_key
+from workers.engine.sequence import Sequence
+from workers.engine.types import EngineRequest
+
+
+def choice_key(seed: int, choice: int) -> int:
+    """The key of a choice's random stream; that of choice 0 is the seed's own."""
+    key = stream_key(seed)
+    return key if choice == 0 else stream_key(key + choice)
+
+
+def make_choices(
+    request: EngineRequest, *, arrival: int, seed: int, max_total_tokens: int, added_s: float
+) -> list[Sequence]:
+    """One sequence for each completion; the first computes the prompt for all of them.
+
+    They take the ``sampling.n`` numbers of arrival from ``arrival`` on.
+    """
+    choices = [
+        Sequence(
+            request,
+            arrival=arrival + choice,
+            key=choice_key(seed, choice),
+            max_total_tokens=max_total_tokens,
+            added_s=added_s,
+            choice=choice,
+        )
+        for choice in range(request.sampling.n)
+    ]
+    choices[0].forks = choices[1:]
+    return choices

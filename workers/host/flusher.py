@@ -1,0 +1,119 @@
+"""Hands frames to the bus: some at once, tokens as they gather, few messages at load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from bus.api import FrameStreams
+from runtime.clock import Clock
+from schemas.errors import MillraceError
+from schemas.frames import Frame
+from workers.host.generation import Generation, Route
+
+logger = logging.getLogger(__name__)
+
+
+class Flusher:
+    """Sends what is posted in order, in one envelope per listener where the listener reads those.
+
+    New tokens of marked generations go out together, at most once every ``interval_s``; after a
+    pause the next ones go at once. Whoever makes one runs ``run`` as long as it is used.
+    """
+
+    def __init__(self, frames: FrameStreams, clock: Clock, interval_s: float) -> None:
+        self._frames = frames
+        self._clock = clock
+        self._interval_s = interval_s
+        self._last_flush_s = -interval_s
+        self._marked: dict[Generation, None] = {}
+        self._has_marked = asyncio.Event()
+        self._outgoing: dict[Route, list[tuple[str, Frame]]] = {}
+        self._has_outgoing = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def mark(self, generation: Generation) -> None:
+        """The generation has new tokens, to be sent with the next flush."""
+        if not self._marked:
+            self._has_marked.set()
+        self._marked[generation] = None
+
+    def flush_now(self, generation: Generation, *after: Frame) -> None:
+        """Send its unsent tokens at once, then the frames ``after`` them."""
+        self._marked.pop(generation, None)
+        self.post(generation, [*generation.take_unflushed(), *after])
+
+    def post(self, generation: Generation, frames: Sequence[Frame]) -> None:
+        """Send frames to all listeners of a generation at once."""
+        for route in generation.routes:
+            self.post_to(route, generation.request_id, frames)
+
+    def post_to(self, route: Route, request_id: str, frames: Iterable[Frame]) -> None:
+        """Send frames of a request to one listener at once."""
+        outgoing = self._outgoing.get(route)
+        if outgoing is None:
+            outgoing = self._outgoing[route] = []
+        outgoing.extend((request_id, frame) for frame in frames)
+        self._has_outgoing.set()
+
+    def forget(self, generation: Generation) -> None:
+        """Send nothing more for a generation, nor what was posted and is not with the bus yet."""
+        self._marked.pop(generation, None)
+        for route in generation.routes:
+            posted = self._outgoing.get(route)
+            if posted:
+                posted[:] = [entry for entry in posted if entry[0] != generation.request_id]
+
+    async def published(self) -> None:
+        """Returns when all that was posted before is with the bus."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._has_outgoing.set()
+        await waiter
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._flush_marked(), name="flush")
+            group.create_task(self._send_posted(), name="send")
+
+    async def _flush_marked(self) -> None:
+        while True:
+            await self._has_marked.wait()
+            wait_s = self._last_flush_s + self._interval_s - self._clock.monotonic()
+            if wait_s > 0:
+                await self._clock.sleep(wait_s)
+            self._has_marked.clear()
+            self._last_flush_s = self._clock.monotonic()
+            marked, self._marked = self._marked, {}
+            for generation in marked:
+                self.post(generation, generation.take_unflushed())
+
+    async def _send_posted(self) -> None:
+        while True:
+            await self._has_outgoing.wait()
+            self._has_outgoing.clear()
+            outgoing, self._outgoing = self._outgoing, {}
+            waiters, self._waiters = self._waiters, []
+            for route, frames in outgoing.items():
+                if not await self._send(route, frames) and len(frames) > 1:
+                    # One of them is at fault; sending the others twice does no harm.
+                    for frame in frames:
+                        await self._send(route, [frame])
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def _send(self, route: Route, frames: Sequence[tuple[str, Frame]]) -> bool:
+        """Whether the bus took the frames; a listener that sees a gap asks for a replay."""
+        try:
+            await self._frames.publish(
+                route.reply, frames, batch=route.batch, as_json=route.as_json
+            )
+        except MillraceError as error:
+            logger.warning(
+                "frames could not be sent", extra={"listener": route.reply, "code": error.code}
+            )
+            return False
+        return True

@@ -1,0 +1,289 @@
+"""What Prometheus sees of the workers of a process, read at each scrape from what they know anyway.
+
+Names are those of the field's engines where they have one; what is counted of requests begins at
+their dispatch to the worker, while the gateways' figures begin at their receipt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from runtime.histogram import Tally
+from schemas.records import Status
+from workers.engine.types import EngineStats
+from workers.host.worker import Worker
+from workers.process.keeper import EngineKeeper
+
+_LABELS = ("model", "worker")
+
+
+class _Watched(NamedTuple):
+    labels: tuple[str, str]
+    engine: EngineKeeper
+    worker: Worker
+
+
+class _Figure(NamedTuple):
+    """A metric, and how to read it from an engine's stats."""
+
+    name: str
+    what: str
+    read: Callable[[EngineStats], float]
+
+
+_GAUGES = (
+    _Figure(
+        "millrace_num_requests_running",
+        "Sequences in the engine's batch",
+        lambda stats: stats.num_running,
+    ),
+    _Figure(
+        "millrace_max_num_requests_running",
+        "Sequences that the engine's batch takes",
+        lambda stats: stats.max_num_sequences,
+    ),
+    _Figure(
+        "millrace_kv_cache_usage_perc",
+        "How much of the KV blocks is used, 1 being all",
+        lambda stats: _used(stats) / stats.num_blocks if stats.num_blocks else 0.0,
+    ),
+    _Figure(
+        "millrace_kv_cache_blocks",
+        "KV blocks that there are",
+        lambda stats: stats.num_blocks,
+    ),
+    _Figure(
+        "millrace_kv_cache_used_blocks",
+        "KV blocks that live requests hold",
+        lambda stats: _used(stats),
+    ),
+    _Figure(
+        "millrace_kv_cache_idle_blocks",
+        "Free KV blocks in which a prefix is cached",
+        lambda stats: stats.num_idle_blocks,
+    ),
+    _Figure(
+        "millrace_kv_cache_host_blocks",
+        "KV blocks that fit the host's memory",
+        lambda stats: stats.num_host_blocks,
+    ),
+    _Figure(
+        "millrace_kv_cache_used_host_blocks",
+        "KV blocks that are kept in the host's memory",
+        lambda stats: stats.num_used_host_blocks,
+    ),
+    _Figure(
+        "millrace_outstanding_tokens",
+        "Tokens that are still to be computed if nothing stops early",
+        lambda stats: stats.outstanding_tokens,
+    ),
+)
+_COUNTERS = (
+    _Figure("millrace_engine_steps", "Steps of the engine", lambda stats: stats.num_steps),
+    _Figure(
+        "millrace_engine_busy_seconds",
+        "Time during which a step was under way",
+        lambda stats: stats.busy_s,
+    ),
+    _Figure(
+        "millrace_engine_charged_seconds",
+        "What of that time requests were charged for",
+        lambda stats: stats.charged_s,
+    ),
+    _Figure(
+        "millrace_engine_prefill_tokens",
+        "Tokens that were computed of prompts, and again after preemptions",
+        lambda stats: stats.prefill_tokens,
+    ),
+    _Figure(
+        "millrace_engine_decode_tokens",
+        "Tokens that were computed one after the other",
+        lambda stats: stats.decode_tokens,
+    ),
+    _Figure(
+        "millrace_num_preemptions",
+        "Times that a request was put back for want of KV blocks",
+        lambda stats: stats.num_preemptions,
+    ),
+    _Figure(
+        "millrace_num_swaps",
+        "Preemptions that kept what was computed in the host's memory",
+        lambda stats: stats.num_swaps,
+    ),
+    _Figure(
+        "millrace_prefix_cache_queries",
+        "Tokens that were looked for in the prefix cache",
+        lambda stats: stats.prefix_query_tokens,
+    ),
+    _Figure(
+        "millrace_prefix_cache_hits",
+        "Tokens that were found in the prefix cache",
+        lambda stats: stats.prefix_hit_tokens,
+    ),
+    _Figure(
+        "millrace_kv_cache_evicted_blocks",
+        "Cached KV blocks whose memory was needed",
+        lambda stats: stats.num_evicted_blocks,
+    ),
+    _Figure(
+        "millrace_kv_cache_offloaded_blocks",
+        "KV blocks that were copied to the host's memory",
+        lambda stats: stats.num_offloaded_blocks,
+    ),
+    _Figure(
+        "millrace_kv_cache_reloaded_blocks",
+        "KV blocks that were copied back from the host's memory",
+        lambda stats: stats.num_reloaded_blocks,
+    ),
+)
+
+
+class WorkerMetrics(Collector):
+    """All workers of the process, each under its name and model; no tenant, no request."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Watched] = []
+
+    def watch(self, name: str, model: str, engine: EngineKeeper, worker: Worker) -> None:
+        """Tell of a worker, too."""
+        self._workers.append(_Watched((model, name), engine, worker))
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    @property
+    def all_drain(self) -> bool:
+        return all(one.worker.requests.draining for one in self._workers)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = [(one.labels, one.engine.stats) for one in self._workers]
+        for figure in _GAUGES:
+            gauge = GaugeMetricFamily(figure.name, figure.what, labels=_LABELS)
+            for labels, of_engine in stats:
+                gauge.add_metric(labels, figure.read(of_engine))
+            yield gauge
+        for figure in _COUNTERS:
+            counter = CounterMetricFamily(figure.name, figure.what, labels=_LABELS)
+            for labels, of_engine in stats:
+                counter.add_metric(labels, figure.read(of_engine))
+            yield counter
+        yield from self._requests()
+        yield from self._devices()
+        yield from self._times()
+
+    def _requests(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "millrace_num_requests_waiting",
+            "Requests of the worker that are not in the engine's batch",
+            labels=_LABELS,
+        )
+        ending = GaugeMetricFamily(
+            "millrace_num_requests_ending",
+            "Requests that are over and not acknowledged in the queue so far",
+            labels=_LABELS,
+        )
+        draining = GaugeMetricFamily(
+            "millrace_worker_draining", "1 while the worker takes nothing new", labels=_LABELS
+        )
+        restarts = CounterMetricFamily(
+            "millrace_engine_restarts", "Engines that were started in place of one", labels=_LABELS
+        )
+        ended = CounterMetricFamily(
+            "millrace_worker_requests",
+            "Runs that ended their request, by how it ended",
+            labels=[*_LABELS, "status"],
+        )
+        for labels, engine, worker in self._workers:
+            requests = worker.requests
+            num_waiting = requests.num_running - engine.stats.num_running
+            waiting.add_metric(labels, max(0, num_waiting))
+            ending.add_metric(labels, requests.num_ending)
+            draining.add_metric(labels, requests.draining)
+            restarts.add_metric(labels, engine.num_restarts)
+            for status in Status:
+                count = requests.times.ended[status]
+                if count or status is Status.DONE:
+                    ended.add_metric([*labels, status.value], count)
+        yield from (waiting, ending, draining, restarts, ended)
+
+    def _devices(self) -> Iterator[Metric]:
+        """What drivers show; nothing on a CPU."""
+        labels = [*_LABELS, "device"]
+        share = GaugeMetricFamily(
+            "millrace_device_utilisation_ratio",
+            "In how much of the last moments anything ran on the device, as its driver says",
+            labels=labels,
+        )
+        used = GaugeMetricFamily(
+            "millrace_device_memory_used_bytes",
+            "Memory of the device that is in use",
+            labels=labels,
+        )
+        total = GaugeMetricFamily(
+            "millrace_device_memory_total_bytes", "Memory that the device has", labels=labels
+        )
+        for one in self._workers:
+            reading = one.worker.device.latest
+            if reading.name:
+                share.add_metric([*one.labels, reading.name], reading.share)
+                used.add_metric([*one.labels, reading.name], reading.memory_bytes)
+                total.add_metric([*one.labels, reading.name], reading.memory_total_bytes)
+        yield from (share, used, total)
+        lost = CounterMetricFamily(
+            "millrace_lost_worker_samples",
+            "Samples that the message bus did not take; the next one tells of their time, too",
+            labels=_LABELS,
+        )
+        for one in self._workers:
+            lost.add_metric(one.labels, one.worker.num_samples_lost)
+        yield lost
+
+    def _times(self) -> Iterator[Metric]:
+        yield self._histogram(
+            "millrace_engine_step_duration_seconds",
+            "How long steps of the engine took",
+            lambda one: one.engine.step_s,
+        )
+        yield self._histogram(
+            "millrace_engine_time_to_first_token_seconds",
+            "From the dispatch to a worker to its first token",
+            lambda one: one.worker.requests.times.first_token_s,
+        )
+        yield self._histogram(
+            "millrace_engine_inter_token_latency_seconds",
+            "Time between tokens as the engine makes them",
+            lambda one: one.worker.requests.times.gap_s,
+        )
+        yield self._histogram(
+            "millrace_request_queue_time_seconds",
+            "From the dispatch to a worker until the request was in its batch",
+            lambda one: one.worker.requests.times.queue_s,
+        )
+        yield self._histogram(
+            "millrace_request_prefill_time_seconds",
+            "From the batch to the first token",
+            lambda one: one.worker.requests.times.prefill_s,
+        )
+        yield self._histogram(
+            "millrace_request_decode_time_seconds",
+            "From the first token to the last",
+            lambda one: one.worker.requests.times.decode_s,
+        )
+
+    def _histogram(
+        self, name: str, what: str, tally: Callable[[_Watched], Tally]
+    ) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, what, labels=_LABELS)
+        for one in self._workers:
+            tally(one).add_to(family, one.labels)
+        return family
+
+
+def _used(stats: EngineStats) -> int:
+    return stats.num_blocks - stats.num_free_blocks

@@ -1,0 +1,103 @@
+"""From a sequence's token ids to the text that its reader gets, cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from registry.tokenizers.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from registry.tokenizers.tokenizer import Tokenizer
+    from schemas.sampling import SamplingParams
+
+
+class TextPiece(NamedTuple):
+    """The text that one token adds; ``stopped``: it completed a stop string, nothing follows."""
+
+    text: str
+    stopped: bool
+
+
+_STOPPED = TextPiece("", True)
+
+
+class TextStream:
+    """The text of one sequence, token by token.
+
+    Text that may be the beginning of a stop string is held back until the next tokens decide.
+    The stop string that is complete first ends the text (of two that end together, the longer
+    one) and is itself not part of it. End-of-sequence and stop tokens add no text. What a token
+    adds depends on the tokens before it alone, never on how they were grouped, so a stream that
+    was primed with the first n tokens goes on exactly where another left off.
+    """
+
+    __slots__ = (
+        "_beginnings",
+        "_detokenizer",
+        "_held",
+        "_longest_stop",
+        "_silent",
+        "_stops",
+        "stopped",
+    )
+
+    def __init__(
+        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._silent = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
+        self._stops = sampling.stop
+        self._beginnings = frozenset(stop[0] for stop in sampling.stop)
+        self._longest_stop = max(map(len, sampling.stop), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> TextPiece:
+        """The text that ``token_id`` makes certain."""
+        if self.stopped:
+            return _STOPPED
+        if token_id in self._silent:
+            return TextPiece("", False)
+        text = self._detokenizer.push(token_id)
+        return self._sift(text) if self._stops and text else TextPiece(text, False)
+
+    def prime(self, token_ids: Iterable[int]) -> list[str]:
+        """Take tokens that the reader already has; what each of them added to its text."""
+        return [self.push(token_id).text for token_id in token_ids]
+
+    def flush(self) -> str:
+        """The text that was held back; to be called once, after the last token."""
+        if self.stopped:
+            return ""
+        rest = self._detokenizer.flush()
+        if not self._stops:
+            return rest
+        text = self._sift(rest).text + self._held
+        self._held = ""
+        return text
+
+    def _sift(self, text: str) -> TextPiece:
+        """``text`` and what was held before it, up to a stop string or the beginning of one."""
+        if not self._held and self._beginnings.isdisjoint(text):
+            return TextPiece(text, False)
+        text = self._held + text
+        end, start = min(
+            ((found + len(stop), found) for stop in self._stops if (found := text.find(stop)) >= 0),
+            default=(-1, -1),
+        )
+        if end >= 0:
+            self.stopped = True
+            self._held = ""
+            return TextPiece(text[:start], True)
+        num_held = self._num_held(text)
+        certain = len(text) - num_held
+        self._held = text[certain:]
+        return TextPiece(text[:certain], False)
+
+    def _num_held(self, text: str) -> int:
+        """The length of the longest end of ``text`` that begins a stop string."""
+        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

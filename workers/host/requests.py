@@ -1,0 +1,398 @@
+"""The requests that a worker has been given, from their dispatch to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from bus.api import Bus
+from bus.tenancy.settling import Settlements
+from registry.served import ServedModel
+from runtime.clock import Clock
+from schemas.config import WorkerConfig
+from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
+from schemas.errors import MillraceError
+from schemas.frames import Frame
+from schemas.jobs import Tier
+from schemas.records import RequestRecord, Status, TranscriptRecord
+from workers.engine.types import DeviceTime, EngineOutput
+from workers.host.capacity import OK, Room, no, stale, veto_of_dispatch
+from workers.host.completion_events import EndedNotices
+from workers.host.device_times import DeviceTimes
+from workers.host.endings import Endings
+from workers.host.finished import EpochFloors, FinishedGenerations
+from workers.host.flusher import Flusher
+from workers.host.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
+from workers.host.index import Generations, IndexWriter
+from workers.host.lease_ownership import Tenure
+from workers.host.output_text import TextStream
+from workers.host.records import request_record
+from workers.host.requeue import EngineKilledError, Readmission
+from workers.host.times import RequestTimes
+from workers.host.tracing import RunTraces
+from workers.host.transcripts import transcript_of, wants_transcript
+from workers.process.keeper import EngineKeeper
+
+# How long a worker that ends waits to hear what its requests took.
+_LAST_WORD_TIMEOUT_S = 0.3
+
+logger = logging.getLogger(__name__)
+
+
+class Requests:
+    """Owns the generations of one life of a worker: each runs from its dispatch until its outcome
+    is known, ends until its lease is acknowledged, and is remembered for replays then. ``on_room``
+    is called when there may be more room."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        worker_id: str,
+        served_model: ServedModel,
+        engine: EngineKeeper,
+        clock: Clock,
+        flusher: Flusher,
+        index: IndexWriter,
+        generations: Generations,
+        notices: EndedNotices,
+        on_room: Callable[[], None],
+        traces: RunTraces | None = None,
+        settlements: Settlements | None = None,
+    ) -> None:
+        self.draining = False
+        self._bus = bus
+        self._worker_id = worker_id
+        self._model = served_model
+        self._engine = engine
+        self._clock = clock
+        self._flusher = flusher
+        self._index = index
+        self._notices = notices
+        self._on_room = on_room
+        self._traces = traces
+        self._room = Room(config.engine.max_num_sequences + config.max_num_waiting)
+        self._prefix_scope = config.prefix_scope
+        self._running: dict[str, Generation] = {}
+        self._by_engine_id: dict[str, Generation] = {}
+        self.tenure = Tenure(
+            bus, clock, generations, 2 * config.heartbeat_s, self._held, self._on_lost
+        )
+        self._device_times = DeviceTimes()
+        self._endings = Endings(
+            bus,
+            flusher,
+            clock,
+            self._record,
+            self._transcript,
+            self._device_times.told,
+            self.tenure.confirm,
+            self._on_acked,
+            self._on_lost,
+            settlements,
+        )
+        self._finished = FinishedGenerations(clock, config.replay_memory_s)
+        self._floors = EpochFloors()
+        self._readmission = Readmission(self._admit)
+        self.times = RequestTimes()
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose outcome is open."""
+        return len(self._running)
+
+    @property
+    def num_ending(self) -> int:
+        """Requests whose lease is not acknowledged yet though they are over."""
+        return len(self._endings)
+
+    def num_held_by_tier(self) -> dict[Tier, int]:
+        """Requests whose outcome is open, by tier."""
+        return self._room.num_held_by_tier()
+
+    def holds(self, request_id: str) -> bool:
+        """Whether it runs or ends here: whether its lease is kept."""
+        return request_id in self._running or self._endings.get(request_id) is not None
+
+    # --- commands ---
+
+    def dispatch(self, dispatch: Dispatch) -> WorkerReply:
+        self.tenure.look()
+        former = None
+        known = self._find(dispatch.job.request_id)
+        if known is not None:
+            if dispatch.epoch <= known.epoch:
+                return OK if dispatch.lease == known.lease else stale(known.epoch)
+            if known.continues(dispatch.resume_token_ids):
+                self._adopt(known, dispatch)
+                return OK
+            # The client follows another run, whose tokens differ.
+            former = known if self.holds(known.request_id) else None
+            self._supersede(known)
+            self._device_times.when_told(known, lambda: self._notices.charge(known.charge()))
+        veto = self._veto(dispatch)
+        if veto is not None:
+            return veto
+        self._start(dispatch, former)
+        return OK
+
+    def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
+        floor = self._floors.get(dispatch.job.request_id)
+        if dispatch.epoch < floor:
+            return stale(floor)
+        veto = veto_of_dispatch(dispatch, self._model.entry.name)
+        if veto is not None:
+            return veto
+        if self.draining:
+            return no("draining", "this worker takes no new work")
+        return self._room.veto(dispatch.job.tier, len(self._running), len(self._endings))
+
+    def _start(self, dispatch: Dispatch, former: Generation | None) -> None:
+        job = dispatch.job
+        self._finished.discard(job.request_id)
+        stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
+        generation = Generation(dispatch, stream, self._clock.now_ns(), self._clock.monotonic())
+        if self._traces is not None:
+            generation.trace = self._traces.begin(dispatch)
+        self._running[job.request_id] = generation
+        self._room.enter(job.tier)
+        self._by_engine_id[generation.engine_id] = generation
+        if former is not None:
+            self._device_times.go_on(former, generation, self._worker_id, generation.accepted_ns)
+        outcome = generation.resumed_outcome(self._model.eos_token_ids)
+        if outcome is not None and job.sampling.prompt_logprobs is not None:
+            generation.known_outcome, outcome = outcome, None
+        if outcome is not None:
+            self._end(generation, outcome)
+        elif _is_late(generation, generation.accepted_ns):
+            self._end(generation, EXPIRED)
+        else:
+            self._readmission.add(generation)
+            self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
+
+    def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
+        """Another delivery of a job that runs or ran here: go on with it under the new lease."""
+        generation.adopt(dispatch, self._worker_id, self._clock.monotonic())
+        self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
+        if generation.ended:
+            self._flusher.flush_now(generation, *generation.closing_frames())
+            self._endings.begin(generation)
+        else:
+            if generation.started_ns:
+                self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+            self._flusher.flush_now(generation)
+
+    def cancel(self, cancel: Cancel) -> WorkerReply:
+        superseded = cancel.reason is CancelReason.SUPERSEDED
+        if cancel.below_epoch is not None:
+            self._floors.raise_to(cancel.request_id, cancel.below_epoch)
+        generation = self._find(cancel.request_id)
+        if generation is None:
+            return no("unknown_request", "no such request runs here")
+        if superseded or cancel.below_epoch is not None:
+            if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
+                self._on_lost(generation)
+        elif not generation.ended:
+            late = cancel.reason is CancelReason.DEADLINE
+            self._stop(generation, EXPIRED if late else CANCELLED)
+        return OK
+
+    def replay(self, replay: Replay) -> WorkerReply:
+        if replay.from_index < 0 or not replay.reply:
+            return no("bad_request", "a replay needs a reply and an index of 0 or more")
+        generation = self._find(replay.request_id)
+        if generation is None:
+            return no("unknown_request", "that request is not remembered here")
+        generation.add_listener(replay.reply)
+        frames: list[Frame] = []
+        if generation.started_ns:
+            frames.append(generation.started_frame(self._worker_id))
+        frames += [*generation.preface(), *generation.deltas(replay.from_index)]
+        if generation.ended:
+            frames += generation.closing_frames()
+        job = generation.job
+        route = Route(replay.reply, job.batch_frames, job.frames_as_json)
+        self._flusher.post_to(route, replay.request_id, frames)
+        return OK
+
+    # --- what the engine makes ---
+
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
+        now_ns = self._clock.now_ns()
+        for output in outputs:
+            generation = self._by_engine_id.get(output.request_id)
+            if generation is None:
+                if output.finished:
+                    self._device_times.note_late(output)
+                continue
+            try:
+                self._take(generation, output, now_ns)
+            except Exception as error:
+                logger.exception(
+                    "an output could not be used", extra={"request_id": generation.request_id}
+                )
+                self._stop(
+                    generation,
+                    _failed(
+                        MillraceError.code,
+                        f"the worker failed on this request: {type(error).__name__}",
+                    ),
+                )
+        self.times.end_step(now_ns)
+        self._on_room()
+
+    def _take(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
+        is_start, is_first = not generation.started_ns, not generation.first_token_ns
+        before_ns = generation.last_token_ns
+        outcome = generation.take(output, now_ns)
+        if output.token_ids:
+            self.times.note_tokens(generation, len(output.token_ids), before_ns)
+        if is_start:
+            self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+        if outcome is None:
+            if not output.token_ids:
+                return
+            self._readmission.note_token(generation)
+            if is_first:
+                self._flusher.flush_now(generation)
+            else:
+                self._flusher.mark(generation)
+        elif output.finished:
+            if output.owes:
+                self._device_times.owe(generation)
+            self._end(generation, outcome)
+        else:
+            self._stop(generation, outcome)
+
+    def on_device_times(self, times: list[DeviceTime]) -> None:
+        """What requests have taken of the device."""
+        self._device_times.note(times, self._by_engine_id)
+
+    def on_engine_lost(self) -> None:
+        """All that ran goes on in the next engine, but for a request that is to blame."""
+        self._device_times.note_engine_lost(self._running.values())
+        blamed = self._readmission.engine_lost(self._running.values())
+        if blamed is not None:
+            logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
+            error = EngineKilledError()
+            self._end(blamed, _failed(error.code, error.message))
+
+    def on_engine_replaced(self) -> None:
+        self._readmission.engine_replaced()
+        self._on_room()
+
+    def _admit(self, generation: Generation) -> None:
+        salt = generation.job.tenant if self._prefix_scope == "tenant" else ""
+        self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
+
+    # --- ends ---
+
+    def _stop(self, generation: Generation, outcome: Outcome) -> None:
+        """End a generation that the engine would go on with."""
+        self._cancel_in_engine(generation)
+        self._end(generation, outcome)
+
+    def _cancel_in_engine(self, generation: Generation) -> None:
+        if self._engine.cancel(generation.engine_id):
+            self._device_times.owe(generation)
+
+    def _end(self, generation: Generation, outcome: Outcome) -> None:
+        generation.outcome = outcome
+        generation.done_ns = self._clock.now_ns()
+        self.times.add_end(generation)
+        self._drop(generation)
+        self._finished.add(generation)
+        self._flusher.flush_now(generation, *generation.closing_frames())
+        self._endings.begin(generation)
+        self._on_room()
+
+    def _on_acked(self, generation: Generation) -> None:
+        self._index.finish(generation.request_id, generation.epoch)
+        self._notices.add(generation.request_id, generation.charge())
+
+    def _on_lost(self, generation: Generation) -> None:
+        """Another worker has it."""
+        if self._find(generation.request_id) is generation:
+            self._supersede(generation)
+            self._device_times.when_told(
+                generation,
+                lambda: self._notices.add(generation.request_id, generation.charge()),
+            )
+            self._on_room()
+
+    def _supersede(self, generation: Generation) -> None:
+        """Another run has the request: stop without a word, and leave the lease alone."""
+        self._cancel_in_engine(generation)
+        self._drop(generation)
+        self._index.drop(generation.request_id)
+        self._flusher.forget(generation)
+        self._endings.abandon(generation.request_id)
+        self._finished.discard(generation.request_id)
+
+    def _drop(self, generation: Generation) -> None:
+        if self._running.pop(generation.request_id, None) is not None:
+            self._room.leave(generation.job.tier)
+        self._by_engine_id.pop(generation.engine_id, None)
+        if generation.trace is not None:
+            generation.trace.over(generation)
+        self._readmission.remove(generation)
+
+    def expire_late(self) -> None:
+        """End what has passed its deadline."""
+        now_ns = self._clock.now_ns()
+        for generation in list(self._running.values()):
+            if _is_late(generation, now_ns):
+                self._stop(generation, EXPIRED)
+
+    async def give_back(self) -> None:
+        """Send what was made so far, then let others go on with whatever has not ended. What may
+        be another's already is left to lapse."""
+        unfinished = [*self._running.values(), *self._endings.generations()]
+        for generation in list(self._running.values()):
+            self._cancel_in_engine(generation)
+            self._flusher.flush_now(generation)
+            self._drop(generation)
+        await self._flusher.published()
+        await self._device_times.all_told(_LAST_WORD_TIMEOUT_S)
+        for generation in unfinished:
+            self._endings.abandon(generation.request_id)
+            is_ours = self.tenure.is_certain(generation)
+            if is_ours:
+                await self._bus.jobs.release(generation.lease)
+            self._notices.add(generation.request_id, generation.charge(), released=is_ours)
+        await self._notices.flush()
+
+    # --- shared ---
+
+    def _find(self, request_id: str) -> Generation | None:
+        return (
+            self._running.get(request_id)
+            or self._endings.get(request_id)
+            or self._finished.get(request_id)
+        )
+
+    def held_leases(self) -> Iterator[str]:
+        for generation in self._held():
+            yield generation.lease
+
+    def _held(self) -> Iterator[Generation]:
+        yield from self._running.values()
+        yield from self._endings.generations()
+
+    def _record(self, generation: Generation) -> RequestRecord:
+        return request_record(generation, self._worker_id, self._model.entry.prices)
+
+    async def _transcript(self, generation: Generation) -> TranscriptRecord | None:
+        if not wants_transcript(generation):
+            return None
+        return await asyncio.to_thread(transcript_of, generation, self._model.tokenizer)
+
+
+def _is_late(generation: Generation, now_ns: int) -> bool:
+    deadline_ns = generation.job.deadline_ns
+    return deadline_ns is not None and now_ns >= deadline_ns
+
+
+def _failed(code: str, message: str) -> Outcome:
+    return Outcome(status=Status.FAILED, error_code=code, error_message=message)

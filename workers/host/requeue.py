@@ -1,0 +1,96 @@
+"""Which request the engine gets when: at once, or on trial after an engine has died."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from schemas.errors import MillraceError
+from workers.host.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+
+class EngineKilledError(MillraceError):
+    """The engine died twice while it ran this request, the second time on trial."""
+
+    code = "engine_killed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The engine's process ended twice while it worked on the next token of this request, "
+            "so it is not tried again. Other requests go on; change the request before sending it "
+            "again, and tell the operator, whose worker's log has the details."
+        )
+
+
+class Readmission:
+    """Hands running requests to the engine by ``admit``.
+
+    Normally at once. But whatever an engine had when it died may have killed it, so in the next
+    one these requests are tried: one at a time, each until it has made a token, small ones first
+    among those of equal priority. What comes anew waits behind them. If the engine dies again, the
+    one on trial is to blame. So a request that kills engines ends with its second, and the others
+    of its batch live on.
+    """
+
+    def __init__(self, admit: Callable[[Generation], None]) -> None:
+        self._admit = admit
+        self._has_engine = True
+        self._on_trial: Generation | None = None
+        self._suspects: dict[Generation, None] = {}
+        self._newcomers: dict[Generation, None] = {}
+
+    def add(self, generation: Generation) -> None:
+        """Run a request that no engine has had yet."""
+        if self._has_engine and self._on_trial is None:
+            self._admit(generation)
+        else:
+            self._newcomers[generation] = None
+
+    def note_token(self, generation: Generation) -> None:
+        """The engine has made a token for it: it is cleared."""
+        if generation is self._on_trial:
+            self._try_next()
+
+    def remove(self, generation: Generation) -> None:
+        """It is over."""
+        self._newcomers.pop(generation, None)
+        self._suspects.pop(generation, None)
+        if generation is self._on_trial:
+            self._try_next()
+
+    def engine_lost(self, running: Iterable[Generation]) -> Generation | None:
+        """The engine has died, and ``running`` are all requests; the one to blame, if it is clear.
+
+        That one is to be ended; the others go on when there is another engine.
+        """
+        self._has_engine = False
+        blamed, self._on_trial = self._on_trial, None
+        had = [g for g in running if g is not blamed and g not in self._newcomers]
+        for generation in had:
+            if generation.trace is not None:
+                generation.trace.note("engine lost")
+        had.sort(key=lambda g: (-g.priority, g.num_tokens))
+        self._suspects = dict.fromkeys(had)
+        return blamed
+
+    def engine_replaced(self) -> None:
+        """There is an engine again."""
+        self._has_engine = True
+        self._try_next()
+
+    def _try_next(self) -> None:
+        last, self._on_trial = self._on_trial, None
+        if not self._has_engine:
+            return
+        if self._suspects:
+            self._on_trial = next(iter(self._suspects))
+            del self._suspects[self._on_trial]
+            self._admit(self._on_trial)
+            return
+        if last is not None:
+            logger.info("all requests go on in the new engine")
+        newcomers, self._newcomers = self._newcomers, {}
+        for generation in newcomers:
+            self._admit(generation)

@@ -1,0 +1,237 @@
+"""The worker's bus side: one life, from its first heartbeat to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+
+from msgspec.structs import replace
+
+from bus.api import Bus, Subscription
+from bus.tenancy.settling import Settlements
+from registry.served import ServedModel
+from runtime.clock import Clock
+from runtime.tracing import Tracing
+from schemas.config import WorkerConfig
+from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
+from schemas.errors import MillraceError
+from workers.host.completion_events import EndedNotices
+from workers.host.device_watch import DeviceWatch
+from workers.host.flusher import Flusher
+from workers.host.index import Generations, IndexWriter
+from workers.host.leases import LeaseKeeper
+from workers.host.prefix_reports import PrefixReporter
+from workers.host.requests import Requests
+from workers.host.status import StatusReporter
+from workers.host.tracing import RunTraces
+from workers.process.keeper import EngineKeeper
+
+_CHECK_INTERVAL_S = 0.1
+_GOODBYE_TIMEOUT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Serves ``ctl.worker.<worker_id>`` with an engine that is loaded; ``worker_id`` is unique to
+    this life. Everything that it starts ends with ``run``, except the engine."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        served_model: ServedModel,
+        engine: EngineKeeper,
+        clock: Clock,
+        generations: Generations,
+        tracing: Tracing | None = None,
+        settlements: Settlements | None = None,
+    ) -> None:
+        self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
+        self.ready = asyncio.Event()
+        config = _settled(config, engine)
+        self._bus = bus
+        self._config = config
+        self._engine = engine
+        self._clock = clock
+        self._told_to_drain = asyncio.Event()
+        self._drained_s = math.inf
+        self._hurried = False
+        self._flusher = Flusher(bus.frames, clock, config.flush_interval_ms / 1e3)
+        self._index = IndexWriter(generations, self.worker_id)
+        self._notices = EndedNotices(bus.control, self.worker_id)
+        self.requests = Requests(
+            bus,
+            config,
+            self.worker_id,
+            served_model,
+            engine,
+            clock,
+            self._flusher,
+            self._index,
+            generations,
+            self._notices,
+            lambda: self._status.note_capacity(),
+            None if tracing is None else RunTraces(tracing, clock, self.worker_id),
+            settlements,
+        )
+        self._leases = LeaseKeeper(
+            bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
+        )
+        self.device = DeviceWatch(lambda: engine.device_uuid)
+        self._status = StatusReporter(
+            bus,
+            config,
+            self.worker_id,
+            served_model.entry.name,
+            served_model.context_window_tokens,
+            clock,
+            lambda: engine.stats,
+            lambda: engine.is_down,
+            lambda: self.requests.num_running,
+            self.requests.num_held_by_tier,
+            lambda: self.requests.num_ending,
+            served_model.entry.prices,
+            self.device,
+        )
+        self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
+
+    @property
+    def num_samples_lost(self) -> int:
+        """Samples that the bus did not take."""
+        return self._status.num_samples_lost
+
+    def hurry(self) -> None:
+        """Give back what runs, now or as soon as the worker drains."""
+        self._hurried = True
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
+
+        Raises EngineFailedError when the engine has ended and no other can be started; the leases
+        are left to lapse.
+        """
+        subscriptions: list[Subscription] = []
+        self._engine.on_outputs = self.requests.on_outputs
+        self._engine.on_prefixes = self._prefixes.note
+        self._engine.on_device_times = self.requests.on_device_times
+        self._engine.on_lost = self._on_engine_lost
+        self._engine.on_replaced = self._on_engine_replaced
+        self._bus.on_reconnect(self._leases.hurry)
+        self._bus.on_reconnect(self._status.hurry)
+        self._bus.on_reconnect(self._prefixes.report_whole)
+        self._bus.on_reconnect(self.requests.tenure.note_cut)
+        try:
+            async with asyncio.TaskGroup() as group:
+                services = [
+                    group.create_task(service, name=name)
+                    for name, service in (
+                        ("engine", self._engine.run()),
+                        ("flusher", self._flusher.run()),
+                        ("leases", self._leases.run()),
+                        ("index", self._index.run()),
+                        ("ended notices", self._notices.run()),
+                        ("tenure", self.requests.tenure.run()),
+                        ("watch", self._watch()),
+                        ("drain", self._drain_when_told()),
+                    )
+                ]
+                await self._subscribe(subscriptions)
+                services.append(group.create_task(self._status.run(), name="status"))
+                services.append(group.create_task(self._prefixes.run(), name="prefixes"))
+                self.ready.set()
+                await stopping.wait()
+                self._stop_taking()
+                await self._status.announce()
+                await self._empty()
+                for service in services:
+                    service.cancel()
+        except* MillraceError as failed:
+            raise _first(failed) from None
+        finally:
+            await self._say_goodbye(subscriptions)
+
+    async def _subscribe(self, subscriptions: list[Subscription]) -> None:
+        control = self._bus.control
+        subscriptions.append(await control.serve_commands(self.worker_id, self._on_command))
+        subscriptions.append(await control.subscribe_cancels(self._on_cancel))
+        subscriptions.append(await control.subscribe_queue_status(self._status.note_queue))
+
+    async def _on_command(self, command: WorkerCommand) -> WorkerReply:
+        match command:
+            case Dispatch():
+                return self.requests.dispatch(command)
+            case Cancel():
+                return self.requests.cancel(command)
+            case Replay():
+                return self.requests.replay(command)
+            case Drain():
+                logger.info("draining", extra={"reason": command.reason})
+                self._stop_taking()
+                return WorkerReply(ok=True)
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        self.requests.cancel(cancel)
+
+    def _on_engine_lost(self) -> None:
+        self.requests.on_engine_lost()
+        self._status.hurry()
+
+    def _on_engine_replaced(self) -> None:
+        self.requests.on_engine_replaced()
+        self._status.hurry()
+
+    async def _watch(self) -> None:
+        while True:
+            self.requests.tenure.look()
+            self.requests.expire_late()
+            await self._clock.sleep(_CHECK_INTERVAL_S)
+
+    def _stop_taking(self) -> None:
+        if not self.requests.draining:
+            self.requests.draining = True
+            self._drained_s = self._clock.monotonic() + self._config.drain_timeout_s
+            self._status.drain()
+            self._told_to_drain.set()
+
+    async def _drain_when_told(self) -> None:
+        await self._told_to_drain.wait()
+        await self._empty()
+
+    async def _empty(self) -> None:
+        """Go on with what nobody takes over until the time for it is up, then give back the rest
+        for others to do."""
+        while self.requests.num_running or self.requests.num_ending:
+            if self._hurried or self._clock.monotonic() >= self._drained_s:
+                break
+            await self._clock.sleep(_CHECK_INTERVAL_S)
+        try:
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                await self.requests.give_back()
+        except (MillraceError, TimeoutError):
+            logger.warning("leases could not be given back; they lapse by themselves")
+
+    async def _say_goodbye(self, subscriptions: list[Subscription]) -> None:
+        try:
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                await self._status.announce(retired=True)
+                await self._status.sample()
+                for subscription in subscriptions:
+                    await subscription.close()
+        except TimeoutError:
+            logger.warning("the bus was not there to be told of the end")
+
+
+def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _settled(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:
+    """How many sequences run at a time, where the settings left that to the engine."""
+    if config.engine.max_num_sequences:
+        return config
+    settled = replace(config.engine, max_num_sequences=engine.stats.max_num_sequences)
+    return replace(config, engine=settled)

@@ -1,0 +1,251 @@
+"""The engine in a process of its own, so that bus work never delays a step.
+
+``EngineClient`` is the bus side's handle;
+``python -m workers.process.engine_process FD PARENT_PID`` is the process that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, cast
+
+from runtime.logs import configure_logging
+from schemas.config import EngineConfig
+from schemas.errors import MillraceError
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from workers.process.loop import serve
+from workers.process.wire import (
+    Add,
+    Broken,
+    Command,
+    Load,
+    Ready,
+    Stepped,
+    Stop,
+    Unpacker,
+    pack,
+    report_decoder,
+)
+
+_CLOSE_TIMEOUT_S = 1.0
+_LOG_LEVEL = "MILLRACE_LOG_LEVEL"
+_ROOT = Path(__file__).resolve().parents[2]
+
+OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
+OnPrefixes = Callable[[PrefixChanges], None]
+OnDeviceTimes = Callable[[list[DeviceTime]], None]
+
+
+class EngineFailedError(MillraceError):
+    """The engine's process ended, or could not load the model; the message says why."""
+
+    code = "engine_failed"
+    retryable = True
+
+
+class EngineLike(Protocol):
+    """An engine as the worker sees it.
+
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
+    ``on_device_times`` what requests have taken of the device: the last word for each that was
+    cancelled, and now and then how things stand. They are called on the event loop, never from
+    ``cancel``, and must not block. ``device_uuid`` is the CUDA device's, empty without one.
+    """
+
+    on_outputs: OnOutputs
+    on_prefixes: OnPrefixes
+    on_device_times: OnDeviceTimes
+
+    @property
+    def device_uuid(self) -> str: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+
+    def add(self, request: EngineRequest) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    async def wait_closed(self) -> str:
+        """Returns when the engine has ended, with why."""
+
+    async def close(self) -> None: ...
+
+
+class EngineClient:
+    """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails."""
+
+    def __init__(self, link: _Link, process: asyncio.subprocess.Process) -> None:
+        self._link = link
+        self._process = process
+        self._commands: list[Command] = []
+        self._loop = asyncio.get_running_loop()
+        self.on_outputs: OnOutputs = _ignore
+        self.on_prefixes: OnPrefixes = _ignore_prefixes
+        self.on_device_times: OnDeviceTimes = _ignore_device_times
+        self.stats = EngineStats()
+        self.device_uuid = ""
+        link.client = self
+
+    @classmethod
+    async def start(cls, path: Path, config: EngineConfig, *, shared: bool = True) -> EngineClient:
+        """Start the process and return when the checkpoint at ``path`` is loaded.
+
+        ``shared``: other processes use the machine's cores too. Raises EngineFailedError.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        link = _Link()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "workers.process.engine_process"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": search, _LOG_LEVEL: _log_level()},
+                )
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        except BaseException:
+            # The process ends by itself once there is no other end of its socket.
+            ours.close()
+            raise
+        client = cls(link, process)
+        link.write(pack(Load(str(path), config, shared)))
+        try:
+            ready = await link.ready
+            client.stats, client.device_uuid = ready.stats, ready.device_uuid
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, request: EngineRequest) -> None:
+        """Generate for a request from the next step on."""
+        self._post(Add(request))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request before the next step; outputs of one that runs now may still come."""
+        self._post(Stop(request_id))
+
+    async def wait_closed(self) -> str:
+        """Returns when the engine's process has ended, with why."""
+        why = await asyncio.shield(self._link.closed)
+        code = await self._reap()
+        return why or f"the engine's process ended with exit code {code}"
+
+    async def close(self) -> None:
+        """End the process; what runs in it is lost."""
+        self._link.close()
+        await self._reap()
+
+    async def _reap(self) -> int:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            return await self._process.wait()
+
+    def _post(self, command: Command) -> None:
+        """All that is posted in one turn of the loop goes in one message."""
+        if not self._commands:
+            self._loop.call_soon(self._send)
+        self._commands.append(command)
+
+    def _send(self) -> None:
+        commands, self._commands = self._commands, []
+        self._link.write(pack(commands))
+
+
+class _Link(asyncio.Protocol):
+    """The bus side's end of the socket pair."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.client: EngineClient | None = None
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.closed: asyncio.Future[str] = loop.create_future()
+        self._unpacker = Unpacker()
+        self._transport: asyncio.WriteTransport | None = None
+        self._why = ""
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do not derive from asyncio's classes.
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._unpacker.feed(data):
+            match report_decoder.decode(payload):
+                case Stepped(outputs, stats, prefixes, device_times):
+                    assert self.client is not None
+                    self.client.stats = stats
+                    if prefixes is not None:
+                        self.client.on_prefixes(prefixes)
+                    self.client.on_outputs(outputs, stats)
+                    if device_times:
+                        self.client.on_device_times(device_times)
+                case Ready() as ready:
+                    self.ready.set_result(ready)
+                case Broken(message):
+                    self._why = message
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if not self.ready.done():
+            why = self._why or "the engine's process ended before the model was loaded"
+            self.ready.set_exception(EngineFailedError(why))
+            self.ready.exception()
+        if not self.closed.done():
+            self.closed.set_result(self._why)
+
+
+def _log_level() -> str:
+    return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+
+
+def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
+    """Outputs of an engine that has no worker yet."""
+
+
+def _ignore_prefixes(_changes: PrefixChanges) -> None:
+    """Changes in the cache of an engine that has no worker yet."""
+
+
+def _ignore_device_times(_times: list[DeviceTime]) -> None:
+    """Device times of an engine that has no worker yet."""
+
+
+def main(arguments: list[str]) -> int:
+    """The engine's process."""
+    configure_logging("engine", os.environ[_LOG_LEVEL])
+    return serve(int(arguments[0]), int(arguments[1]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

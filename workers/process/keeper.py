@@ -1,0 +1,188 @@
+"""The worker's engine for as long as the worker lives: another follows one that ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import msgspec
+
+from runtime.clock import Clock
+from runtime.histogram import STEP_S, Tally
+from workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from workers.process.engine_process import EngineFailedError, EngineLike
+
+# An engine that ends this often within this time is not worth another start.
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+_FIRST_BACKOFF_S = 0.1
+
+# The fields of EngineStats that count from an engine's start; the others are gauges.
+COUNTERS = (
+    "num_steps",
+    "prefill_tokens",
+    "decode_tokens",
+    "num_preemptions",
+    "busy_s",
+    "charged_s",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "num_evicted_blocks",
+    "num_offloaded_blocks",
+    "num_reloaded_blocks",
+    "num_swaps",
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EngineKeeper:
+    """Hands requests to the engine that runs, and starts another when that one has ended.
+
+    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
+    ``on_device_times`` what requests have taken of the device; ``on_lost`` is called when an engine
+    has ended, ``on_replaced`` when the next one is there. What is added or cancelled in between is
+    dropped: nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on.
+    The restarts are bounded; the first follows at once, the
+    others after a growing pause. Counters in ``stats`` run on over all engines, as do
+    ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it ends with ``close``.
+    """
+
+    def __init__(
+        self, engine: EngineLike, restart: Callable[[], Awaitable[EngineLike]], clock: Clock
+    ) -> None:
+        self.on_outputs: Callable[[list[EngineOutput]], None] = _ignore_outputs
+        self.on_prefixes: Callable[[PrefixChanges], None] = _ignore_prefixes
+        self.on_device_times: Callable[[list[DeviceTime]], None] = _ignore_device_times
+        self.on_lost: Callable[[], None] = _ignore
+        self.on_replaced: Callable[[], None] = _ignore
+        self._engine: EngineLike | None = None
+        self._restart = restart
+        self._clock = clock
+        self._restarts_s: list[float] = []
+        self._ended: EngineStats | None = None
+        self._seen = EngineStats()
+        self.step_s = Tally(STEP_S)
+        self.num_restarts = 0
+        self._take_over(engine)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step; without an engine there is nothing free."""
+        ended, engine = self._ended, self._engine
+        if ended is None:
+            assert engine is not None
+            return engine.stats
+        if engine is None:
+            return ended
+        stats = engine.stats
+        sums = {name: getattr(ended, name) + getattr(stats, name) for name in COUNTERS}
+        return msgspec.structs.replace(stats, **sums)
+
+    @property
+    def device_uuid(self) -> str:
+        """That of the CUDA device, by which its driver knows it; empty without one."""
+        return "" if self._engine is None else self._engine.device_uuid
+
+    @property
+    def is_down(self) -> bool:
+        """An engine has ended, and the next one is not there yet."""
+        return self._engine is None
+
+    def add(self, request: EngineRequest) -> None:
+        """Generate for a request."""
+        if self._engine is not None:
+            self._engine.add(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop a request; outputs of a step that runs now may still come. Whether there is an
+        engine, which will say then what the request took."""
+        if self._engine is None:
+            return False
+        self._engine.cancel(request_id)
+        return True
+
+    async def run(self) -> NoReturn:
+        """Replace every engine that ends, until it is cancelled.
+
+        Raises EngineFailedError when no other can be started, with why the last one ended.
+        """
+        while True:
+            assert self._engine is not None
+            why = await self._engine.wait_closed()
+            self._ended = msgspec.structs.replace(
+                self.stats,
+                num_running=0,
+                num_waiting=0,
+                num_free_blocks=0,
+                outstanding_tokens=0,
+                outstanding_prompt_tokens=0,
+            )
+            self._engine = None
+            self.on_prefixes(PrefixChanges(whole=True))
+            logger.warning("the engine has ended and is started again", extra={"reason": why})
+            self.on_lost()
+            self._take_over(await self._start_another(why))
+            logger.info("a new engine runs")
+            self.on_replaced()
+
+    async def close(self) -> None:
+        """End the engine; what runs in it is lost."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _take_over(self, engine: EngineLike) -> None:
+        self._seen = engine.stats
+        engine.on_outputs = self._on_outputs
+        engine.on_prefixes = lambda changes: self.on_prefixes(changes)
+        engine.on_device_times = lambda times: self.on_device_times(times)
+        self._engine = engine
+
+    def _on_outputs(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
+        before, self._seen = self._seen, stats
+        num_steps = stats.num_steps - before.num_steps
+        if num_steps:
+            self.step_s.add((stats.busy_s - before.busy_s) / num_steps, num_steps)
+        self.on_outputs(outputs)
+
+    async def _start_another(self, why: str) -> EngineLike:
+        while True:
+            now_s = self._clock.monotonic()
+            recent = [at_s for at_s in self._restarts_s if now_s - at_s < RESTART_WINDOW_S]
+            if len(recent) >= MAX_RESTARTS:
+                raise EngineFailedError(
+                    f"the engine ended or did not start {len(recent) + 1} times within "
+                    f"{RESTART_WINDOW_S:g} s; the last time: {why}"
+                )
+            if recent:
+                await self._clock.sleep(_FIRST_BACKOFF_S * 2 ** (len(recent) - 1))
+            self._restarts_s = [*recent, self._clock.monotonic()]
+            self.num_restarts += 1
+            try:
+                return await self._restart()
+            except EngineFailedError as error:
+                why = error.message
+                logger.warning("a new engine did not start", extra={"reason": why})
+
+
+def _ignore_outputs(_outputs: list[EngineOutput]) -> None:
+    """Outputs of an engine that has no worker yet."""
+
+
+def _ignore_prefixes(_changes: PrefixChanges) -> None:
+    """Changes in the cache of an engine that has no worker yet."""
+
+
+def _ignore_device_times(_times: list[DeviceTime]) -> None:
+    """Device times of an engine that has no worker yet."""
+
+
+def _ignore() -> None:
+    """Nobody has asked to hear it."""

@@ -1,0 +1,194 @@
+"""The engine's process: steps while there is work, blocks on its socket while there is none."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from schemas.errors import MillraceError
+from workers.engine.types import (
+    DeviceLostError,
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from workers.process.wire import (
+    Add,
+    Broken,
+    Command,
+    Load,
+    Ready,
+    Report,
+    Stepped,
+    Stop,
+    Unpacker,
+    commands_decoder,
+    load_decoder,
+    pack,
+)
+
+_PR_SET_PDEATHSIG = 1
+_RECEIVE_BYTES = 1 << 18
+_INTEGRITY_INTERVAL_S = 10.0
+# How often it is told what live requests have taken of the device: what is lost if the engine dies.
+_DEVICE_TIMES_INTERVAL_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class StepEngine(Protocol):
+    """What the loop drives; ``workers.engine.engine.Engine`` is the one."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: EngineRequest) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> list[EngineOutput]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """What came into the prefix cache and what left it since the last call."""
+
+    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        """What those took of the device that were cancelled since the last call, or owed
+        something; with ``live`` also what the others have taken so far."""
+
+    @property
+    def device_uuid(self) -> str:
+        """The CUDA device's, empty without one."""
+
+    def check_integrity(self) -> None: ...
+
+
+class Link:
+    """The engine's end of the socket pair. Raises EOFError once the bus side is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unpacker = Unpacker()
+        self._payloads: collections.deque[bytes] = collections.deque()
+
+    def receive_load(self) -> Load:
+        while not self._payloads:
+            self._read(block=True)
+        return load_decoder.decode(self._payloads.popleft())
+
+    def receive_commands(self, *, block: bool) -> list[Command]:
+        """The commands that have come; with ``block`` at least one message of them."""
+        self._read(block=block and not self._payloads)
+        while block and not self._payloads:
+            self._read(block=True)
+        commands: list[Command] = []
+        while self._payloads:
+            commands += commands_decoder.decode(self._payloads.popleft())
+        return commands
+
+    def send(self, report: Report) -> None:
+        """Waits for the reader when it is far behind, so that its memory stays bounded."""
+        try:
+            self._sock.sendall(pack(report))
+        except OSError as error:
+            raise EOFError from error
+
+    def _read(self, *, block: bool) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES, 0 if block else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        self._payloads.extend(self._unpacker.feed(data))
+
+
+def drive(engine: StepEngine, link: Link) -> NoReturn:
+    """Step as long as the bus side is there; a report a step, and one before it where something was
+    cancelled. Raises EOFError at its end."""
+    checked_at = told_at = time.monotonic()
+    while True:
+        if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
+            engine.check_integrity()
+            checked_at = time.monotonic()
+        commands = link.receive_commands(block=not engine.has_work)
+        for command in commands:
+            if isinstance(command, Add):
+                engine.add(command.request)
+            else:
+                engine.cancel(command.request_id)
+        if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
+            # What a cancel freed is known before the next step is made, not after it.
+            link.send(_report(engine, [], live=False))
+        if engine.has_work:
+            outputs = engine.step()
+            now_s = time.monotonic()
+            is_due = now_s - told_at >= _DEVICE_TIMES_INTERVAL_S
+            link.send(_report(engine, outputs, live=is_due))
+            if is_due:
+                told_at = now_s
+
+
+def _report(engine: StepEngine, outputs: list[EngineOutput], *, live: bool) -> Stepped:
+    prefixes = engine.take_prefix_changes()
+    return Stepped(outputs, engine.stats(), prefixes, engine.take_device_times(live=live))
+
+
+def serve(fd: int, parent_pid: int) -> int:
+    """Load what the bus side names, then drive it; returns the process's exit code."""
+    _die_with_parent(parent_pid)
+    # The bus side decides when this process ends: it closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=fd))
+    try:
+        engine = _load(link.receive_load())
+        link.send(Ready(engine.stats(), engine.device_uuid))
+        gc.collect()
+        gc.freeze()
+        drive(engine, link)
+    except EOFError:
+        return 0
+    except MillraceError as error:
+        return _break(link, error.message)
+    except (Exception, DeviceLostError) as error:
+        logger.exception("the engine failed")
+        return _break(link, f"the engine failed: {type(error).__name__}: {error}")
+
+
+def _load(load: Load) -> StepEngine:
+    from workers.engine.thread_report import choose_threads
+
+    logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
+    # Not before: torch reads the thread settings when it is imported.
+    from workers.engine.engine import Engine
+
+    return Engine.load(Path(load.path), load.config)
+
+
+def _break(link: Link, message: str) -> int:
+    try:
+        link.send(Broken(message))
+    except EOFError:
+        logger.warning("nobody was left to be told why the engine ended")
+    return 1
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)

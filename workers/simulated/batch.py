@@ -1,0 +1,396 @@
+"""A continuous batch that computes nothing: who is in it, with which blocks, and for how long.
+
+Pure: whoever drives it owns the clock. The simulated engine sleeps for what ``begin`` says, the
+simulator moves its virtual time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from enum import Enum, auto
+from operator import attrgetter
+from typing import NamedTuple
+
+from workers.simulated.blocks import SimulatedBlocks
+from workers.simulated.latency_model import LatencyModel
+from workers.simulated.tokens import SimulatedTokens
+
+# Blocks that admissions leave free for those who already run.
+ADMISSION_WATERMARK = 0.05
+# So often a newcomer of higher priority may take a sequence's slot or blocks at most.
+MAX_PREEMPTIONS = 4
+
+_rank = attrgetter("rank")
+
+
+class State(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    OVER = auto()
+
+
+class SimulatedSequence:
+    """A request in the batch.
+
+    ``token_ids`` are those of the prompt and of the completion so far; the first
+    ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
+    have the indices 0 to ``num_resumed - 1``. ``num_to_make`` is how many this run makes at most.
+    The driver may put what it needs into ``tag``, and count in ``device_s`` what the sequence takes
+    of the steps' time.
+    """
+
+    __slots__ = (
+        "arrival",
+        "device_s",
+        "keys",
+        "min_tokens",
+        "num_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_resumed",
+        "num_sealed_blocks",
+        "num_total_tokens",
+        "priority",
+        "rank",
+        "request_id",
+        "salt",
+        "seed",
+        "started",
+        "state",
+        "stop_token_ids",
+        "stopped",
+        "tag",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_to_make: int,
+        seed: int,
+        num_resumed: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        priority: int = 0,
+        salt: str = "",
+        tag: object = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_resumed = num_resumed
+        self.num_total_tokens = self.num_prompt_tokens + num_to_make
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.min_tokens = min_tokens
+        self.priority = priority
+        self.salt = salt
+        self.tag = tag
+        self.state = State.OVER
+        self.arrival = 0
+        self.rank = (0, 0)
+        self.keys: list[bytes] = []
+        self.num_blocks = 0
+        self.num_sealed_blocks = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.device_s = 0.0
+        self.started = False
+        self.stopped = False
+
+    @property
+    def num_made(self) -> int:
+        """Tokens that this run has made."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """What is left to compute if nothing stops early; the last token never is."""
+        return max(0, self.num_total_tokens - 1 - self.num_computed_tokens)
+
+
+class StepOutputs(NamedTuple):
+    """What a step did: the sequences that were admitted for the first time, those that made a token
+    (the last of their ``token_ids``), and of these the ones that are over; ``stopped`` says of
+    them whether by a stop token."""
+
+    started: list[SimulatedSequence]
+    made: list[SimulatedSequence]
+    finished: list[SimulatedSequence]
+
+
+class SimulatedBatch:
+    """The rules of the real engine: decodes first, then chunks of prompts under a token budget,
+    then newcomers by priority and arrival, each with blocks for all that it has so far. Out of
+    blocks, the latest of the lowest priority is preempted and computed again; a newcomer of higher
+    priority takes slot and blocks of those below it.
+
+    A step is ``begin``, which says how long it takes, and ``finish`` when that time is over. What
+    is cancelled in between makes no token. ``decode_step_s`` is what decoding took of the last step
+    that decoded. Raises ValueError for bounds below 1.
+    """
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        tokens: SimulatedTokens,
+        *,
+        max_num_sequences: int,
+        max_batch_tokens: int,
+        num_blocks: int,
+        block_size_tokens: int = 16,
+        prefix_cache: bool = True,
+    ) -> None:
+        bounds = (max_num_sequences, max_batch_tokens, num_blocks, block_size_tokens)
+        if min(bounds) < 1:
+            raise ValueError(f"the bounds of a batch must be at least 1, got {bounds}")
+        self.max_num_sequences = max_num_sequences
+        self.max_batch_tokens = max_batch_tokens
+        self.blocks = SimulatedBlocks(num_blocks, block_size_tokens, keep=prefix_cache)
+        self.running: list[SimulatedSequence] = []
+        self.waiting: list[SimulatedSequence] = []
+        self.num_steps = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.busy_s = 0.0
+        self.decode_step_s = 0.0
+        self._latency = latency
+        self._tokens = tokens
+        self._size = block_size_tokens
+        self._watermark = math.ceil(num_blocks * ADMISSION_WATERMARK)
+        self._by_id: dict[str, SimulatedSequence] = {}
+        self._num_arrived = 0
+        self._plan: list[tuple[SimulatedSequence, int]] = []
+        self._started: list[SimulatedSequence] = []
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest prompt and completion that fit together."""
+        return self.blocks.num_blocks * self._size
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(sequence.outstanding_tokens for sequence in self._by_id.values())
+
+    @property
+    def outstanding_prompt_tokens(self) -> int:
+        """Of the outstanding ones, those that stand there already and are to be prefilled."""
+        behind = (len(s.token_ids) - s.num_computed_tokens for s in self._by_id.values())
+        return sum(tokens for tokens in behind if tokens > 1)
+
+    @property
+    def planned(self) -> Sequence[tuple[SimulatedSequence, int]]:
+        """What the step under way computes: sequences, and how many of their tokens."""
+        return self._plan
+
+    def get(self, request_id: str) -> SimulatedSequence | None:
+        return self._by_id.get(request_id)
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        """Queue a sequence; one of the same id is cancelled. It must fit when it is alone, and
+        have something to make; raises ValueError otherwise."""
+        if sequence.num_total_tokens > self.capacity_tokens:
+            raise ValueError(
+                f"{sequence.num_total_tokens} tokens never fit into {self.capacity_tokens}"
+            )
+        if not 0 < sequence.num_prompt_tokens < sequence.num_total_tokens:
+            raise ValueError("a sequence has a prompt and makes at least one token")
+        self.cancel(sequence.request_id)
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+        sequence.rank = (-sequence.priority, sequence.arrival)
+        sequence.state = State.WAITING
+        self._by_id[sequence.request_id] = sequence
+        insort(self.waiting, sequence, key=_rank)
+
+    def cancel(self, request_id: str) -> SimulatedSequence | None:
+        """Forget a request, in whatever state; its blocks are free at once."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            if sequence.state is State.RUNNING:
+                self.blocks.release(sequence)
+                self.running.remove(sequence)
+            else:
+                self.waiting.remove(sequence)
+            self._end(sequence)
+        return sequence
+
+    def begin(self) -> float | None:
+        """Plan the next step: the seconds that it takes; None if there is nothing to compute."""
+        assert not self._plan, "the step before has not been finished"
+        decoding: list[SimulatedSequence] = []
+        prefilling: list[SimulatedSequence] = []
+        for sequence in self.running:
+            behind = len(sequence.token_ids) - sequence.num_computed_tokens
+            (decoding if behind == 1 else prefilling).append(sequence)
+        budget = self.max_batch_tokens
+        size = self._size
+        for sequence in decoding:
+            if not budget:
+                break
+            if sequence.state is State.RUNNING and (
+                sequence.num_computed_tokens < sequence.num_blocks * size or self._grow(sequence)
+            ):
+                self._plan.append((sequence, 1))
+                budget -= 1
+        for sequence in prefilling:
+            if budget and sequence.state is State.RUNNING:
+                budget -= self._schedule(sequence, budget)
+        while budget and self.waiting:
+            newcomer = self.waiting[0]
+            if not self._admit(newcomer):
+                break
+            budget -= self._schedule(newcomer, budget)
+        return self._price() if self._plan else None
+
+    def finish(self) -> StepOutputs:
+        """The time of the step that ``begin`` planned is over."""
+        started = [sequence for sequence in self._started if sequence.state is not State.OVER]
+        outputs = StepOutputs(started, [], [])
+        plan, self._plan, self._started = self._plan, [], []
+        for sequence, num_tokens in plan:
+            if sequence.state is not State.RUNNING:
+                continue
+            computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_tokens
+            num_full = computed // self._size
+            if num_full > sequence.num_sealed_blocks:
+                self.blocks.seal(sequence, num_full)
+            if computed == len(sequence.token_ids):
+                outputs.made.append(sequence)
+                if self._make_token(sequence):
+                    outputs.finished.append(sequence)
+        for sequence in outputs.finished:
+            self.blocks.release(sequence)
+            self.running.remove(sequence)
+            self._end(sequence)
+        return outputs
+
+    def _schedule(self, sequence: SimulatedSequence, budget: int) -> int:
+        behind = len(sequence.token_ids) - sequence.num_computed_tokens
+        num_tokens = min(behind, budget)
+        self._plan.append((sequence, num_tokens))
+        return num_tokens
+
+    def _price(self) -> float:
+        """Count the work that is planned, and say how long it takes."""
+        prefill_tokens = num_decodes = kv_tokens = 0
+        for sequence, num_tokens in self._plan:
+            num_known = len(sequence.token_ids)
+            if sequence.num_computed_tokens + 1 == num_known > sequence.num_prompt_tokens:
+                num_decodes += 1
+                kv_tokens += num_known
+            else:
+                prefill_tokens += num_tokens
+        if num_decodes:
+            self.decode_step_s = self._latency.decode_step_s(num_decodes, kv_tokens)
+        step_s = self._latency.step_s(prefill_tokens, num_decodes, kv_tokens)
+        self.num_steps += 1
+        self.prefill_tokens += prefill_tokens
+        self.decode_tokens += num_decodes
+        self.busy_s += step_s
+        return step_s
+
+    def _make_token(self, sequence: SimulatedSequence) -> bool:
+        """Append the next token; whether it is the last one."""
+        token_ids, stops = sequence.token_ids, sequence.stop_token_ids
+        index = sequence.num_resumed + len(token_ids) - sequence.num_prompt_tokens
+        if stops:
+            banned = stops if index < sequence.min_tokens else ()
+            token_id = self._tokens.draw(sequence.seed, index, banned)
+            sequence.stopped = token_id in stops
+        else:
+            token_id = self._tokens.draw(sequence.seed, index)
+        token_ids.append(token_id)
+        return sequence.stopped or len(token_ids) == sequence.num_total_tokens
+
+    def _admit(self, newcomer: SimulatedSequence) -> bool:
+        """Give the first of the waiting a slot and blocks for its tokens, if they can be had."""
+        num_known = math.ceil(len(newcomer.token_ids) / self._size)
+        while True:
+            hit = self.blocks.match(newcomer)
+            fresh = num_known - hit.num_blocks
+            free = self.blocks.num_free - hit.num_idle
+            spare = self._watermark if self.running else 0
+            if len(self.running) < self.max_num_sequences and fresh + spare <= free:
+                break
+            if not self._make_way(newcomer, fresh + spare - free):
+                return False
+        del self.waiting[0]
+        self.blocks.open(newcomer, hit, fresh)
+        newcomer.state = State.RUNNING
+        newcomer.num_computed_tokens = hit.num_blocks * self._size
+        self.prefix_query_tokens += len(newcomer.token_ids) - 1
+        self.prefix_hit_tokens += newcomer.num_computed_tokens
+        if not newcomer.started:
+            newcomer.started = True
+            newcomer.num_cached_tokens = newcomer.num_computed_tokens
+            self._started.append(newcomer)
+        insort(self.running, newcomer, key=_rank)
+        return True
+
+    def _make_way(self, newcomer: SimulatedSequence, num_missing_blocks: int) -> bool:
+        """Preempt the latest of lower priority, if those of lower priority have enough together."""
+        victims = [
+            sequence
+            for sequence in reversed(self.running)
+            if sequence.priority < newcomer.priority and sequence.num_preemptions < MAX_PREEMPTIONS
+        ]
+        if not victims or sum(victim.num_blocks for victim in victims) < num_missing_blocks:
+            return False
+        self._preempt(victims[0])
+        return True
+
+    def _grow(self, sequence: SimulatedSequence) -> bool:
+        """Give a running sequence another block, at the cost of those of lower rank; false if it is
+        the lowest and has to wait."""
+        while not self.blocks.num_free:
+            victim = self.running[-1]
+            if victim is sequence:
+                return False
+            self._preempt(victim)
+        self.blocks.allocate(sequence, 1)
+        return True
+
+    def _preempt(self, sequence: SimulatedSequence) -> None:
+        self.blocks.release(sequence)
+        self.running.remove(sequence)
+        self._plan = [entry for entry in self._plan if entry[0] is not sequence]
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        sequence.state = State.WAITING
+        insort(self.waiting, sequence, key=_rank)
+
+    def _end(self, sequence: SimulatedSequence) -> None:
+        sequence.state = State.OVER
+        del self._by_id[sequence.request_id]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, states and blocks agree."""
+        assert self.running == sorted(self.running, key=_rank)
+        assert self.waiting == sorted(self.waiting, key=_rank)
+        assert len(self.running) <= self.max_num_sequences
+        assert {s.request_id for s in (*self.running, *self.waiting)} == set(self._by_id)
+        for sequence in self.running:
+            assert sequence.state is State.RUNNING
+            assert sequence.num_computed_tokens <= sequence.num_blocks * self._size
+        for sequence in self.waiting:
+            assert sequence.state is State.WAITING
+            assert not sequence.num_blocks
+        self.blocks.check_integrity(self.running)
