@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -247,26 +248,43 @@ async def test_records_that_went_together_are_stored_once(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
+    numbers = itertools.count()
+    restarted = asyncio.Event()
 
-    async def publish(number: int) -> None:
+    async def publish() -> int:
+        number = next(numbers)
         record = RequestRecord(request_id=f"r{number}", tenant="t")
-        await asyncio.sleep(number / 400)
         while True:
             try:
-                return await one.outbox.publish(record, 0.02)
+                await one.outbox.publish(record, 0.02)
             except BusUnavailableError:
                 continue
+            return number
 
-    publishing = asyncio.gather(*(publish(number) for number in range(400)))
+    async def publish_on() -> list[int]:
+        published = [await publish()]
+        while not restarted.is_set():
+            published.append(await publish())
+        return published
+
+    publishing = asyncio.gather(*(publish_on() for _ in range(8)))
     for _ in range(3):
         had = await two.outbox.last_sequence()
         await eventually(partial(_grew, two, had))
         restart(nats_server)
-    await publishing
-    pulled = await two.outbox.pull(999, 5.0)
-    assert len(pulled) == 400
-    records = {codec.RECORD.decode(message.payload) for message in pulled}
-    assert records == {RequestRecord(request_id=f"r{number}", tenant="t") for number in range(400)}
+    restarted.set()
+    published = sorted(itertools.chain.from_iterable(await publishing))
+    stored: list[int] = []
+    while len(stored) < len(published):
+        pulled = await two.outbox.pull(999, 5.0)
+        assert pulled
+        for message in pulled:
+            record = codec.RECORD.decode(message.payload)
+            assert isinstance(record, RequestRecord)
+            stored.append(int(record.request_id[1:]))
+        await two.outbox.ack(pulled)
+    assert await two.outbox.pull(999, 0.1) == []
+    assert sorted(stored) == published == list(range(len(published)))
 
 
 async def test_a_group_that_cannot_be_sent_goes_one_by_one(

@@ -71,11 +71,11 @@ async def test_a_move_to_another_gateway(pair: Pair) -> None:
 async def test_a_death_of_the_gateway_that_began(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
-    begun_s = time.monotonic()
     async with opened(pair.first) as socket:
         await send(socket, "generate", id="a", model=MODEL, prompt=TEXT)
         while reading.next_index < 5:
             reading.take(await until(socket, "delta"))
+        begun_s = time.monotonic()  # no sooner than the gateway received the request
         pair.worker.gate.clear()
         dripping.cancel()
         await pair.kill_first()
