@@ -84,7 +84,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Generations open at a time on one WebSocket."""
 
     client_buffer_bytes: int = 256 * 1024
-    """What may wait for a client to read it before the client counts as slow and more is held back."""
+    """What may wait for a client to read it; a client with more is cut off as too slow."""
 
     client_stall_timeout_s: float = 30.0
     """How long a client may read nothing while something waits for it."""
