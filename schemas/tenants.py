@@ -38,16 +38,23 @@ def check_limits(limits: LimitSet | LimitOverrides) -> None:
 class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an account may use; None: no limit.
 
-    ``tokens_per_minute`` counts prompt and completion. ``context_tokens`` bounds both of one
-    request together. ``monthly_budget`` is money, in the prices' currency, of a UTC month. Raises
-    ValueError, naming the limit, for a value that cannot be kept.
+    Raises ValueError, naming the limit, for a value that cannot be kept.
     """
 
     requests_per_minute: int | None = None
+    """Requests in a minute."""
+
     tokens_per_minute: int | None = None
+    """Prompt and completion tokens in a minute."""
+
     concurrent_requests: int | None = None
+    """Requests open at a time."""
+
     context_tokens: int | None = None
+    """Prompt and completion tokens of one request together."""
+
     monthly_budget: Decimal | None = None
+    """Money, in the prices' currency, of a UTC month."""
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -1,0 +1,63 @@
+"""The one typed configuration tree, a file for each group of sections.
+
+Every process imports its own sections from here, and ``runtime.settings`` reads ``Config`` from a
+file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made from the texts here.
+"""
+
+from __future__ import annotations
+
+from schemas.config.gateway import GatewayConfig, SessionContexts
+from schemas.config.scheduler import AutoscaleConfig, SchedulerConfig, TierPolicies, TierPolicy
+from schemas.config.section import Section
+from schemas.config.stores import (
+    ClickHouseConfig,
+    KafkaConfig,
+    NatsConfig,
+    RedisConfig,
+    StorageConfig,
+)
+from schemas.config.telemetry import MetricsConfig, TelemetryConfig, TracingConfig
+from schemas.config.worker import EngineConfig, SimulationConfig, WorkerConfig
+
+__all__ = [
+    "AutoscaleConfig",
+    "ClickHouseConfig",
+    "Config",
+    "EngineConfig",
+    "GatewayConfig",
+    "KafkaConfig",
+    "MetricsConfig",
+    "NatsConfig",
+    "RedisConfig",
+    "SchedulerConfig",
+    "SessionContexts",
+    "SimulationConfig",
+    "StorageConfig",
+    "TelemetryConfig",
+    "TierPolicies",
+    "TierPolicy",
+    "TracingConfig",
+    "WorkerConfig",
+]
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """Everything that a Millrace process can be told."""
+
+    catalogue: str = ""
+    """Path of a models.yaml; empty: the built-in catalogue with the demo model."""
+
+    log_level: str = "info"
+    """Least severe log line that is written: ``debug``, ``info``, ``warning`` or ``error``."""
+
+    nats: NatsConfig = NatsConfig()
+    redis: RedisConfig = RedisConfig()
+    kafka: KafkaConfig = KafkaConfig()
+    clickhouse: ClickHouseConfig = ClickHouseConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    storage: StorageConfig = StorageConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()

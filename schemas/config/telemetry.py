@@ -1,0 +1,49 @@
+"""What is written and shown of the system: rows, metrics, traces."""
+
+from __future__ import annotations
+
+from schemas.config.section import Section
+from schemas.redaction import Secret
+
+
+class TelemetryConfig(Section, frozen=True, kw_only=True):
+    """When rows are written to ClickHouse, and usage is summed."""
+
+    batch_rows: int = 5_000
+    """Rows at which a batch is written."""
+
+    batch_interval_s: float = 0.5
+    """How long the first row of a batch waits at most for the others."""
+
+    rollup_interval_s: float = 2.0
+    """How soon the usage of a minute follows its rows."""
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """Where a process serves ``/metrics`` to Prometheus, and ``/healthz``, which is open to all. A
+    gateway serves them on its own port, too, which several gateways may share."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+    port: int = 0
+    """Port to listen on; 0: none."""
+
+    token: Secret = ""
+    """What ``/metrics`` demands as ``Authorization: Bearer …``, if set. An address that other
+    machines can reach needs one, or ``public``."""
+
+    public: bool = False
+    """Whoever reaches ``/metrics`` may read it without a token."""
+
+
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """Distributed traces."""
+
+    endpoint: str = ""
+    """Base URL of an OpenTelemetry collector that takes OTLP over HTTP
+    (``http://127.0.0.1:4318``); empty: no traces."""
+
+    sample_ratio: float = 1.0
+    """Share of the traces begun here that are recorded, 0 to 1. One that a caller began is recorded
+    if the caller records it."""

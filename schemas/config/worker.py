@@ -1,0 +1,155 @@
+"""The worker and its engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from schemas.config.section import Section
+
+
+class SimulationConfig(Section, frozen=True, kw_only=True):
+    """The simulated engine computes nothing and takes the time that a real one would. Its tokens
+    follow from the seed and their index, whoever makes them. A step that decodes takes ``step_ms +
+    step_ms_per_sequence * sequences + step_ms_per_kv_token * KV tokens``."""
+
+    prefill_tokens_per_s: float = 20_000.0
+    """Prompt tokens computed a second."""
+
+    step_ms: float = 8.0
+    """Fixed time of a step."""
+
+    step_ms_per_sequence: float = 0.05
+    """Time that each sequence adds to a step."""
+
+    step_ms_per_kv_token: float = 0.000_02
+    """Time that each token in the KV cache adds to a step."""
+
+    start_s: float = 0.0
+    """How long the engine takes to start."""
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """The engine's bounds. 0 leaves a choice to the device: 384 tokens, 64 sequences and 1 GiB of
+    KV cache on a CPU; 4,096 tokens, 256 sequences and what is left of ``gpu_memory_fraction`` on a
+    GPU."""
+
+    kind: Literal["real", "simulated"] = "real"
+    """``simulated`` computes nothing (see ``worker.engine.simulation``)."""
+
+    simulation: SimulationConfig = SimulationConfig()
+    """Times of the simulated engine."""
+
+    max_num_sequences: int = 0
+    """Sequences that decode at a time; 0: by the device."""
+
+    max_batch_tokens: int = 0
+    """Tokens of the longest step; 0: by the device."""
+
+    block_size_tokens: int = 16
+    """Tokens of a block of the KV cache."""
+
+    num_blocks: int = 0
+    """Blocks of the KV cache; 0: as many as ``kv_cache_bytes`` has room for."""
+
+    kv_cache_bytes: int = 0
+    """Size of the KV cache; 0: by the device."""
+
+    dtype: str = "auto"
+    """Type of the weights in memory (``float32``, ``bfloat16``, ``float16``); ``auto``: by the
+    checkpoint and the device."""
+
+    kv_cache_dtype: str = "auto"
+    """Type of cached keys and values: ``auto`` like the weights, ``fp8`` e4m3 with a scale for each
+    head of each token."""
+
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``cuda:N``; ``auto``: a GPU if there is one."""
+
+    gpu_memory_fraction: float = 0.9
+    """Share of a GPU's memory, above 0 to 1, for weights, work space and KV cache."""
+
+    kernels: str = "auto"
+    """``triton`` (CUDA), ``native`` (compiled, CPU), ``torch``, or ``reference`` (plain torch in
+    place of the Triton kernels); ``auto``: the fastest that the device has."""
+
+    num_threads: int = 0
+    """CPU threads; 0: by the machine and what else runs on it."""
+
+    cuda_graphs: bool = True
+    """Replay recorded steps on a GPU."""
+
+    overlap: bool = True
+    """Launch a step before the results of the one before it are read."""
+
+    deterministic: bool = False
+    """Make tokens independent of the rest of the batch, at a price in speed."""
+
+    load_format: str = "auto"
+    """``dummy`` makes random weights for a config.json."""
+
+    prefix_cache: bool = True
+    """Let prompts begin with what earlier ones left in the KV cache."""
+
+    host_cache_bytes: int = 1 << 30
+    """Main memory for blocks of preempted requests and for blocks that nobody used for
+    ``idle_offload_s``, until they are needed again; 0: none."""
+
+    idle_offload_s: float = 30.0
+    """How long a block may be unused before it moves to main memory."""
+
+    ageing_s: float = 10.0
+    """Wait for which a request gains a level of priority; 0: never."""
+
+    itl_bound_ms: float = 0.0
+    """Time between tokens to keep: while others decode, chunks of prompts are cut so that a step is
+    predicted to take no longer; 0: no bound."""
+
+
+class WorkerConfig(Section, frozen=True, kw_only=True):
+    """One worker process, which serves one model."""
+
+    name: str = ""
+    """A name of this worker alone that stays over restarts, where something gives it one; empty:
+    one is drawn at start."""
+
+    model: str = "demo"
+    """The model to serve, by its name in the catalogue."""
+
+    max_num_waiting: int = 8
+    """Jobs that the worker accepts beyond those that run, so that a free slot never waits for the
+    bus."""
+
+    flush_interval_ms: float = 15.0
+    """How long tokens are gathered into a frame."""
+
+    heartbeat_s: float = 0.5
+    """How often the worker announces its state."""
+
+    lease_extend_s: float = 2.0
+    """How often the leases of its jobs are extended."""
+
+    replay_memory_s: float = 120.0
+    """How long a finished answer is kept for gateways that missed a part of it."""
+
+    sample_interval_s: float = 1.0
+    """How often load and memory are recorded for analytics."""
+
+    drain_timeout_s: float = 8.0
+    """How long a worker that stops finishes what nobody takes over."""
+
+    prefix_scope: Literal["tenant", "shared"] = "tenant"
+    """Whose prompts may begin with cached blocks of another: with ``tenant`` only those of the same
+    tenant (callers without a key are one); with ``shared`` all, who can then learn from the speed
+    what others' prompts begin with."""
+
+    prefix_report_s: float = 0.1
+    """How often the schedulers are told what has changed in the prefix cache; 0: never."""
+
+    prefix_whole_s: float = 10.0
+    """How often they are told all of it."""
+
+    max_reported_prefixes: int = 16_384
+    """Blocks that such a report names at most."""
+
+    engine: EngineConfig = EngineConfig()
+    """The engine."""
