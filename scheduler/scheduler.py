@@ -72,14 +72,13 @@ class Scheduler:
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
                 f"not have. The models are: {', '.join(sorted(known_models))}."
             )
-        shelf = Shelf(load_model)
+        self.shelf = shelf = Shelf(load_model)
         door = None if limits is None else Door(limits, shelf.prices, clock)
         self.parts = Parts(
             bus=bus,
             config=config,
             clock=clock,
             generations=generations,
-            shelf=shelf,
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
@@ -88,9 +87,11 @@ class Scheduler:
             door=door,
         )
         models = config.models or tuple(sorted(known_models))
-        self.lanes = self.parts.lanes = {model: Lane(self.parts, model) for model in models}
+        self.lanes = {model: Lane(self.parts, model) for model in models}
         self.outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
-        self.intakes = {model: Intake(self.parts, model, [self.lanes[model]]) for model in models}
+        self.intakes = {
+            model: Intake(self.parts, model, self.lanes, [model], shelf) for model in models
+        }
         if router is not None:
             self._add_routes(router_of(router, self.outlooks, self.parts, generations))
         self.departures: Counter[Departure] = Counter()
@@ -113,7 +114,7 @@ class Scheduler:
         """Pull what leaves the model open, if any model that it may get is served here."""
         for name in router.names:
             if any(model in self.lanes for model in router.models_of(name)):
-                self.intakes[name] = AutoIntake(self.parts, name, self.lanes, router)
+                self.intakes[name] = AutoIntake(self.parts, name, self.lanes, self.shelf, router)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
@@ -140,7 +141,7 @@ class Scheduler:
             await self._pulls.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
-            self.parts.shelf.close()
+            self.shelf.close()
             for subscription in subscriptions:
                 await subscription.close()
 
@@ -230,7 +231,7 @@ class Scheduler:
                 continue
             for entry in entries:
                 entry.lives.end(self.parts.clock.now_ns())
-            lane = self.parts.lane_of(entries[0])
+            lane = self.lanes[entries[0].job.model]
             if gone.why is Departure.RETIRED:
                 for entry in entries:
                     lane.given_back(entry)
@@ -246,7 +247,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.parts.shelf.warm(model)
+            await self.shelf.warm(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",
@@ -272,9 +273,9 @@ class Scheduler:
                 num_answered += request_id not in released
             elif request_id in released:
                 if entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                    self.parts.lane_of(entry).given_back(entry)
+                    self.lanes[entry.job.model].given_back(entry)
             elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                self.parts.lane_of(entry).ended(entry)
+                self.lanes[entry.job.model].ended(entry)
                 num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
@@ -284,7 +285,7 @@ class Scheduler:
             lane.pump()
 
     def _on_found_ended(self, entry: Entry) -> None:
-        lane = self.parts.lane_of(entry)
+        lane = self.lanes[entry.job.model]
         lane.ended(entry)
         lane.pump()
 
@@ -293,13 +294,13 @@ class Scheduler:
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew, unless it is what we said ourselves.
             if entry is not None and max(entry.epoch, entry.claimed_epoch) < cancel.below_epoch:
-                self.parts.lane_of(entry).overtaken(entry)
+                self.lanes[entry.job.model].overtaken(entry)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.parts.cancels.add(cancel.request_id, cancel.reason, self.parts.clock.monotonic())
         if entry is not None and entry.state is State.WAITING:
-            lane = self.parts.lane_of(entry)
+            lane = self.lanes[entry.job.model]
             lane.end(entry, cancelled(cancel.reason))
             lane.pump()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from bus.api import Bus
 from runtime.clock import Clock
 from runtime.tasks import Tasks
 from scheduler.fleet.fleet import Fleet
-from scheduler.intake.model_cache import Shelf
 from scheduler.jobs.cancels import CancelMemory
 from scheduler.jobs.entry import Entry, Table
 from scheduler.jobs.finalizer import Endings
@@ -18,9 +17,6 @@ from scheduler.jobs.terminal_status import EXPIRED, Verdict, cancelled
 from scheduler.jobs.tracing import JobTraces
 from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
-
-if TYPE_CHECKING:
-    from scheduler.dispatch.dispatcher import Lane
 
 
 class Known(Protocol):
@@ -62,7 +58,6 @@ class Parts:
     config: SchedulerConfig
     clock: Clock
     generations: Generations
-    shelf: Shelf
     fleet: Fleet
     prefixes: PrefixIndex
     cancels: CancelMemory
@@ -71,10 +66,6 @@ class Parts:
     door: Door | None = None
     table: Table = field(default_factory=Table)
     tasks: Tasks = field(default_factory=Tasks)
-    lanes: dict[str, Lane] = field(default_factory=dict)
-
-    def lane_of(self, entry: Entry) -> Lane:
-        return self.lanes[entry.job.model]
 
     def unwanted(self, entry: Entry) -> Verdict | None:
         """Why nobody waits for this job any more, if so."""

@@ -15,7 +15,7 @@ from scheduler.dispatch.preemption import Overtaking
 from scheduler.dispatch.sender import Result, Sender, Sent
 from scheduler.fleet.worker_view import WorkerView
 from scheduler.jobs.entry import Entry, State
-from scheduler.jobs.poison_pills import Inquest
+from scheduler.jobs.poison_pills import PoisonPillDetector
 from scheduler.jobs.prompt_keys import PromptKeys
 from scheduler.jobs.terminal_status import Verdict, failed, poisonous
 from scheduler.queues.arrivals import Arrivals
@@ -84,8 +84,8 @@ class Lane:
     def took(self, entry: Entry) -> None:
         """It was pulled and is made ready; ours to answer for."""
         self._parts.table.add(entry)
-        entry.backlog.took(entry)
-        entry.backlog.waits_here(entry)
+        entry.queue_counts.num_ours += 1
+        entry.wait_here()
         self._num_preparing[entry.job.tier] += 1
 
     def enqueue(self, entry: Entry) -> None:
@@ -119,11 +119,11 @@ class Lane:
             return
         self._leave_preparation(entry)
         self.queue.remove(entry)
-        entry.backlog.left(entry)
-        entry.backlog.dropped(entry)
+        entry.wait_no_more()
+        entry.queue_counts.num_ours -= 1
         self._refund(entry)
-        if entry.inquest is not None:
-            entry.inquest.report(entry, progressed=True)
+        if entry.suspicion.detector is not None:
+            entry.suspicion.detector.report(entry.suspicion, progressed=True)
         self._parts.table.drop(entry, error)
         if self._parts.door is not None:
             self._parts.door.left(entry)
@@ -161,7 +161,7 @@ class Lane:
 
     def _send(self, entry: Entry, worker: WorkerView, num_cached_tokens: int) -> None:
         self.queue.remove(entry)
-        entry.backlog.left(entry)
+        entry.wait_no_more()
         entry.state = State.DISPATCHING
         entry.place(worker.worker_id, num_cached_tokens)
         entry.charged_tokens = entry.expected_tokens - num_cached_tokens
@@ -255,7 +255,7 @@ class Lane:
         fleet = self._parts.fleet
         if entry.state is State.PREPARING:
             self._prepared(entry)
-        entry.backlog.left(entry)
+        entry.wait_no_more()
         entry.state = State.DISPATCHING
         entry.place(worker_id, 0)
         worker = fleet.get(worker_id)
@@ -340,7 +340,7 @@ class Lane:
         entry.take_back("not_taken")
         if entry.state is not State.ENDED:
             entry.state = State.WAITING
-            entry.backlog.waits_here(entry)
+            entry.wait_here()
             self.queue.push(entry)
             self.has_waiting.set()
 
@@ -349,7 +349,7 @@ class Lane:
     def died(self, entries: list[Entry]) -> None:
         """The worker that had these is gone without a word: run them again elsewhere, unless one
         of them is to blame."""
-        Inquest(entries)
+        PoisonPillDetector(entry.suspicion for entry in entries)
         for entry in entries:
             self.lost(entry)
 

@@ -78,7 +78,7 @@ class Moves:
                 continue  # one that is shorter, or of a higher tier, may fit
             if not status.engine_down and placement.prompts_ahead_s(place[0]) > _LEAD_S:
                 return True
-            entry.is_suspect |= status.engine_down
+            entry.suspicion.outlived_engine |= status.engine_down
             self._send(entry, *place)
         return False
 
@@ -89,7 +89,7 @@ class Moves:
         for entry in self._held(worker):
             job = entry.job
             if is_down:
-                may_leave = not entry.is_suspect and bool(job.reply or job.pooling)
+                may_leave = not entry.suspicion.outlived_engine and bool(job.reply or job.pooling)
             else:
                 may_leave = job.pooling is None
             if may_leave:
@@ -103,7 +103,11 @@ class Moves:
 
     async def _clear_suspects(self, worker: WorkerView) -> None:
         """Those whose clients have got tokens of the run that stands still now."""
-        suspects = [entry for entry in self._held(worker) if entry.is_suspect and entry.job.reply]
+        suspects = [
+            entry
+            for entry in self._held(worker)
+            if entry.suspicion.outlived_engine and entry.job.reply
+        ]
         await asyncio.gather(*map(self._clear_if_it_got_on, suspects))
 
     async def _clear_if_it_got_on(self, entry: Entry) -> None:
@@ -112,4 +116,4 @@ class Moves:
             entry.job.reply, entry.request_id, parts.config.resume_timeout_s
         )
         if point is not None and len(point.token_ids) > entry.num_delivered:
-            entry.is_suspect = False
+            entry.suspicion.outlived_engine = False

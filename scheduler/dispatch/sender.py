@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from scheduler.dispatch.context import Parts
 from scheduler.jobs.entry import Entry
-from scheduler.jobs.poison_pills import MAX_STRIKES
+from scheduler.jobs.poison_pills import MAX_FAILURES
 from scheduler.jobs.terminal_status import Verdict, cancelled, failed, refused
 from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
 from schemas.errors import PayloadTooLargeError
@@ -121,7 +121,7 @@ class Sender:
         awaited = entry.lives.awaited_worker_id
         if awaited not in ("", worker_id) and self._fleet.get(awaited) is not None:
             await entry.lives.hear(_LAST_WORD_TIMEOUT_S)
-        if entry.inquest is not None and await self._is_poisonous(
+        if entry.suspicion.detector is not None and await self._is_poisonous(
             entry, is_heard=point is not None
         ):
             return Sent(Result.POISONOUS)
@@ -130,17 +130,17 @@ class Sender:
 
     async def _is_poisonous(self, entry: Entry, *, is_heard: bool) -> bool:
         """Whether workers die of it, as far as can be told once all that one held have spoken."""
-        inquest = entry.inquest
-        assert inquest is not None
+        suspicion, detector = entry.suspicion, entry.suspicion.detector
+        assert detector is not None
         went_on = len(entry.resume_token_ids) > entry.num_delivered
         # That no gateway answers says nothing about the job; nobody listens to some.
         is_unknown = bool(entry.job.reply) and not is_heard
-        inquest.report(entry, progressed=went_on or is_unknown)
-        if entry.strikes > 0 and not inquest.closed.is_set():
+        detector.report(suspicion, progressed=went_on or is_unknown)
+        if suspicion.failures > 0 and not detector.closed.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._config.resume_timeout_s):
-                    await inquest.closed.wait()
-        return entry.strikes >= MAX_STRIKES
+                    await detector.closed.wait()
+        return suspicion.failures >= MAX_FAILURES
 
     async def _dispatch(self, entry: Entry, worker_id: str, epoch_before: int) -> Sent:
         job = entry.job

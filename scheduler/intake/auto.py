@@ -11,6 +11,7 @@ from registry.routing.router import ModelState, Router
 from scheduler.dispatch.context import Parts
 from scheduler.dispatch.dispatcher import Lane
 from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.intake.model_cache import Shelf
 from scheduler.intake.puller import Intake
 from scheduler.intake.routing import AutoRouter, Choices
 from scheduler.jobs.terminal_status import refused
@@ -29,11 +30,16 @@ class AutoIntake(Intake):
     is made ready, so whoever gets it after us runs the same model."""
 
     def __init__(
-        self, parts: Parts, name: str, lanes: Mapping[str, Lane], router: AutoRouter
+        self,
+        parts: Parts,
+        name: str,
+        lanes: Mapping[str, Lane],
+        shelf: Shelf,
+        router: AutoRouter,
     ) -> None:
-        by_model = {model: lanes[model] for model in router.models_of(name) if model in lanes}
-        super().__init__(parts, name, list(by_model.values()))
-        self._by_model = by_model
+        models = [model for model in router.models_of(name) if model in lanes]
+        super().__init__(parts, name, lanes, models, shelf)
+        self._models = models
         self._router = router
         self._num_routing = 0
 
@@ -57,8 +63,7 @@ class AutoIntake(Intake):
         entry = self._entry(leased)
         try:
             entry.job = await self._router.settled(self._router.route(leased.job))
-            lane = self._by_model.get(entry.job.model)
-            if lane is None:
+            if entry.job.model not in self._models:
                 raise ModelNotFoundError(
                     f"The model {entry.job.model!r} was chosen, which is not served here."
                 )
@@ -66,7 +71,7 @@ class AutoIntake(Intake):
             await self._refuse(entry, refused(error))
             return
         if self._parts.table.get(entry.request_id) is None:
-            self._take(entry, lane)
+            self._take(entry, self._by_model[entry.job.model])
         else:
             # It was delivered again while its model was looked up.
             super().admit(leased)

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from bus.api import LeasedJob
 from scheduler.dispatch.context import Parts
 from scheduler.jobs.entry import Entry
+from scheduler.jobs.tenant_queues import TenantQueueCounts
 from scheduler.jobs.terminal_status import refused
-from scheduler.queues.backlog import Backlog
 from schemas.errors import BusUnavailableError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -51,5 +51,5 @@ class Strays:
         error = ModelNotFoundError(
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )
-        entry = Entry.of(leased, Backlog(), self._parts.clock.monotonic())
+        entry = Entry.of(leased, TenantQueueCounts(), self._parts.clock.monotonic())
         await self._parts.endings.end(entry, refused(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from bus.api import LeasedJob, Line
@@ -12,6 +13,7 @@ from runtime.tasks import Tasks
 from scheduler.dispatch.context import Parts
 from scheduler.dispatch.dispatcher import Lane
 from scheduler.dispatch.sender import Sender
+from scheduler.intake.model_cache import Shelf
 from scheduler.jobs.entry import Entry, State
 from scheduler.jobs.terminal_status import Verdict, failed, refused
 from scheduler.queues.backlog import Backlog, Pullable
@@ -46,14 +48,25 @@ class Intake:
     """Pulls from the lines of one model, those who were served least first, for its lane, or for
     the first of several that its jobs may go to."""
 
-    def __init__(self, parts: Parts, model: str, lanes: list[Lane]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        model: str,
+        lanes: Mapping[str, Lane],
+        models: Collection[str],
+        shelf: Shelf,
+    ) -> None:
+        """``lanes`` are all that there are, by model; ``models`` those that these jobs may go
+        to."""
         self.model = model
         self.backlog = Backlog()
         self._parts = parts
-        self._lanes = lanes
+        self._by_model = lanes
+        self._lanes = [lanes[one] for one in models]
+        self._shelf = shelf
         self._wake = asyncio.Event()
         self._is_counted = False
-        for lane in lanes:
+        for lane in self._lanes:
             lane.wakes.append(self._wake)
         self._sender = Sender(parts)
         self._pulls = Tasks()
@@ -228,20 +241,22 @@ class Intake:
         if entry is not None and entry.stream_sequence == leased.stream_sequence:
             entry.take_over(leased, now_s)
             if entry.state is State.RUNNING:
-                self._parts.lane_of(entry).continue_where_it_runs(entry, entry.worker_id)
+                self._by_model[entry.job.model].continue_where_it_runs(entry, entry.worker_id)
             return
         if entry is not None:
             # The same id was published anew, so the former job had ended.
-            self._parts.lane_of(entry).ended(entry)
+            self._by_model[entry.job.model].ended(entry)
         self._take(self._entry(leased), self._lanes[0])
 
     def _entry(self, leased: LeasedJob) -> Entry:
-        return Entry.of(leased, self.backlog, self._parts.clock.monotonic())
+        return Entry.of(leased, self.backlog.of(leased.line), self._parts.clock.monotonic())
 
     def _take(self, entry: Entry, lane: Lane) -> None:
         lane.took(entry)
         if self._parts.traces is not None:
-            self._parts.traces.begin(entry)
+            entry.job, entry.trace = self._parts.traces.start(
+                entry.job, entry.num_deliveries, entry.stored_ns
+            )
         self._parts.tasks.spawn(self._prepare(entry, lane), f"prepare {entry.request_id}")
 
     async def _refuse(self, entry: Entry, verdict: Verdict) -> None:
@@ -266,7 +281,7 @@ class Intake:
         parts = self._parts
         verdict = parts.unwanted(entry)
         if verdict is None:
-            entry.job = await parts.shelf.prepare(entry.job)
+            entry.job = await self._shelf.prepare(entry.job)
             verdict = parts.unwanted(entry)
         if entry.is_ended:
             return

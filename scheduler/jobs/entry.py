@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from bus.api import LeasedJob, Line
 from scheduler.jobs.attempts import Lives
-from scheduler.jobs.poison_pills import Inquest
+from scheduler.jobs.poison_pills import PoisonSuspicion
 from scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
 from scheduler.jobs.resource_request import Need
-from scheduler.queues.backlog import Backlog
+from scheduler.jobs.tenant_queues import TenantQueueCounts
+from scheduler.jobs.tracing import JobTrace
 from schemas.control import EPOCHS_PER_DELIVERY, Reservation
 from schemas.jobs import Job
-
-if TYPE_CHECKING:
-    from scheduler.jobs.tracing import JobTrace
 
 
 class State(Enum):
@@ -43,10 +40,8 @@ class Entry:
     when it came here, ``waits_here`` whether it is among those that wait.
     ``expected_output_tokens`` is an estimate, ``expected_tokens`` the service that it is expected
     to take; ``charged_tokens`` is what its tenant was charged for the run that goes on.
-    ``told_position`` is the last that its client was told. ``strikes`` are the deaths of workers
-    that it is suspected of, ``inquest`` the one that is looked into, ``num_delivered`` the tokens
-    that the client had when the last run began; ``lives`` are its runs so far. ``is_suspect``: an
-    engine died under it, and nobody knows of a token that it has made since. ``reservation`` is
+    ``told_position`` is the last that its client was told. ``num_delivered`` are the tokens
+    that the client had when the last run began; ``lives`` are its runs so far. ``reservation`` is
     what was set aside for a job that no gateway let in, ``is_reserved_here`` whether that is within
     this process.
     """
@@ -56,7 +51,7 @@ class Entry:
     num_deliveries: int
     stream_sequence: int
     line: Line
-    backlog: Backlog
+    queue_counts: TenantQueueCounts
     pulled_s: float
     state: State = State.PREPARING
     num_attempts: int = 0
@@ -77,9 +72,7 @@ class Entry:
     charged_tokens: float = 0.0
     told_position: int | None = None
     prefix_keys: PromptKeys = NO_KEYS
-    strikes: float = 0.0
-    inquest: Inquest | None = None
-    is_suspect: bool = False
+    suspicion: PoisonSuspicion = field(default_factory=PoisonSuspicion)
     num_delivered: int = 0
     lives: Lives = field(default_factory=Lives)
     stored_ns: int = 0
@@ -88,14 +81,14 @@ class Entry:
     is_reserved_here: bool = False
 
     @classmethod
-    def of(cls, leased: LeasedJob, backlog: Backlog, now_s: float) -> Entry:
+    def of(cls, leased: LeasedJob, queue_counts: TenantQueueCounts, now_s: float) -> Entry:
         return cls(
             job=leased.job,
             lease=leased.lease,
             num_deliveries=leased.num_deliveries,
             stream_sequence=leased.stream_sequence,
             line=leased.line,
-            backlog=backlog,
+            queue_counts=queue_counts,
             pulled_s=now_s,
             ran_before=leased.num_deliveries > 1,
             uncertain=leased.uncertain,
@@ -133,6 +126,18 @@ class Entry:
         max_tokens = self.job.sampling.max_tokens or 1
         num_new_tokens = max(max_tokens - num_resumed, 0)
         return Need(num_prompt_tokens + num_resumed, num_new_tokens, self.job.tier)
+
+    def wait_here(self) -> None:
+        """It was pulled, or taken back from a worker."""
+        if not self.waits_here:
+            self.waits_here = True
+            self.queue_counts.num_here += 1
+
+    def wait_no_more(self) -> None:
+        """It was sent, or is over."""
+        if self.waits_here:
+            self.waits_here = False
+            self.queue_counts.num_here -= 1
 
     def begin_run(self, now_s: float) -> None:
         """A dispatch goes out: from here on it may run at the worker."""

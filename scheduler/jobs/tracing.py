@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -22,10 +21,6 @@ from runtime.tracing import (
     record_span,
 )
 from schemas.jobs import Job, Source
-
-if TYPE_CHECKING:
-    from scheduler.jobs.entry import Entry
-
 
 _WORKER_LOST = "worker_lost"
 
@@ -50,8 +45,10 @@ class JobTrace:
         tracing: Tracing,
         clock: Clock,
         above: TraceContext,
-        entry: Entry,
+        job: Job,
         *,
+        num_deliveries: int,
+        stored_ns: int,
         is_first: bool,
     ) -> None:
         """``above`` is whose child all of this is; ``is_first``: it is told here, too."""
@@ -60,15 +57,15 @@ class JobTrace:
         self._clock = clock
         self._above = above
         self._is_first = is_first
-        self._name = entry.job.model
-        self._verb = "generate" if entry.job.pooling is None else "embed"
-        self._request_id = entry.request_id
-        self._since_ns = entry.stored_ns or entry.job.received_ns or now_ns
+        self._name = job.model
+        self._verb = "generate" if job.pooling is None else "embed"
+        self._request_id = job.request_id
+        self._since_ns = stored_ns or job.received_ns or now_ns
         self._attributes: dict[str, Value] = {
-            "gen_ai.request.model": entry.job.model,
-            "millrace.request.id": entry.request_id,
-            "millrace.tier": entry.job.tier.value,
-            "millrace.deliveries": entry.num_deliveries,
+            "gen_ai.request.model": job.model,
+            "millrace.request.id": job.request_id,
+            "millrace.tier": job.tier.value,
+            "millrace.deliveries": num_deliveries,
         }
         self._waits_since_ns: int | None = self._since_ns
         self._pulled = [SpanEvent("pulled", now_ns)]
@@ -200,19 +197,25 @@ class JobTraces:
         self._tracing = tracing
         self._clock = clock
 
-    def begin(self, entry: Entry) -> None:
-        """Tell of a job if its trace is recorded. One that no gateway decided on and that has no
-        trace gets one, which is the same each time that it is delivered."""
-        job = entry.job
+    def start(self, job: Job, num_deliveries: int, stored_ns: int) -> tuple[Job, JobTrace | None]:
+        """The job as it goes on, and its trace if that is recorded. One that no gateway decided on
+        and that has no trace gets one, which is the same each time that it is delivered."""
         above = parse_traceparent(job.traceparent) if job.traceparent else None
         is_first = above is None and (job.source is Source.NATS or not job.reply)
         if is_first:
             above = self._tracing.named(job.request_id, job.received_ns)
         if above is None or not above.is_recorded:
-            return
-        entry.trace = JobTrace(self._tracing, self._clock, above, entry, is_first=is_first)
-        if is_first:
-            entry.job = replace(job, traceparent=above.traceparent)
+            return job, None
+        trace = JobTrace(
+            self._tracing,
+            self._clock,
+            above,
+            job,
+            num_deliveries=num_deliveries,
+            stored_ns=stored_ns,
+            is_first=is_first,
+        )
+        return replace(job, traceparent=above.traceparent) if is_first else job, trace
 
     def recorded(self, job: Job, since_ns: int) -> None:
         """The record of a job that no worker answered is in the outbox."""

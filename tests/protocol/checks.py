@@ -143,7 +143,7 @@ def _left_behind(system: System) -> list[str]:
             left += [
                 f"{name} has a window of {line}"
                 for line in backlog.lines()
-                if backlog.num_here(line) or backlog.num_waiting(line)
+                if backlog.of(line).num_here or backlog.num_waiting(line)
             ]
     for name, worker in system.workers.items():
         if not worker.process.is_alive:

@@ -6,7 +6,7 @@ import itertools
 
 from bus.api import Line
 from scheduler.jobs.entry import Entry, State
-from scheduler.queues.backlog import Backlog
+from scheduler.jobs.tenant_queues import TenantQueueCounts
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 
@@ -39,7 +39,7 @@ def entry(
         num_deliveries=1,
         stream_sequence=number,
         line=Line("m", tier, tenant),
-        backlog=Backlog(),
+        queue_counts=TenantQueueCounts(),
         pulled_s=pulled_s,
         state=State.WAITING,
         ran_before=interrupted,

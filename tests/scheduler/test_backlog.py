@@ -62,18 +62,17 @@ def test_what_is_ours_is_not_pulled_again() -> None:
     backlog = Backlog()
     backlog.published(LINE)
     mine = entry()
-    mine.backlog = backlog
-    mine.line = LINE
+    mine.line, mine.queue_counts = LINE, backlog.of(LINE)
     backlog.pulled(LINE, 1, 1, 0.0)
-    backlog.took(mine)
-    backlog.waits_here(mine)
+    mine.queue_counts.num_ours += 1
+    mine.wait_here()
     backlog.counted({LINE: 1}, 0.5)
     assert to_pull(backlog) == 0
-    assert backlog.num_here(LINE) == 1
-    backlog.left(mine)
-    backlog.left(mine)
-    backlog.dropped(mine)
-    assert backlog.num_here(LINE) == 0
+    assert backlog.of(LINE).num_here == 1
+    mine.wait_no_more()
+    mine.wait_no_more()
+    mine.queue_counts.num_ours -= 1
+    assert backlog.of(LINE).num_here == 0
 
 
 def test_a_line_without_jobs_is_idle_after_a_while() -> None:

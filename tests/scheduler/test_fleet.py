@@ -7,7 +7,7 @@ from scheduler.fleet.fleet import Departure, Fleet
 from scheduler.jobs.cancels import CancelMemory
 from scheduler.jobs.entry import Entry
 from scheduler.jobs.resource_request import Need
-from scheduler.queues.backlog import Backlog
+from scheduler.jobs.tenant_queues import TenantQueueCounts
 from scheduler.queues.throughput import Throughput, eta_s, retry_after_s
 from schemas.control import CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status
@@ -128,7 +128,7 @@ def test_throughput_over_the_last_seconds() -> None:
 
 def test_epochs_rise_over_attempts_and_deliveries() -> None:
     leased = LeasedJob(job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1, line=LINE)
-    entry = Entry.of(leased, Backlog(), 0.0)
+    entry = Entry.of(leased, TenantQueueCounts(), 0.0)
     epochs = []
     for _ in range(3):
         entry.begin_run(0.0)

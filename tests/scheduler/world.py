@@ -135,7 +135,7 @@ class World:
             self._router,
         )
         for model in self._models:
-            await scheduler.parts.shelf.warm(model)
+            await scheduler.shelf.warm(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))

@@ -29,9 +29,10 @@ async def world() -> AsyncIterator[World]:
 @pytest.fixture
 def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
-    parts = world.schedulers[0].parts
+    scheduler = world.schedulers[0]
+    parts = scheduler.parts
     parts.traces = JobTraces(tracing, world.clock)
-    prices = parts.shelf.prices
+    prices = scheduler.shelf.prices
     parts.endings = Endings(parts.bus, world.clock, world.generations, prices, parts.traces)
     return kept
 

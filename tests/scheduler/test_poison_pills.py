@@ -1,0 +1,46 @@
+"""Which request is blamed for the death of workers."""
+
+from __future__ import annotations
+
+from scheduler.jobs.poison_pills import MAX_FAILURES, PoisonPillDetector, PoisonSuspicion
+
+
+def test_the_only_one_that_did_not_go_on_is_to_blame_at_the_second_death() -> None:
+    bad, good = PoisonSuspicion(), PoisonSuspicion()
+    for death in (1, 2):
+        detector = PoisonPillDetector([bad, good])
+        detector.report(bad, progressed=False)
+        assert not detector.closed.is_set()
+        detector.report(good, progressed=True)
+        assert detector.closed.is_set()
+        assert bad.failures == death
+    assert bad.failures >= MAX_FAILURES
+    assert good.failures == 0
+
+
+def test_several_suspects_share_the_blame() -> None:
+    suspects = [PoisonSuspicion(), PoisonSuspicion()]
+    for _ in range(3):
+        detector = PoisonPillDetector(suspects)
+        for suspect in suspects:
+            detector.report(suspect, progressed=False)
+    assert all(suspect.failures == 1.5 for suspect in suspects)
+
+
+def test_going_on_clears_of_all() -> None:
+    one = PoisonSuspicion()
+    PoisonPillDetector([one]).report(one, progressed=False)
+    assert one.failures == 1
+    PoisonPillDetector([one]).report(one, progressed=True)
+    assert one.failures == 0
+
+
+def test_a_later_death_closes_the_earlier_case() -> None:
+    one, other = PoisonSuspicion(), PoisonSuspicion()
+    first = PoisonPillDetector([one, other])
+    first.report(other, progressed=True)
+    second = PoisonPillDetector([one])
+    assert first.closed.is_set()
+    second.report(one, progressed=False)
+    second.report(one, progressed=False)
+    assert one.failures == 1
