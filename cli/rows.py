@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
@@ -16,7 +15,6 @@ from schemas.errors import MillraceError
 
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 _MAX_PLAIN_DIGITS = 30
-_DIRECTIONS = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
@@ -66,28 +64,12 @@ def _csv(rows: Rows) -> str:
 
 def table(rows: Rows, totals: Sequence[Sequence[Any]] = ()) -> str:
     """Columns under one another, numbers to the right, ``totals`` below a line of their own."""
-    body = [[one_line(_shown(value, null="NULL")) for value in row] for row in rows.rows]
-    foot = [[one_line(_shown(value, null="")) for value in row] for row in totals]
-    columns = zip(rows.names, *body, *foot, strict=True)
-    widths = [max(map(text_width, column)) for column in columns]
-    rule = "  ".join("-" * width for width in widths)
-    lines = [
-        _line(rows.names, widths, rows.numeric),
-        rule,
-        *(_line(cells, widths, rows.numeric) for cells in body),
-        *([rule] if foot else []),
-        *(_line(cells, widths, rows.numeric) for cells in foot),
-        f"({len(body)} row{'' if len(body) == 1 else 's'})",
-    ]
-    return "\n".join(lines) + "\n"
+    from runtime.text_table import text_table
 
-
-def _line(cells: list[str] | tuple[str, ...], widths: list[int], numeric: tuple[bool, ...]) -> str:
-    padded = []
-    for cell, width, right in zip(cells, widths, numeric, strict=True):
-        space = " " * (width - text_width(cell))
-        padded.append(space + cell if right else cell + space)
-    return "  ".join(padded).rstrip()
+    body = [[_shown(value, null="NULL") for value in row] for row in rows.rows]
+    foot = [[_shown(value, null="") for value in row] for row in totals]
+    shown = text_table(rows.names, body, rows.numeric, foot)
+    return f"{shown}({len(body)} row{'' if len(body) == 1 else 's'})\n"
 
 
 def _shown(value: Any, null: str) -> str:
@@ -98,24 +80,6 @@ def _shown(value: Any, null: str) -> str:
     if isinstance(value, Decimal) and abs(value.adjusted()) < _MAX_PLAIN_DIGITS:
         return format(value, "f")
     return str(value) if isinstance(value, Decimal) else _encode(value).decode()
-
-
-def one_line(text: str) -> str:
-    """Control characters would break the table, or the terminal; those of the direction of writing
-    would show figures in another order."""
-    return "".join(ascii(char)[1:-1] if _is_control(char) else char for char in text)
-
-
-def _is_control(char: str) -> bool:
-    return unicodedata.category(char) == "Cc" or unicodedata.bidirectional(char) in _DIRECTIONS
-
-
-def text_width(text: str) -> int:
-    """Columns on a terminal."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        for char in text
-    )
 
 
 def _integer(digits: str) -> int | str:

@@ -15,7 +15,8 @@ import pytest
 
 from cli.endpoints import locate
 from cli.main import main
-from cli.rows import one_line, parse_rows, render
+from cli.rows import parse_rows, render
+from runtime.text_table import one_line
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
 
