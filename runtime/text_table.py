@@ -6,7 +6,7 @@ import io
 import unicodedata
 from collections.abc import Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -34,11 +34,11 @@ def text_table(
     return plain_text(table)
 
 
-def plain_text(*shown: RenderableType) -> str:
-    """What rich makes of these without a terminal: no colours, and lines as long as they are."""
-    console = Console(file=io.StringIO(), width=_UNLIMITED, color_system=None)
+def plain_text(*shown: RenderableType, width: int = _UNLIMITED) -> str:
+    """What rich makes of these on a page of ``width`` columns, without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
-        console.print(*shown, sep="\n", no_wrap=True, crop=False)
+        console.print(Group(*shown), crop=False)
     lines = captured.get().removesuffix("\n").split("\n")
     return "".join(f"{line.rstrip()}\n" for line in lines)
 

@@ -26,7 +26,7 @@ from cli.local.private_files import credentials_of, make_private, write_private
 from cli.local.probe import probe_pooling, serve_one
 from cli.local.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
 from cli.local.server_files import nats_config, redis_config
-from cli.local.store_doctor import StoreDoctor, with_folders
+from cli.local.store_repair import StoreDoctor, with_folders
 from cli.local.supervisor import Process, Supervisor, python
 from runtime.binaries import nats_server_path, redis_server_path
 from runtime.clock import SystemClock

@@ -9,7 +9,7 @@ from schemas.config import SimulationConfig
 from schemas.jobs import Tier
 from schemas.records import Status
 from simulation.report.outcomes import Outcome
-from tests.cli.simulating import make_request, make_settings, run_trace
+from tests.cli.simulate.simulating import make_request, make_settings, run_trace
 
 _SIMULATION = SimulationConfig(prefill_tokens_per_s=4_000.0, step_ms=15.0, step_ms_per_sequence=0.2)
 _OUTPUT_WEIGHT = 2

@@ -1,4 +1,4 @@
-"""What ``millrace top`` shows, as lines of text. Pure: from a snapshot to lines."""
+"""What ``millrace top`` shows. Pure: from a snapshot to what rich draws."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from cli.rows import one_line, text_width
-from cli.terminal import Line, Style
+from runtime.text_table import one_line, plain_text
 from schemas.control import QueueStatus, WorkerStatus
 
 _BAR_CELLS = 8
 _NOTHING = "-"
 _MAX_NAME = 28
+_PLAIN_WIDTH = 10_000
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,20 +72,22 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-def view(snapshot: Snapshot) -> list[Line]:
+def view(snapshot: Snapshot) -> list[RenderableType]:
     """All there is to show, the most telling first."""
     now = datetime.fromtimestamp(snapshot.at_s, UTC)
-    lines = [Line(f"millrace top  {snapshot.place}  {now:%Y-%m-%d %H:%M:%S} UTC", Style.TITLE)]
-    lines += [Line(problem, Style.ALERT) for problem in snapshot.problems]
+    title = _line(f"millrace top  {snapshot.place}  {now:%Y-%m-%d %H:%M:%S} UTC", "reverse")
+    title.justify = "left"  # as wide as the screen
+    shown: list[RenderableType] = [title]
+    shown += [_line(problem, "red") for problem in snapshot.problems]
     if snapshot.totals is not None:
-        lines += _totals(snapshot.totals, snapshot.window_s)
-    lines += _section(
+        shown += _totals(snapshot.totals, snapshot.window_s)
+    shown += _section(
         ("MODEL", "QUEUED", "BOUND", "OLDEST", "WORKERS", "WANTED", "TTFT NEXT"),
         [_queue(queue) for queue in sorted(snapshot.queues, key=lambda queue: queue.model)],
         "no scheduler was heard of",
     )
     busy = {row.worker: row.busy_share for row in snapshot.samples}
-    lines += _section(
+    shown += _section(
         ("WORKER", "MODEL", "BATCH", "", "WAITING", "KV", "", "BUSY", "", "STEP"),
         [
             _worker(worker, busy.get(worker.worker_id))
@@ -91,20 +96,20 @@ def view(snapshot: Snapshot) -> list[Line]:
         "no worker was heard of",
     )
     if snapshot.totals is not None:
-        lines += _section(
+        shown += _section(
             ("TENANT", "REQ/S", "NOT DONE", "OUT TOK/S", "IN TOK/S", "TTFT P95"),
             [_tenant(row, snapshot.window_s) for row in snapshot.tenants],
             f"no request ended in the last {snapshot.window_s} s",
         )
-    return lines
+    return shown
 
 
-def as_text(lines: Sequence[Line]) -> str:
+def as_text(shown: Sequence[RenderableType]) -> str:
     """Without a terminal."""
-    return "".join(f"{one_line(line.text).rstrip()}\n" for line in lines)
+    return plain_text(*shown, width=_PLAIN_WIDTH)
 
 
-def _totals(totals: Totals, window_s: int) -> list[Line]:
+def _totals(totals: Totals, window_s: int) -> list[RenderableType]:
     prompt = totals.prompt_tokens
     cached = f", {totals.cached_tokens / prompt:.0%} cached" if prompt else ""
     ends = [
@@ -120,16 +125,16 @@ def _totals(totals: Totals, window_s: int) -> list[Line]:
     ttft = (totals.ttft_p50_ms, totals.ttft_p95_ms, totals.ttft_p99_ms)
     tpot = (totals.tpot_p50_ms, totals.tpot_p95_ms, totals.tpot_p99_ms)
     return [
-        Line(
+        _line(
             f"requests  {totals.requests / window_s:.2f}/s over {window_s} s: "
             + ", ".join([f"done {totals.done / window_s:.2f}", *ends])
         ),
-        Line(
+        _line(
             f"tokens    {_amount(totals.completion_tokens / window_s)}/s out, "
             f"{_amount(prompt / window_s)}/s in{cached}"
         ),
-        Line(f"TTFT      {_percentiles(ttft)}"),
-        Line(f"TPOT      {_percentiles(tpot)}"),
+        _line(f"TTFT      {_percentiles(ttft)}"),
+        _line(f"TPOT      {_percentiles(tpot)}"),
     ]
 
 
@@ -180,28 +185,23 @@ def _tenant(row: TenantRow, window_s: int) -> tuple[str, ...]:
     )
 
 
-def _section(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], if_empty: str) -> list[Line]:
+def _section(
+    names: tuple[str, ...], rows: Sequence[tuple[str, ...]], if_empty: str
+) -> list[RenderableType]:
     """A table: the first columns to the left, figures to the right, bars beside theirs."""
     if not rows:
-        return [Line(""), Line(if_empty)]
-    short = [tuple(_short(cell) for cell in row) for row in rows]
-    widths = [max(map(text_width, column)) for column in zip(names, *short, strict=True)]
-    lines = [Line(""), Line(_row(names, names, widths), Style.HEAD)]
-    return lines + [Line(_row(names, row, widths)) for row in short]
-
-
-def _row(names: tuple[str, ...], cells: tuple[str, ...], widths: list[int]) -> str:
-    padded = []
-    for name, cell, width in zip(names, cells, widths, strict=True):
-        space = " " * (width - text_width(cell))
+        return ["", _line(if_empty)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
         is_left = name in {"", "MODEL", "WORKER", "TENANT"}
-        padded.append(cell + space if is_left else space + cell)
-    return "  ".join(padded).rstrip()
+        table.add_column(name, justify="left" if is_left else "right", max_width=_MAX_NAME)
+    for row in rows:
+        table.add_row(*map(_line, row))
+    return ["", table]
 
 
-def _short(cell: str) -> str:
-    cell = one_line(cell)
-    return cell if len(cell) <= _MAX_NAME else f"{cell[: _MAX_NAME - 1]}…"
+def _line(text: str, style: str = "") -> Text:
+    return Text(one_line(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _bar(share: float) -> str:

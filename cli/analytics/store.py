@@ -15,7 +15,7 @@ from cli.endpoints import locate, read_endpoints, without_user
 from schemas.errors import MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from cli.rows import Rows
+    from cli.analytics.rows import Rows
     from schemas.config import ClickHouseConfig
     from telemetry.http.answers import SavedQuery
 
@@ -68,7 +68,7 @@ def saved_query(name: str) -> SavedQuery:
 def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
     """What a saved query answers. Raises ParameterError for parameters that it cannot have, and
     what ``ask`` does."""
-    from cli.rows import parse_rows
+    from cli.analytics.rows import parse_rows
     from telemetry.http.parameters import read_values
 
     query = saved_query(name)

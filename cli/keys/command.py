@@ -203,7 +203,7 @@ def _tenant(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from bus.tenancy.tenants import TenantStore
-    from cli.tenant_report import as_text, read_usage, tenant_report
+    from cli.keys.tenant_report import as_text, read_usage, tenant_report
     from schemas.jobs import Tier
     from schemas.tenants import LimitOverrides
 

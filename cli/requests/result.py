@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cli.endpoints import locate_nats
-from cli.publish import add_bus_arguments
+from cli.requests.publish import add_bus_arguments
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _fetch(arguments: argparse.Namespace) -> int:
     from bus import nats
-    from cli.answers import print_result
+    from cli.requests.answers import print_result
 
     bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-result")
     try:

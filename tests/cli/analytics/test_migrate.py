@@ -11,8 +11,8 @@ import pytest
 from cli.main import main
 from telemetry.http.answers import load_queries
 from telemetry.store.migrate import load_migrations
-from tests.cli.left_store import run_on_store
-from tests.cli.test_sql import write_endpoints
+from tests.cli.analytics.left_store import run_on_store
+from tests.cli.analytics.test_sql import write_endpoints
 
 
 def test_a_store_from_nothing_and_what_is_asked_of_it(tmp_path: Path) -> None:

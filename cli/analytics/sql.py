@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from cli.analytics.store import Value, ask, ask_saved
 from cli.endpoints import add_data_argument
-from cli.store import Value, ask, ask_saved
 from schemas.errors import MillraceError, ParameterError
 
 _FORMAT_CLAUSE = re.compile(r"\bFORMAT\s+\w+\s*;?\s*\Z", re.IGNORECASE)
@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if the engine refuses the query. Raises StoreAwayError if there is no store."""
-    from cli.rows import parse_rows, render
+    from cli.analytics.rows import parse_rows, render
     from telemetry.store.reading import QueryError
 
     if arguments.list:

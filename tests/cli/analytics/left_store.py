@@ -23,7 +23,7 @@ from telemetry.store.migrate import migrate
 from telemetry.store.store import Store
 from telemetry.store.tables import REFUSALS, REQUESTS
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 class Ran(NamedTuple):
@@ -52,7 +52,7 @@ def run_on_store(
     """Store the records on ``data`` and run the commands there, one after the other."""
     work = Work(str(data), tuple(records), tuple(map(tuple, commands)), tuple(refusals))
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.cli.left_store"],
+        [sys.executable, "-m", "tests.cli.analytics.left_store"],
         input=msgspec.json.encode(work),
         capture_output=True,
         check=False,

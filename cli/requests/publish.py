@@ -94,7 +94,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
 
 async def _publish(job: Job, arguments: argparse.Namespace) -> int:
     from bus import nats
-    from cli.answers import print_result, stream_answer
+    from cli.requests.answers import print_result, stream_answer
 
     bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-publish")
     try:

@@ -22,9 +22,9 @@ from bench.spread import Spread, SpreadKind, fixed
 from cli.bench.arguments import parse_slo, settings_of
 from cli.main import build_parser, main
 from schemas.errors import ConfigError
-from tests.cli.bench_server import AROUND_TOKENS, scripted_server
+from tests.cli.bench.bench_server import AROUND_TOKENS, scripted_server
 
-SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "bench-report.schema.json"
+SCHEMA_FILE = Path(__file__).parents[3] / "docs" / "bench-report.schema.json"
 NUM_TOKENS = 6
 NUM_PARTS = 3
 

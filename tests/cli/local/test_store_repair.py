@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
-from cli.local.store_doctor import StoreDoctor, with_folders
+from cli.local.store_repair import StoreDoctor, with_folders
 from cli.local.supervisor import StartError
 from runtime.clock import ManualClock
 from schemas.config import StorageConfig

@@ -13,9 +13,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from cli.analytics.rows import parse_rows, render
 from cli.endpoints import locate
 from cli.main import main
-from cli.rows import parse_rows, render
 from runtime.text_table import one_line
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError

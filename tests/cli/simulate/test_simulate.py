@@ -25,7 +25,7 @@ from simulation.report.measure import policy_report
 from simulation.report.outcomes import Outcome
 from simulation.settings import Failure
 from simulation.traces.trace import write_trace
-from tests.cli.simulating import (
+from tests.cli.simulate.simulating import (
     SIMULATION,
     make_load,
     make_request,

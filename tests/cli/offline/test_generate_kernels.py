@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.generating import generate
+from tests.cli.offline.generating import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

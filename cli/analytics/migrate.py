@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cli.analytics.store import ask_embedded, ask_server
 from cli.endpoints import add_data_argument, read_endpoints
-from cli.store import ask_embedded, ask_server
 from schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _pending(config: ClickHouseConfig) -> list[str]:
 
 
 def _applied(config: ClickHouseConfig) -> set[int]:
-    from cli.rows import parse_rows
+    from cli.analytics.rows import parse_rows
     from telemetry.store.reading import QueryError
 
     if config.path and not Path(config.path).is_dir():

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from cli.analytics.moments import parse_minute, shown
+from cli.analytics.rows import Rows, render, table
+from cli.analytics.store import ask_saved, saved_query
 from cli.endpoints import add_data_argument
-from cli.moments import parse_minute, shown
-from cli.rows import Rows, render, table
-from cli.store import ask_saved, saved_query
 from schemas.errors import MillraceError, ParameterError
 
 _BY = ("tenant", "day", "model", "user", "adapter", "refusal")

@@ -18,7 +18,7 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
-from tests.cli.generating import generate
+from tests.cli.offline.generating import generate
 from workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
