@@ -21,8 +21,8 @@ from schemas.config import (
 )
 from schemas.jobs import Tier
 from schemas.records import Status
+from simulation.outcomes import RequestOutcome
 from simulation.report.measure import policy_report
-from simulation.report.outcomes import Outcome
 from simulation.settings import Failure
 from simulation.traces.trace import write_trace
 from tests.cli.simulate.simulating import (
@@ -35,7 +35,7 @@ from tests.cli.simulate.simulating import (
 )
 
 
-def _check_conserved(outcomes: Sequence[Outcome]) -> None:
+def _check_conserved(outcomes: Sequence[RequestOutcome]) -> None:
     for outcome in outcomes:
         assert outcome.num_terminals == 1, outcome
         assert outcome.status is not None

@@ -8,7 +8,7 @@ from benchmarks.figures import percentile
 from schemas.config import SimulationConfig
 from schemas.jobs import Tier
 from schemas.records import Status
-from simulation.report.outcomes import Outcome
+from simulation.outcomes import RequestOutcome
 from tests.cli.simulate.simulating import make_request, make_settings, run_trace
 
 _SIMULATION = SimulationConfig(prefill_tokens_per_s=4_000.0, step_ms=15.0, step_ms_per_sequence=0.2)
@@ -22,7 +22,7 @@ def outcomes_of(
     free_tokens: int,
     enterprise_tokens: int,
     drain_s: float = 300.0,
-) -> dict[Tier, list[Outcome]]:
+) -> dict[Tier, list[RequestOutcome]]:
     """Of a worker that is full of free streams when the first enterprise request comes, at 5 s."""
     few = {"tier": Tier.FREE, "prompt_tokens": 20, "output_tokens": free_tokens}
     free = [make_request(0.001 * n, tenant=f"f{n % 3}", **few) for n in range(num_free)]
@@ -35,7 +35,7 @@ def outcomes_of(
     settings = make_settings(
         1, slots=16, waiting=4, simulation=_SIMULATION, num_blocks=8_000, drain_s=drain_s
     )
-    found: dict[Tier, list[Outcome]] = {Tier.FREE: [], Tier.ENTERPRISE: []}
+    found: dict[Tier, list[RequestOutcome]] = {Tier.FREE: [], Tier.ENTERPRISE: []}
     for outcome in run_trace([*free, *enterprise], settings).outcomes:
         found[outcome.request.tier].append(outcome)
     return found
@@ -67,7 +67,7 @@ def test_a_flood_of_enterprise_requests_gets_its_weight_and_no_more(
     assert 5 <= served[Tier.ENTERPRISE] / served[Tier.FREE] <= 12
 
 
-def _served(outcome: Outcome, begin_s: float, end_s: float) -> float:
+def _served(outcome: RequestOutcome, begin_s: float, end_s: float) -> float:
     """The service that it was given in a part of the time, as if it ran evenly."""
     if outcome.first_s < 0 or outcome.first_s >= end_s:
         return 0.0

@@ -16,7 +16,7 @@ REPLY = "simulation"
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class RequestOutcome:
     """Times are virtual seconds from the trace's 0, ``NEVER_S`` for what did not happen: sent to
     the queue, taken by a worker, started in its batch, the first token, the end.
 
@@ -68,21 +68,21 @@ class Outcome:
         self.num_had, self.num_made = self.num_tokens, None
 
 
-class Ledger:
+class Outcomes:
     """The outcomes by request id, in the order of the trace, whose 0 is at ``start_s``."""
 
-    def __init__(self, outcomes: Sequence[Outcome], clock: Clock, start_s: float) -> None:
+    def __init__(self, outcomes: Sequence[RequestOutcome], clock: Clock, start_s: float) -> None:
         self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
         self._clock = clock
         self._start_s = start_s
 
-    def __iter__(self) -> Iterator[Outcome]:
+    def __iter__(self) -> Iterator[RequestOutcome]:
         return iter(self._outcomes.values())
 
     def __len__(self) -> int:
         return len(self._outcomes)
 
-    def __getitem__(self, request_id: str) -> Outcome:
+    def __getitem__(self, request_id: str) -> RequestOutcome:
         return self._outcomes[request_id]
 
     def now_s(self) -> float:
@@ -90,15 +90,15 @@ class Ledger:
         return self._clock.monotonic() - self._start_s
 
 
-class KnownRuns:
+class SimulatedGenerationIndex:
     """What the index of generations knows: the ``scheduler.dispatch.context.Generations`` of a
-    ledger."""
+    outcomes."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
 
     async def lookup(self, request_id: str) -> Generation | None:
-        outcome = self._ledger[request_id]
+        outcome = self._outcomes[request_id]
         if not outcome.num_runs:
             return None
         return Generation(
