@@ -152,11 +152,8 @@ class Clients:
                 pass  # positions and counts change nothing here
 
     def _end(self, outcome: RequestOutcome, status: Status, error_code: str) -> None:
-        outcome.end_s, outcome.status, outcome.error_code = (
-            self._outcomes.now_s(),
-            status,
-            error_code,
-        )
+        outcome.end_s = self._outcomes.now_s()
+        outcome.status, outcome.error_code = status, error_code
         self._num_open -= 1
         if not self._num_open:
             self.all_ended.set()
