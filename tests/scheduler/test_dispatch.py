@@ -20,7 +20,7 @@ from schemas.pooling import Pooling
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, LINE, World, job
-from tests.support.checkpoints_made import write_catalogue
+from tests.support.engine.checkpoints_made import write_catalogue
 
 
 async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
