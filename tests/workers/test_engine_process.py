@@ -18,7 +18,7 @@ import pytest
 from schemas.config import EngineConfig
 from schemas.frames import FinishReason
 from schemas.sampling import SamplingParams
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 from workers.engine.engine import Engine
 from workers.engine.types import (

@@ -15,7 +15,7 @@ from cli.local.up import _plan, greeting
 from cli.main import build_parser, main
 from registry.catalogue import load_catalogue
 from schemas.config import Config, GatewayConfig
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 
 
 def test_only_the_chosen_models_are_offered(tmp_path: Path) -> None:

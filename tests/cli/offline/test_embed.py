@@ -12,7 +12,7 @@ import pytest
 
 from cli.main import main
 from registry.tokenizers.tokenizer import Tokenizer
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.main import main
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

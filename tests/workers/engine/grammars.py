@@ -10,7 +10,7 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.config import EngineConfig
 from schemas.frames import FinishReason
 from schemas.sampling import Grammar, GrammarKind
-from tests.support.tokenizers_made import byte_level, write_tokenizer
+from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, request
 from workers.engine.engine import Engine

@@ -13,7 +13,7 @@ import transformers
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from schemas.frames import TokenLogprob
-from tests.support.triton_products import rows_by_themselves
+from tests.support.engine.triton_products import rows_by_themselves
 from tests.workers.checkpoints import (
     reference_greedy,
     reference_logits,

@@ -17,7 +17,12 @@ import torch
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import GrammarError
 from schemas.sampling import Grammar, GrammarKind
-from tests.support.tokenizers_made import byte_fallback, byte_level, metaspace, write_tokenizer
+from tests.support.engine.tokenizers_made import (
+    byte_fallback,
+    byte_level,
+    metaspace,
+    write_tokenizer,
+)
 from tests.support.waiting import eventually
 from tests.workers.engine.grammars import ask, ebnf, regex, schema
 from workers.engine.grammar import compiler as grammar_compiler

@@ -21,7 +21,7 @@ from registry.tokenizers.token_bytes import token_bytes
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import MillraceError, ParameterError
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from tests.support.tokenizers_made import byte_level
+from tests.support.engine.tokenizers_made import byte_level
 from tests.workers.engine.sampling_reference import edited
 from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
 from workers.engine.sampling.bad_words import BadWords

@@ -17,7 +17,7 @@ from schemas.config import NatsConfig
 from schemas.jobs import Job, JobResult
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
-from tests.support.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
+from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.system import System
 from tests.support.waiting import eventually
 

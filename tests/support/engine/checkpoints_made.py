@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
+from tests.support.engine.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
 
 CONTEXT_WINDOW_TOKENS = 128
 

@@ -1,0 +1,80 @@
+"""The map of the house: what the documents name is there, and a newcomer finds it in two hops."""
+
+from __future__ import annotations
+
+import re
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from schemas.config import Config
+from tests.support.repository import PACKAGES, ROOT, python_files
+
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+_TOP = "|".join((*PACKAGES, "tests", "benchmarks", "docs", "deploy"))
+_PATH = re.compile(rf"`((?:{_TOP})/[\w./-]*)`")
+_DOTTED = re.compile(rf"`((?:{'|'.join((*PACKAGES, *Config.__struct_fields__))})(?:\.\w+)+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for named in _PATH.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / named).exists(), named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_modules_that_are_named_exist(page: Path) -> None:
+    for named in _DOTTED.findall(page.read_text(encoding="utf-8")):
+        place = named.replace(".", "/")
+        is_module = (ROOT / place).is_dir() or (ROOT / f"{place}.py").exists()
+        try:
+            attrgetter(named.replace(".TIER.", ".free."))(Config())
+        except AttributeError:
+            assert is_module, named
+
+
+@pytest.mark.parametrize("page", [DOCS / "architecture.md", DOCS / "glossary.md"])
+def test_classes_that_are_named_exist(page: Path) -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in python_files(*PACKAGES))
+    classes = set(re.findall(r"^class (\w+)", code, re.MULTILINE))
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", page.read_text(encoding="utf-8")))
+    assert named
+    assert named <= classes
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", index))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} == linked
+
+
+def test_every_package_is_on_the_map() -> None:
+    for page in (DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        text = page.read_text(encoding="utf-8")
+        assert not [package for package in PACKAGES if f"`{package}/`" not in text], page.name
+
+
+def test_each_word_has_one_meaning() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \| `([^`]+)` \|$", text, re.MULTILINE)
+    words = [word for row in rows for word in row[0].split(", ")]
+    assert len(words) > 50
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize(
+    ("step", "file"),
+    [
+        ("Make the job", "gateway/request/job_maker.py"),
+        ("Place", "scheduler/placement/placement.py"),
+        ("Free", "workers/engine/kv/block_pool.py"),
+        ("Stored", "telemetry/store/tables.py"),
+    ],
+)
+def test_a_newcomer_finds_where(step: str, file: str) -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    said = re.search(rf"^\d+\. \*\*{step}\.\*\*((?:.|\n)+?)(?=^\d+\. |^$)", text, re.MULTILINE)
+    assert said is not None
+    assert f"`{file}`" in said[1]
