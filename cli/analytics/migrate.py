@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0. Raises ConfigError, StoreAwayError, StoreUnavailableError, MigrationError."""
+    """0. Raises ConfigError, NoStoreError, StoreUnavailableError, MigrationError."""
     config = _store_of(arguments)
     where = config.url or config.path
     if arguments.dry_run:

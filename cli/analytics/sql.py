@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises StoreAwayError if there is no store."""
+    """0; 1 if the engine refuses the query. Raises NoStoreError if there is no store."""
     from cli.analytics.rows import parse_rows, render
     from telemetry.store.reading import QueryError
 

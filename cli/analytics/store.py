@@ -25,7 +25,7 @@ _WIRE_FORMAT = "JSONCompact"
 _TIMEOUT_S = 60.0
 
 
-class StoreAwayError(MillraceError):
+class NoStoreError(MillraceError):
     """Neither a running store nor a folder of one."""
 
     code = "store_unavailable"
@@ -34,7 +34,7 @@ class StoreAwayError(MillraceError):
 
 def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> bytes:
     """The JSONCompact answer to a reading statement: of the server, or of the embedded store if
-    none is configured, or if that of the system on ``data`` has ended. Raises StoreAwayError, and
+    none is configured, or if that of the system on ``data`` has ended. Raises NoStoreError, and
     QueryError if the engine refuses the query."""
     config = locate(data).clickhouse
     store = Path(config.path or data / "clickhouse")
@@ -42,13 +42,13 @@ def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> 
     if config.url:
         try:
             return ask_server(sql, config, given)
-        except StoreAwayError:
+        except NoStoreError:
             ran_here = read_endpoints(data)
             is_ours = ran_here is not None and config.url == without_user(ran_here.clickhouse)
             if not is_ours or not store.is_dir():
                 raise
     if not store.is_dir():
-        raise StoreAwayError(
+        raise NoStoreError(
             f"nothing runs on {data} and no store is there; start it with millrace up --data "
             f"{data}, or name a server in MILLRACE_CLICKHOUSE__URL"
         )
@@ -104,7 +104,7 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
     except OSError as error:
         raise_refusal(error, config)
         reason = getattr(error, "reason", error)
-        raise StoreAwayError(f"no ClickHouse answers at {config.url}: {reason}") from error
+        raise NoStoreError(f"no ClickHouse answers at {config.url}: {reason}") from error
     return body
 
 
@@ -117,7 +117,7 @@ def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value
         try:
             reader = EmbeddedReader(str(store), database, ReadLimits(max_running=1))
         except RuntimeError as error:
-            raise StoreAwayError(f"the store {store} cannot be opened: {error}") from error
+            raise NoStoreError(f"the store {store} cannot be opened: {error}") from error
         try:
             return await reader.read(sql, given, _WIRE_FORMAT)
         finally:

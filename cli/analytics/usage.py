@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises ParameterError and StoreAwayError."""
+    """0; 1 if the engine refuses the query. Raises ParameterError and NoStoreError."""
     from telemetry.store.reading import QueryError
 
     end = arguments.end if arguments.end is not None else _next_minute(time.time())

@@ -36,7 +36,7 @@ def with_folders(config: StorageConfig, data: Path) -> StorageConfig:
     )
 
 
-class StoreDoctor:
+class StoreRecovery:
     """Starts nats-server again when it has given streams up and there is room for them: it would
     not try them again by itself. What was acknowledged to anybody is on its disk."""
 
@@ -59,7 +59,7 @@ class StoreDoctor:
 
     def start(self) -> None:
         """Look after the stores in a task, which ``close`` ends."""
-        self._task = asyncio.create_task(self._run(), name="store doctor")
+        self._task = asyncio.create_task(self._run(), name="store recovery")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -68,11 +68,11 @@ class StoreDoctor:
 
     async def _run(self) -> None:
         while True:
-            await self.visit()
+            await self.check()
             await self._clock.sleep(self._interval_s)
 
-    async def visit(self) -> None:
-        """Look once, and do what can be done."""
+    async def check(self) -> None:
+        """Look at the stores once, and restart NATS where that helps."""
         await self._watch.look()
         streams = self._watch.failed_streams
         if not streams or self._watch.is_short(NATS):
