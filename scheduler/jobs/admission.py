@@ -15,14 +15,14 @@ from bus.tenancy.errors import RateLimitError
 from bus.tenancy.keeper import LimitKeeper
 from registry.pricing import PriceBook, cost
 from runtime.clock import Clock
-from scheduler.jobs.terminal_status import Verdict, failed, over_limit, refused
+from scheduler.jobs.terminal_status import TerminalStatus, failed, over_limit, refused
 from schemas.control import Reservation
 from schemas.errors import MillraceError
 from schemas.jobs import Job, Tier
 from schemas.tenants import may_reply_to
 
 if TYPE_CHECKING:
-    from scheduler.jobs.entry import Entry
+    from scheduler.jobs.scheduled_job import ScheduledJob
 
 # What a job without a deadline has set aside frees its place and its share of the budget after this
 # time. What it used is charged whenever it ends.
@@ -47,7 +47,7 @@ class _Publisher(msgspec.Struct, frozen=True):
     context_tokens: int | None = None
 
 
-class Door:
+class JobAdmission:
     """Keeps jobs from streams that are not their tenant's, and sets aside what they may use, once
     however often they are delivered and by whichever scheduler. Whoever ends a job settles that,
     before it is acknowledged: a worker what was used, the scheduler that nothing was."""
@@ -60,43 +60,43 @@ class Door:
         self._prices = prices
         self._clock = clock
 
-    async def let_in(self, entry: Entry) -> Verdict | None:
+    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why a prepared job must not run, if so. One that ran before goes on whatever its tenant
         has used since."""
-        if entry.line.reserved or entry.reservation is not None:
+        if scheduled.lease.line.reserved or scheduled.reservation is not None:
             return None
-        job = entry.job
+        job = scheduled.job
         if not may_reply_to(job.tenant, job.reply):
             # Nobody is to be sent the frames of a stranger's job, and so not of its end either.
-            entry.job = replace(job, reply="")
+            scheduled.job = replace(job, reply="")
             return _FOREIGN_REPLY
-        reservation_id = job_reservation(entry.stream_sequence, job.request_id)
+        reservation_id = job_reservation(scheduled.lease.stream_sequence, job.request_id)
         now_ns = self._clock.now_ns()
-        entry.reservation = Reservation(
+        scheduled.reservation = Reservation(
             reservation_id=reservation_id,
             spent_key=spent_key(tenant_account(job.tenant), month_of(now_ns)),
         )
         try:
             taken = await self._take(reservation_id, job, now_ns)
         except RateLimitError as error:
-            return None if entry.ran_before else self._refuse(entry, over_limit(error))
+            return None if scheduled.ran_before else self._refuse(scheduled, over_limit(error))
         except MillraceError as error:
-            return None if entry.ran_before else self._refuse(entry, refused(error))
-        entry.is_reserved_here = taken
-        if entry.is_ended:
-            self.left(entry)
+            return None if scheduled.ran_before else self._refuse(scheduled, refused(error))
+        scheduled.is_reserved_here = taken
+        if scheduled.is_ended:
+            self.left(scheduled)
         return None
 
-    async def give_back(self, entry: Entry) -> None:
+    async def release_reservation(self, scheduled: ScheduledJob) -> None:
         """No worker answers it: nothing is charged. Returns once Redis knows, or is away."""
-        if entry.reservation is not None:
-            await self._keeper.settle(entry.reservation.reservation_id, None, None)
+        if scheduled.reservation is not None:
+            await self._keeper.settle(scheduled.reservation.reservation_id, None, None)
 
-    def left(self, entry: Entry) -> None:
+    def left(self, scheduled: ScheduledJob) -> None:
         """It is over here: free the place that it had within this process, while Redis was away."""
-        if entry.reservation is not None and entry.is_reserved_here:
-            entry.is_reserved_here = False
-            self._keeper.settle_here(entry.reservation.reservation_id)
+        if scheduled.reservation is not None and scheduled.is_reserved_here:
+            scheduled.is_reserved_here = False
+            self._keeper.settle_here(scheduled.reservation.reservation_id)
 
     async def _take(self, reservation_id: str, job: Job, now_ns: int) -> bool:
         """Whether it was set aside within this process, as Redis is away."""
@@ -119,7 +119,7 @@ class Door:
     def _cost_upper(self, model: str, num_prompt_tokens: int, max_tokens: int) -> Decimal:
         return cost(self._prices(model), num_prompt_tokens, 0, max_tokens)
 
-    def _refuse(self, entry: Entry, verdict: Verdict) -> Verdict:
+    def _refuse(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> TerminalStatus:
         """Nothing was set aside."""
-        entry.reservation = None
-        return verdict
+        scheduled.reservation = None
+        return terminal_status

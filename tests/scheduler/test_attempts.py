@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from bus.running_requests import Generation
-from scheduler.jobs.attempts import MAX_LIVES, Lives
+from scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
 from schemas.control import Served
 from schemas.jobs import Tier
 from schemas.records import Life, Status
@@ -46,13 +46,13 @@ async def test_a_killed_worker_s_run_is_a_life_of_unknown_device_time(world: Wor
 
 async def test_what_was_given_back_carries_its_device_time(world: World) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
-    second.veto = "full"
+    second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in first.running)
-    second.veto, first.veto, first.device_us = "", "draining", 1_234
+    second.rejection, first.rejection, first.device_us = "", "draining", 1_234
     await world.pass_s(0.6)
     sent_ns = first.running["r1"].sent_ns
-    await first.give_back("r1")
+    await first.return_job("r1")
     await world.until(lambda: "r1" in second.running)
     (life,) = second.running["r1"].lives
     assert (life.epoch, life.worker_id, life.device_us) == (1, first.worker_id, 1_234)
@@ -64,10 +64,10 @@ async def test_what_moves_waits_for_the_last_word_of_where_it_ran(
     world: World, last_word_after_s: float
 ) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
-    second.veto = "full"
+    second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in first.running)
-    second.veto, first.device_us, first.last_word_after_s = "", 777, last_word_after_s
+    second.rejection, first.device_us, first.last_word_after_s = "", 777, last_word_after_s
     await world.pass_s(0.6)
     first.draining = True
     await first.announce()
@@ -78,10 +78,10 @@ async def test_what_moves_waits_for_the_last_word_of_where_it_ran(
 
 async def test_a_worker_that_says_nothing_is_not_waited_for_long(world: World) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
-    second.veto = "full"
+    second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in first.running)
-    second.veto, first.draining = "", True
+    second.rejection, first.draining = "", True
     await world.pass_s(0.6)
     await first.announce()
     await world.pass_real(lambda: "r1" in second.running)
@@ -96,8 +96,8 @@ async def test_a_job_that_no_worker_ends_has_its_lives_in_its_record() -> None:
     first.device_us = 2_000_000
     await world.client.jobs.publish(job("r1", deadline_ns=world.clock.now_ns() + 2 * _NS))
     await world.until(lambda: "r1" in first.running)
-    first.veto = "draining"
-    await first.give_back("r1")
+    first.rejection = "draining"
+    await first.return_job("r1")
     await world.pass_s(3.0)
     (record,) = world.records()
     assert record.status is Status.EXPIRED
@@ -125,31 +125,35 @@ async def test_the_index_tells_of_runs_that_another_scheduler_sent(world: World)
 
 
 def test_a_run_that_goes_on_under_another_epoch_is_one_life() -> None:
-    lives = Lives()
-    lives.sent(1, "a", 10, is_taken=True)
-    lives.sent(2, "a", 20, is_taken=True)
-    assert lives.before("a") == ()
-    lives.told(_told(2, 50), "a", 30)
+    attempts = AttemptHistory()
+    attempts.epoch = 1
+    attempts.add_sent("a", 10, is_accepted=True)
+    attempts.epoch = 2
+    attempts.add_sent("a", 20, is_accepted=True)
+    assert attempts.earlier("a") == ()
+    attempts.add_report(_told(2, 50), "a", 30)
     told = Life(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
-    assert lives.before("b") == lives.before("a") == (told,)
+    assert attempts.earlier("b") == attempts.earlier("a") == (told,)
 
 
 def test_late_words_find_their_run() -> None:
-    lives = Lives()
-    lives.sent(1, "a", 10, is_taken=True)
-    lives.end(15)
-    lives.sent(2, "b", 20, is_taken=True)
-    lives.told(_told(1, 50), "a", 30)
-    assert [(life.epoch, life.device_us) for life in lives.before()] == [(1, 50), (2, 0)]
-    lives.told(_told(0, 99), "b", 40)  # a worker of before there were epochs
-    assert [life.device_us for life in lives.before()] == [50, 0]
+    attempts = AttemptHistory()
+    attempts.epoch = 1
+    attempts.add_sent("a", 10, is_accepted=True)
+    attempts.close(15)
+    attempts.epoch = 2
+    attempts.add_sent("b", 20, is_accepted=True)
+    attempts.add_report(_told(1, 50), "a", 30)
+    assert [(life.epoch, life.device_us) for life in attempts.earlier()] == [(1, 50), (2, 0)]
+    attempts.add_report(_told(0, 99), "b", 40)  # a worker of before there were epochs
+    assert [life.device_us for life in attempts.earlier()] == [50, 0]
 
 
 def test_there_are_never_too_many_and_no_device_time_is_lost() -> None:
-    lives = Lives()
-    for number in range(1, 3 * MAX_LIVES):
-        lives.told(_told(number, number), f"w{number}", number)
-    kept = lives.before()
-    assert len(kept) == MAX_LIVES
-    assert sum(life.device_us for life in kept) == sum(range(1, 3 * MAX_LIVES))
+    attempts = AttemptHistory()
+    for number in range(1, 3 * MAX_ATTEMPTS_KEPT):
+        attempts.add_report(_told(number, number), f"w{number}", number)
+    kept = attempts.earlier()
+    assert len(kept) == MAX_ATTEMPTS_KEPT
+    assert sum(life.device_us for life in kept) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
     assert (kept[0].epoch, kept[0].ended_ns) == (1, kept[1].epoch - 1)

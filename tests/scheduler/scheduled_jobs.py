@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 
 from bus.api import Line
-from scheduler.jobs.entry import Entry, State
-from scheduler.jobs.tenant_queues import TenantQueueCounts
+from scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Job, Tier
 from schemas.sampling import SamplingParams
 
 _numbers = itertools.count(1)
 
 
-def entry(
+def scheduled_job(
     tenant: str = "t",
     tier: Tier = Tier.FREE,
     tokens: float = 10.0,
@@ -21,7 +21,7 @@ def entry(
     deadline_ns: int | None = None,
     interrupted: bool = False,
     pulled_s: float = 0.0,
-) -> Entry:
+) -> ScheduledJob:
     """A job that waits; ``tokens`` is the service that is expected of it."""
     number = next(_numbers)
     job = Job(
@@ -33,17 +33,13 @@ def entry(
         tier=tier,
         deadline_ns=deadline_ns,
     )
-    return Entry(
+    return ScheduledJob(
         job=job,
-        lease=f"lease-{number}",
-        num_deliveries=1,
-        stream_sequence=number,
-        line=Line("m", tier, tenant),
+        lease=Lease(f"lease-{number}", 1, number, Line("m", tier, tenant)),
         queue_counts=TenantQueueCounts(),
-        pulled_s=pulled_s,
-        state=State.WAITING,
+        timing=Timing(pulled_s=pulled_s),
         ran_before=interrupted,
         interrupted=interrupted,
-        expected_tokens=tokens,
-        expected_output_tokens=tokens,
+        phase=Phase.WAITING,
+        service=Service(tokens, tokens),
     )
