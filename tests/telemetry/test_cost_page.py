@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from cli.analytics.rows import parse_rows, table
 from cli.main import build_parser
-from cli.rows import parse_rows, table
 from registry.pricing import PriceBook, cost, device_cost
 from runtime.clock import SystemClock
 from schemas.jobs import Source, Tier
