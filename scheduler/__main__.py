@@ -72,11 +72,13 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             limits,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
-        monitor.trouble = lambda: "" if bus.connected else "the message bus is away"
+        monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        logger.info("ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.lanes)})
+        logger.info(
+            "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.dispatchers)}
+        )
         await scheduler.run(stopping)
     finally:
         await limits.close(_LAST_SETTLEMENTS_S)

@@ -12,22 +12,22 @@ from bus.tenancy.keeper import LimitKeeper
 from registry.routing.router import Router
 from runtime.clock import Clock
 from runtime.tasks import Tasks
-from scheduler.dispatch.context import Generations, Parts
-from scheduler.dispatch.dispatcher import Lane
-from scheduler.dispatch.health_monitor import Watchman
-from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.dispatch.context import Generations, SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.dispatch.health_monitor import HealthMonitor
+from scheduler.dispatch.queue_estimate import QueueEstimate
 from scheduler.dispatch.takeover import Takeover
 from scheduler.fleet.fleet import Departed, Departure, Fleet
-from scheduler.intake.auto import AutoIntake, router_of
-from scheduler.intake.model_cache import Preparer, Shelf
-from scheduler.intake.orphan_reaper import Strays
-from scheduler.intake.puller import Intake
+from scheduler.intake.model_cache import ModelCache, Preparer
+from scheduler.intake.model_choice import AutoRouter
+from scheduler.intake.orphan_reaper import OrphanReaper
+from scheduler.intake.puller import Puller
 from scheduler.intake.queue_watch import QueueWatch
-from scheduler.intake.routing import AutoRouter
-from scheduler.jobs.cancels import CancelMemory
-from scheduler.jobs.entry import Entry, State
-from scheduler.jobs.finalizer import Endings
-from scheduler.jobs.limits import Door
+from scheduler.intake.routing_puller import RoutingPuller, router_of
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.cancel_memory import CancelMemory
+from scheduler.jobs.finalizer import Finalizer
+from scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from scheduler.jobs.terminal_status import cancelled
 from scheduler.jobs.tracing import JobTraces
 from scheduler.placement.prefix_index import PrefixIndex
@@ -72,9 +72,9 @@ class Scheduler:
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
                 f"not have. The models are: {', '.join(sorted(known_models))}."
             )
-        self.shelf = shelf = Shelf(load_model)
-        door = None if limits is None else Door(limits, shelf.prices, clock)
-        self.parts = Parts(
+        self.model_cache = model_cache = ModelCache(load_model)
+        admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
+        self.context = SchedulerContext(
             bus=bus,
             config=config,
             clock=clock,
@@ -82,131 +82,138 @@ class Scheduler:
             fleet=Fleet(config.heartbeat_timeout_s),
             prefixes=PrefixIndex(config.max_prefix_keys),
             cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock, generations, shelf.prices, traces, door),
+            finalizer=Finalizer(bus, clock, generations, model_cache.prices, traces, admission),
             traces=traces,
-            door=door,
+            admission=admission,
         )
         models = config.models or tuple(sorted(known_models))
-        self.lanes = {model: Lane(self.parts, model) for model in models}
-        self.outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
-        self.intakes = {
-            model: Intake(self.parts, model, self.lanes, [model], shelf) for model in models
+        self.dispatchers = {model: Dispatcher(self.context, model) for model in models}
+        self.queue_estimates = {
+            model: QueueEstimate(self.context, dispatcher)
+            for model, dispatcher in self.dispatchers.items()
+        }
+        self.pullers = {
+            model: Puller(self.context, model, self.dispatchers, [model], model_cache)
+            for model in models
         }
         if router is not None:
-            self._add_routes(router_of(router, self.outlooks, self.parts, generations))
+            self._add_routes(router_of(router, self.queue_estimates, self.context, generations))
         self.departures: Counter[Departure] = Counter()
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
         self._pulls = Tasks()
         self._queue_watch = QueueWatch(
-            self.parts, self.intakes, self.lanes, self.outlooks, self._answers
+            self.context, self.pullers, self.dispatchers, self.queue_estimates, self._answers
         )
         names = () if router is None else router.routes
-        self._strays = Strays(self.parts, (*known_models, *names))
-        self._watchman = Watchman(
-            self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
+        self._orphan_reaper = OrphanReaper(self.context, (*known_models, *names))
+        self._health_monitor = HealthMonitor(
+            self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
-        self._takeover = Takeover(self.parts, self._on_silent, self._on_leases_released)
+        self._takeover = Takeover(self.context, self._on_silent, self._on_leases_released)
         self._warmed: set[str] = set()
 
     def _add_routes(self, router: AutoRouter) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
         for name in router.names:
-            if any(model in self.lanes for model in router.models_of(name)):
-                self.intakes[name] = AutoIntake(self.parts, name, self.lanes, self.shelf, router)
+            if any(model in self.dispatchers for model in router.models_of(name)):
+                self.pullers[name] = RoutingPuller(
+                    self.context, name, self.dispatchers, self.model_cache, router
+                )
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
         subscriptions: list[Subscription] = []
-        self.parts.bus.on_reconnect(self._on_reconnect)
+        self.context.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            loops = [self._pulls.spawn(one.run(), "pull") for one in self.intakes.values()]
+            loops = [self._pulls.spawn(one.run(), "pull") for one in self.pullers.values()]
             loops += [
-                self._services.spawn(one.run(), "tell positions") for one in self.outlooks.values()
+                self._services.spawn(one.run(), "tell positions")
+                for one in self.queue_estimates.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
-            loops.append(self._services.spawn(self._strays.run(), "look for strays"))
-            loops.append(self._services.spawn(self._watchman.run(), "watch"))
+            loops.append(self._services.spawn(self._orphan_reaper.run(), "look for strays"))
+            loops.append(self._services.spawn(self._health_monitor.run(), "watch"))
             self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
             await _until_set(stopping, loops)
-            for lane in self.lanes.values():
-                lane.stop()
+            for dispatcher in self.dispatchers.values():
+                dispatcher.stop()
             await self._pulls.close()
-            await self.parts.tasks.close(_STOP_TIMEOUT_S)
-            await self._give_back()
+            await self.context.tasks.close(_STOP_TIMEOUT_S)
+            await self._release_undispatched()
         finally:
             await self._pulls.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
-            self.shelf.close()
+            self.model_cache.close()
             for subscription in subscriptions:
                 await subscription.close()
 
     async def _subscribe(self, subscriptions: list[Subscription]) -> None:
-        bus = self.parts.bus
+        bus = self.context.bus
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        subscriptions.append(await bus.workers.watch_prefixes(self.parts.prefixes.apply))
+        subscriptions.append(await bus.workers.watch_prefixes(self.context.prefixes.apply))
         while True:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
             except BusUnavailableError as error:
                 logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
-                await self.parts.clock.sleep(_SUBSCRIBE_RETRY_S)
+                await self.context.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
                 self._takeover.started()
                 return
 
-    async def _give_back(self) -> None:
+    async def _release_undispatched(self) -> None:
         """Release what waits here; what a worker runs stays with the worker."""
-        for entry in self.parts.table:
-            entry.leave()
-        held = [entry for entry in self.parts.table if entry.is_held]
+        for scheduled in self.context.job_table:
+            scheduled.stop_tracing()
+        held = [scheduled for scheduled in self.context.job_table if scheduled.holds_lease]
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                for entry in held:
-                    self.parts.table.drop(entry)
-                    await self.parts.bus.jobs.release(entry.lease)
+                for scheduled in held:
+                    self.context.job_table.remove(scheduled)
+                    await self.context.bus.jobs.release(scheduled.lease.token)
         except (BusUnavailableError, TimeoutError):
             logger.warning("jobs could not be given back; their leases lapse by themselves")
 
     # --- workers ---
 
     def _on_status(self, status: WorkerStatus) -> None:
-        parts = self.parts
+        context = self.context
         self._takeover.note(status)
-        known = parts.fleet.get(status.worker_id) is not None
-        departed = parts.fleet.observe(status, parts.clock.monotonic(), parts.clock.now_ns())
-        if not known and parts.fleet.get(status.worker_id) is not None:
+        known = context.fleet.get(status.worker_id) is not None
+        departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
+        if not known and context.fleet.get(status.worker_id) is not None:
             logger.info(
                 "a worker is there",
                 extra={"worker_id": status.worker_id, "model": status.model},
             )
         if departed:
             self._on_departed(departed)
-        lane = self.lanes.get(status.model)
-        if lane is not None:
+        dispatcher = self.dispatchers.get(status.model)
+        if dispatcher is not None:
             self._warm(status.model)
-            worker = parts.fleet.get(status.worker_id)
+            worker = context.fleet.get(status.worker_id)
             if worker is not None and (status.draining or status.engine_down):
-                lane.move(worker)
-            lane.pump()
+                dispatcher.migrate(worker)
+            dispatcher.dispatch_ready()
 
     def _on_silent(self, worker_id: str) -> None:
-        self._on_departed(self.parts.fleet.give_up(worker_id))
+        self._on_departed(self.context.fleet.give_up(worker_id))
 
     def _on_leases_released(self) -> None:
-        for intake in self.intakes.values():
-            intake.leases_released()
+        for puller in self.pullers.values():
+            puller.recount()
 
     def _on_published(self, line: Line) -> None:
-        intake = self.intakes.get(line.model)
-        if intake is not None:
-            intake.published(line)
+        puller = self.pullers.get(line.model)
+        if puller is not None:
+            puller.published(line)
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         for gone in departed:
@@ -219,25 +226,25 @@ class Scheduler:
                     "num_requests": len(gone.request_ids),
                 },
             )
-            self.parts.prefixes.drop(gone.worker_id)
-            entries = [
-                entry
+            self.context.prefixes.drop(gone.worker_id)
+            scheduled_jobs = [
+                scheduled
                 for request_id in gone.request_ids
-                if (entry := self.parts.table.get(request_id)) is not None
-                and entry.worker_id == gone.worker_id
-                and entry.state is State.RUNNING
+                if (scheduled := self.context.job_table.get(request_id)) is not None
+                and scheduled.worker_id == gone.worker_id
+                and scheduled.phase is Phase.RUNNING
             ]
-            if not entries:
+            if not scheduled_jobs:
                 continue
-            for entry in entries:
-                entry.lives.end(self.parts.clock.now_ns())
-            lane = self.lanes[entries[0].job.model]
+            for scheduled in scheduled_jobs:
+                scheduled.attempts.close(self.context.clock.now_ns())
+            dispatcher = self.dispatchers[scheduled_jobs[0].job.model]
             if gone.why is Departure.RETIRED:
-                for entry in entries:
-                    lane.given_back(entry)
+                for scheduled in scheduled_jobs:
+                    dispatcher.attempt_returned(scheduled)
             else:
-                lane.died(entries)
-        self._pump()
+                dispatcher.worker_died(scheduled_jobs)
+        self._dispatch_ready()
 
     def _warm(self, model: str) -> None:
         """Have the tokenizer ready before the first job needs it."""
@@ -247,7 +254,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.shelf.warm(model)
+            await self.model_cache.warm(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",
@@ -257,66 +264,72 @@ class Scheduler:
     # --- requests ---
 
     def _on_ended(self, ended: Ended) -> None:
-        worker = self.parts.fleet.get(ended.worker_id)
-        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
+        worker = self.context.fleet.get(ended.worker_id)
+        if (
+            worker is not None
+            and (dispatcher := self.dispatchers.get(worker.status.model)) is not None
+        ):
             for served in ended.served:
-                lane.served(served, ended.worker_id)
+                dispatcher.charge_served(served, ended.worker_id)
         for served in ended.served:
-            if (entry := self.parts.table.get(served.request_id)) is not None:
-                entry.lives.told(served, ended.worker_id, self.parts.clock.now_ns())
+            if (scheduled := self.context.job_table.get(served.request_id)) is not None:
+                scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
         released = frozenset(ended.released)
         num_answered = 0
         for request_id in ended.request_ids:
-            entry = self.parts.table.get(request_id)
-            if entry is None:
-                self.parts.fleet.release(ended.worker_id, request_id)
+            scheduled = self.context.job_table.get(request_id)
+            if scheduled is None:
+                self.context.fleet.release(ended.worker_id, request_id)
                 num_answered += request_id not in released
             elif request_id in released:
-                if entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                    self.lanes[entry.job.model].given_back(entry)
-            elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                self.lanes[entry.job.model].ended(entry)
+                if scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
+                    self.dispatchers[scheduled.job.model].attempt_returned(scheduled)
+            elif scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
+                self.dispatchers[scheduled.job.model].complete(scheduled)
                 num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
-                self._watchman.doubt(entry)
-        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
-            lane.throughput.add(num_answered, self.parts.clock.monotonic())
-            lane.pump()
+                self._health_monitor.check_soon(scheduled)
+        if (
+            worker is not None
+            and (dispatcher := self.dispatchers.get(worker.status.model)) is not None
+        ):
+            dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
+            dispatcher.dispatch_ready()
 
-    def _on_found_ended(self, entry: Entry) -> None:
-        lane = self.lanes[entry.job.model]
-        lane.ended(entry)
-        lane.pump()
+    def _on_found_finished(self, scheduled: ScheduledJob) -> None:
+        dispatcher = self.dispatchers[scheduled.job.model]
+        dispatcher.complete(scheduled)
+        dispatcher.dispatch_ready()
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        entry = self.parts.table.get(cancel.request_id)
+        scheduled = self.context.job_table.get(cancel.request_id)
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew, unless it is what we said ourselves.
-            if entry is not None and max(entry.epoch, entry.claimed_epoch) < cancel.below_epoch:
-                self.lanes[entry.job.model].overtaken(entry)
+            if scheduled is not None and scheduled.attempts.highest_epoch < cancel.below_epoch:
+                self.dispatchers[scheduled.job.model].superseded(scheduled)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
-        self.parts.cancels.add(cancel.request_id, cancel.reason, self.parts.clock.monotonic())
-        if entry is not None and entry.state is State.WAITING:
-            lane = self.lanes[entry.job.model]
-            lane.end(entry, cancelled(cancel.reason))
-            lane.pump()
+        self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
+        if scheduled is not None and scheduled.phase is Phase.WAITING:
+            dispatcher = self.dispatchers[scheduled.job.model]
+            dispatcher.finish(scheduled, cancelled(cancel.reason))
+            dispatcher.dispatch_ready()
 
-    def _end_unwanted(self) -> None:
-        for lane in self.lanes.values():
-            lane.end_unwanted()
+    def _finish_unwanted(self) -> None:
+        for dispatcher in self.dispatchers.values():
+            dispatcher.finish_unwanted()
 
-    def _pump(self) -> None:
-        for lane in self.lanes.values():
-            lane.pump()
+    def _dispatch_ready(self) -> None:
+        for dispatcher in self.dispatchers.values():
+            dispatcher.dispatch_ready()
 
     # --- the bus ---
 
     def _on_reconnect(self) -> None:
-        self._watchman.reconnected()
-        self._pump()
+        self._health_monitor.reconnected()
+        self._dispatch_ready()
 
 
 async def _until_set(stopping: asyncio.Event, loops: Collection[asyncio.Task[None]]) -> None:

@@ -126,7 +126,7 @@ class Queued(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Started(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
-    """A worker has it. A second one: another worker goes on with it."""
+    """A worker runs the request. A second one: another worker continues it."""
 
     id: str
     request_id: str
@@ -174,7 +174,7 @@ class ToolArguments(
 
 class ToolStep(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_step"):
     """The gateway has run one of its own tools; the model goes on with the result. ``output`` is
-    what the tool gave, or the error that the model is told."""
+    what the tool returned, or the error that the model gets."""
 
     id: str
     request_id: str
@@ -206,7 +206,8 @@ class Done(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="d
 
 
 class Error(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="error"):
-    """Without an ``id`` the message could not be told apart; the socket lives on in any case."""
+    """Without an ``id`` the message could not be assigned to a generation; the socket stays open in
+    any case."""
 
     code: str
     message: str

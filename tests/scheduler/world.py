@@ -135,7 +135,7 @@ class World:
             self._router,
         )
         for model in self._models:
-            await scheduler.shelf.warm(model)
+            await scheduler.model_cache.warm(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
@@ -152,7 +152,7 @@ class World:
         """Without a word to anybody."""
         scheduler = self.schedulers.pop(index)
         _, task = self._running.pop(index)
-        await scheduler.parts.tasks.close()
+        await scheduler.context.tasks.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
