@@ -13,7 +13,7 @@ from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
 from schemas.sampling import SamplingParams
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, Bench, bench, line_of
-from workers.host.output_text import TextStream
+from workers.host.generations.output_text import TextStream
 
 # --- dispatch ---------------------------------------------------------------------------------
 

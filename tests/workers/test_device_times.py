@@ -13,7 +13,7 @@ from schemas.records import Life, RequestRecord, Status
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
 from workers.engine.types import DeviceTime, EngineOutput
-from workers.host import device_times
+from workers.host.endings import device_times
 
 _S = 1_000_000_000
 _BEFORE = Life(epoch=1, worker_id="gone", started_ns=5, ended_ns=9, device_us=400)

@@ -10,7 +10,7 @@ import pytest
 
 from registry.served import ServedModel
 from tests.workers.scripted import bench
-from workers.host.device_watch import DeviceReading, DeviceWatch
+from workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 
 class _NvmlError(Exception):

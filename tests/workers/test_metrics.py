@@ -8,8 +8,8 @@ from schemas.frames import FinishReason
 from tests.support.scraped import Scraped, scrape_of
 from tests.workers.scripted import Bench, bench
 from workers.engine.types import EngineOutput
-from workers.host.device_watch import DeviceReading
 from workers.host.metrics import WorkerMetrics
+from workers.host.reports.device_watch import DeviceReading
 
 _AT = {"model": "demo", "worker": "w"}
 

@@ -17,7 +17,7 @@ from schemas.config import WorkerConfig
 from schemas.control import PrefixReport
 from tests.workers.scripted import bench
 from workers.engine.types import PrefixChanges
-from workers.host.prefix_reports import PrefixReporter
+from workers.host.reports.prefixes import PrefixReporter
 
 
 def keys(*numbers: int) -> bytes:

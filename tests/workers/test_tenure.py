@@ -9,7 +9,7 @@ from schemas.control import Cancel, CancelReason, Ended
 from schemas.frames import Done, FinishReason
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of
-from workers.host.lease_ownership import SETTLE_S
+from workers.host.leases.ownership import SETTLE_S
 
 _SUPERSEDED = Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2)
 

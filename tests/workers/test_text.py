@@ -12,7 +12,7 @@ from registry.served import ServedModel
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.sampling import SamplingParams
 from tests.workers.scripted import EOS
-from workers.host.output_text import TextStream
+from workers.host.generations.output_text import TextStream
 
 _PROMPT = (10, 11, 12)
 _TEXTS = st.text(alphabet="ab END.é你👍\n", max_size=40)

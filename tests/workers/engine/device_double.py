@@ -22,7 +22,7 @@ from workers.engine.sampling.drawing import draw, draws_of
 from workers.engine.sampling.groups import GROUP_TOKENS, largest
 from workers.engine.sampling.logits_processors import has_edits
 from workers.engine.sampling.prompt_logprobs import ScoredChunk
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import UNREAD_TOKEN, Sequence
 
 VOCAB_SIZE = 192

@@ -10,10 +10,10 @@ import torch
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
 from schemas.sampling import SamplingParams
-from workers.engine.sampling.random_stream import stream_key
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
+from workers.kernels.random_stream import stream_key
 
 VOCAB_SIZE = 150  # no multiple of the sampler's groups
 

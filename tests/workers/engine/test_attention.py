@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
+from workers.engine.eager.attention import TorchAttention
 from workers.engine.kv.cache import KVCache
 
 HEAD_DIM = 4

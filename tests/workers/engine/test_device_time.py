@@ -17,8 +17,8 @@ from schemas.pooling import Pooling
 from tests.workers.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
 from tests.workers.engine.support import SteppingClock, last_by_request, prompt, request
 from workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork, num_token_parameters
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineOutput, EngineRequest
 
 # Explaining traces every line, which takes minutes here.

@@ -9,7 +9,7 @@ from schemas.sampling import SamplingParams
 from tests.workers.engine.sampling_rows import random_logits, row, sample
 from workers.engine.sampling.groups import GROUP_TOKENS
 from workers.engine.sampling.ordering import ascending, ascending_order, smallest
-from workers.engine.sampling.random_stream import stream_key, uniforms
+from workers.kernels.random_stream import stream_key, uniforms
 
 
 def raced(logits: torch.Tensor, temperature: float, key: int, index: int) -> int:

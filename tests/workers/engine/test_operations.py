@@ -14,14 +14,15 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
-from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.cpu_operations import CpuOperations
+from workers.engine.eager.attention import TorchAttention
+from workers.engine.eager.cpu_operations import CpuOperations
+from workers.engine.eager.torch_operations import TorchOperations
 from workers.engine.engine import Engine
 from workers.engine.kv.cache import KVCache
-from workers.engine.operations import HeadNorms, Rotation, TorchOperations
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import HEAD_DIMS, CpuKernels
+from workers.kernels.operations import HeadNorms, Rotation
 
 EPSILON = 1e-6
 BLOCK_SIZE = 16

@@ -17,8 +17,8 @@ from tests.workers.engine.sampling_reference import (
     edited,
 )
 from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
-from workers.engine.sampling.random_stream import stream_key, uniforms, uniforms_by_torch
 from workers.engine.sampling.sampler import Sampler
+from workers.kernels.random_stream import stream_key, uniforms, uniforms_by_torch
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Tally
 from schemas.records import Status
-from workers.host.generation import Generation
+from workers.host.generations.generation import Generation
 
 _NS_PER_S = 1e9
 

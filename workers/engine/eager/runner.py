@@ -11,15 +11,15 @@ import torch
 from registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
-from workers.engine.attention import TorchAttention
 from workers.engine.batch import FlatBatch, build_batch
-from workers.engine.cpu_operations import CpuMetadata, CpuOperations, suits
+from workers.engine.eager.attention import TorchAttention
+from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
+from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
 from workers.engine.kv.cache import KVCache, choose_num_blocks
-from workers.engine.operations import TorchMetadata, TorchOperations
 from workers.engine.pooling import pool_rows
 from workers.engine.sampling.prompt_logprobs import score_rows
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.settings import choose_device, settled
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from runtime.clock import Clock
 from runtime.tracing import (
     Span,
@@ -17,9 +15,7 @@ from runtime.tracing import (
 )
 from schemas.control import Dispatch
 from schemas.records import Status
-
-if TYPE_CHECKING:
-    from workers.host.generation import Generation
+from workers.host.generations.generation import Generation
 
 
 class RunTrace:
@@ -39,7 +35,7 @@ class RunTrace:
         self._life = life_span(above, job.request_id, dispatch.epoch)
         self._links = [life_span(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
         self._events: list[SpanEvent] = []
-        self._is_over = False
+        self._is_finished = False
         self._attributes: dict[str, Value] = {
             "gen_ai.operation.name": "embeddings" if job.pooling else "text_completion",
             "gen_ai.request.model": job.model,
@@ -48,27 +44,27 @@ class RunTrace:
             "millrace.epoch": dispatch.epoch,
         }
 
-    def note(self, event: str) -> None:
+    def add_event(self, name: str) -> None:
         """Something happened to the run."""
-        self._events.append(SpanEvent(event, self._clock.now_ns()))
+        self._events.append(SpanEvent(name, self._clock.now_ns()))
 
-    def prefilled(self, generation: Generation) -> None:
+    def end_prefill(self, generation: Generation) -> None:
         """The prompt is computed: the first token of this life is there."""
         self._events.append(SpanEvent("first token", generation.first_token_ns))
-        self._tell_prefill(generation, generation.first_token_ns)
+        self._add_prefill(generation, generation.first_token_ns)
 
-    def over(self, generation: Generation) -> None:
+    def finish(self, generation: Generation) -> None:
         """It runs here no more: it has ended, or others go on with it."""
-        if self._is_over:
+        if self._is_finished:
             return
-        self._is_over = True
+        self._is_finished = True
         outcome, usage = generation.outcome, generation.usage()
         end_ns = generation.done_ns if outcome is not None else self._clock.now_ns()
         if generation.first_token_ns:
             if generation.last_token_ns > generation.first_token_ns:
-                self._tell_decode(generation)
+                self._add_decode(generation)
         elif generation.started_ns:
-            self._tell_prefill(generation, end_ns)
+            self._add_prefill(generation, end_ns)
         attributes: dict[str, Value] = {
             **self._attributes,
             "gen_ai.response.model": generation.job.model,
@@ -101,7 +97,7 @@ class RunTrace:
             )
         )
 
-    def recorded(self, generation: Generation) -> None:
+    def record_published(self, generation: Generation) -> None:
         """Its record is in the outbox."""
         self._tracing.tell(
             Span(
@@ -115,7 +111,7 @@ class RunTrace:
             )
         )
 
-    def _tell_prefill(self, generation: Generation, end_ns: int) -> None:
+    def _add_prefill(self, generation: Generation, end_ns: int) -> None:
         self._tracing.tell(
             Span(
                 "prefill",
@@ -132,7 +128,7 @@ class RunTrace:
             )
         )
 
-    def _tell_decode(self, generation: Generation) -> None:
+    def _add_decode(self, generation: Generation) -> None:
         self._tracing.tell(
             Span(
                 "decode",
@@ -157,7 +153,7 @@ class RunTraces:
         self._clock = clock
         self._worker_id = worker_id
 
-    def begin(self, dispatch: Dispatch) -> RunTrace | None:
+    def start(self, dispatch: Dispatch) -> RunTrace | None:
         """None for a run whose trace is not recorded."""
         traceparent = dispatch.job.traceparent
         above = parse_traceparent(traceparent) if traceparent else None

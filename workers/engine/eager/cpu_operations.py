@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.attention import PrefillChunk, TorchAttention
 from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.operations import HeadNorms, Product, Rotation
+from workers.engine.eager.attention import PrefillChunk, TorchAttention
 from workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
+from workers.kernels.operations import HeadNorms, Product, Rotation
 
 
 class CpuMetadata(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.records import Status, TranscriptRecord
-from workers.host.generation import Generation
+from workers.host.generations.generation import Generation
 
 
 def wants_transcript(generation: Generation) -> bool:

@@ -15,7 +15,7 @@ from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.records import WorkerSample
 from workers.engine.types import EngineStats
-from workers.host.device_watch import DeviceReading, DeviceWatch
+from workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8

@@ -13,10 +13,10 @@ from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import JobResult
 from schemas.records import RequestRecord, TranscriptRecord
 from schemas.tenants import to_nano
+from workers.host.endings.records import job_result, smaller_results
 from workers.host.flusher import Flusher
-from workers.host.generation import Generation
-from workers.host.lease_ownership import Standing
-from workers.host.records import job_result, smaller_results
+from workers.host.generations.generation import Generation
+from workers.host.leases.ownership import Standing
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
@@ -120,7 +120,7 @@ class Endings:
                     lambda: self._bus.outbox.publish(record, _RECORD_PATIENCE_S), generation
                 )
                 if generation.trace is not None:
-                    generation.trace.recorded(generation)
+                    generation.trace.record_published(generation)
                 if generation.reservation is not None:
                     await self._insist(lambda: self._settle(generation, record), generation)
                 await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)

@@ -12,7 +12,7 @@ from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, cost, device_cost
 from schemas.jobs import JobResult
 from schemas.records import Life, RequestRecord, Status
-from workers.host.generation import Generation
+from workers.host.generations.generation import Generation
 
 _NS_PER_MS = 1e6
 _NS_PER_US = 1e3

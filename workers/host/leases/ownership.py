@@ -9,8 +9,8 @@ from enum import Enum, auto
 
 from bus.api import Bus
 from runtime.clock import Clock
-from workers.host.generation import Generation
-from workers.host.index import Generations
+from workers.host.generations.generation import Generation
+from workers.host.leases.index import Generations
 
 # From the time that the schedulers hear a worker again, they take nothing away from it for its
 # silence; what they began before is in the index after this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import msgspec
 
@@ -28,9 +29,8 @@ from schemas.jobs import Tier
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
-from workers.host.device_use import DeviceUse
-from workers.host.output_text import TextStream
-from workers.host.tracing import RunTrace
+from workers.host.generations.device_use import DeviceUse
+from workers.host.generations.output_text import TextStream
 
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
@@ -66,6 +66,18 @@ EXPIRED = Outcome(
     error_code="deadline_exceeded",
     error_message="The deadline passed before the end.",
 )
+
+
+class Trace(Protocol):
+    """What a generation tells its trace; ``tracing.RunTrace`` is the one."""
+
+    def add_event(self, name: str) -> None: ...
+
+    def end_prefill(self, generation: Generation) -> None: ...
+
+    def finish(self, generation: Generation) -> None: ...
+
+    def record_published(self, generation: Generation) -> None: ...
 
 
 class Generation:
@@ -154,7 +166,7 @@ class Generation:
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
         self.known_outcome: Outcome | None = None
         self.outcome: Outcome | None = None
-        self.trace: RunTrace | None = None
+        self.trace: Trace | None = None
 
     @property
     def request_id(self) -> str:
@@ -229,7 +241,7 @@ class Generation:
             if not self.first_token_ns:
                 self.first_token_ns = now_ns
                 if self.trace is not None:
-                    self.trace.prefilled(self)
+                    self.trace.end_prefill(self)
             self.last_token_ns = now_ns
             if output.logprobs:
                 self.logprobs.extend(output.logprobs)

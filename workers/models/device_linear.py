@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.device.kernel_set import KernelSet
-from workers.engine.operations import Product, SwiGLU
+from workers.kernels.gpu.kernel_set import KernelSet
+from workers.kernels.operations import Product, SwiGLU
 
 
 class DeviceProduct:
