@@ -20,7 +20,7 @@ from schemas.frames import FinishReason
 from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.workers.engine.conftest import MakeEngine
-from tests.workers.engine.grammars import (
+from tests.workers.engine.grammar.grammars import (
     Told,
     ask,
     ebnf,

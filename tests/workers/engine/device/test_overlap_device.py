@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from schemas.config import EngineConfig
-from tests.workers.engine import grammars
+from tests.workers.engine.grammar import grammars
 from tests.workers.engine.support import (
     drain,
     last_by_request,

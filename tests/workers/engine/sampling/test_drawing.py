@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from schemas.sampling import SamplingParams
-from tests.workers.engine.sampling_rows import random_logits, row, sample
+from tests.workers.engine.sampling.sampling_rows import random_logits, row, sample
 from workers.engine.sampling.groups import GROUP_TOKENS
 from workers.engine.sampling.ordering import ascending, ascending_order, smallest
 from workers.kernels.random_stream import stream_key, uniforms

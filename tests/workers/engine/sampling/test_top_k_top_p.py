@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from schemas.sampling import SamplingParams
-from tests.workers.engine.sampling_reference import distribution
-from tests.workers.engine.sampling_rows import random_logits
+from tests.workers.engine.sampling.sampling_reference import distribution
+from tests.workers.engine.sampling.sampling_rows import random_logits
 from workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
 from workers.engine.sampling.top_k_top_p import limits_of, narrow
 

@@ -273,7 +273,7 @@ def test_a_mixture_counts_the_experts_that_compute_a_token() -> None:
 
 
 def test_the_example_of_the_cost_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "cost.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "cost.md").read_text()
     llama = ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=4_096,

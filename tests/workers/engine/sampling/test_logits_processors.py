@@ -22,8 +22,8 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import MillraceError, ParameterError
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.engine.tokenizers_made import byte_level
-from tests.workers.engine.sampling_reference import edited
-from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
+from tests.workers.engine.sampling.sampling_reference import edited
+from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
 from workers.engine.sampling.bad_words import BadWords
 from workers.engine.sampling.errors import NoTokenAllowedError
 from workers.engine.sampling.logits_processors import LogitEdits, RowEdits

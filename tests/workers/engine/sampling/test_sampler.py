@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from schemas.sampling import SamplingParams
-from tests.workers.engine.sampling_reference import (
+from tests.workers.engine.sampling.sampling_reference import (
     chi_square,
     chi_square_limit,
     distribution,
     edited,
 )
-from tests.workers.engine.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
+from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
 from workers.engine.sampling.sampler import Sampler
 from workers.kernels.random_stream import stream_key, uniforms, uniforms_by_torch
 

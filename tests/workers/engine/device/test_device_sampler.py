@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from tests.workers.engine.sampling_rows import random_logits, row, sample
+from tests.workers.engine.sampling.sampling_rows import random_logits, row, sample
 from tests.workers.kernels.gpu.device_sampling import CPU, begun, choose
 from workers.engine.device.sampler import DeviceSampler, LogprobBuffers
 

@@ -24,7 +24,7 @@ from tests.support.engine.tokenizers_made import (
     write_tokenizer,
 )
 from tests.support.waiting import eventually
-from tests.workers.engine.grammars import ask, ebnf, regex, schema
+from tests.workers.engine.grammar.grammars import ask, ebnf, regex, schema
 from workers.engine.grammar import compiler as grammar_compiler
 from workers.engine.grammar.compiler import GrammarCompiler
 from workers.engine.grammar.library import (
@@ -283,7 +283,7 @@ def _helpers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if any("grammar_probe" in word for word in child.cmdline())
+        if any("grammar.probe" in word for word in child.cmdline())
     ]
 
 

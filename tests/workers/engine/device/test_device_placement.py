@@ -19,7 +19,7 @@ from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
-from tests.workers.engine.pretended_device import (
+from tests.workers.engine.device.pretended_device import (
     CUDA,
     Kernel,
     Operations,

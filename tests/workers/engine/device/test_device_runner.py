@@ -17,7 +17,7 @@ from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from tests.workers.checkpoints import save_llama
-from tests.workers.engine.late_device import LateDevice
+from tests.workers.engine.device.late_device import LateDevice
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from workers.engine.device.device import HostDevice, MemoryInfo
 from workers.engine.device.graphs import ladder
