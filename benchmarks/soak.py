@@ -47,7 +47,7 @@ _MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GenerateRun:
     """A run that came to its end. ``rss_bytes`` are samples at equal distances."""
 
     exit_code: int
@@ -76,7 +76,7 @@ def _blocks(request: Expected) -> int:
     return int(fields.get("n", 1)) * math.ceil(num_tokens / BLOCK_SIZE_TOKENS)
 
 
-def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float) -> Outcome:
+def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float) -> GenerateRun:
     """Run the requests in a process of their own. Raises SoakError."""
     model = write_llama(folder / "model", SHAPE)
     source, target = folder / "in.jsonl", folder / "out.jsonl"
@@ -108,7 +108,7 @@ def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float)
     except (ValueError, IndexError):
         raise SoakError(f"it ended without a summary:\n{shown[-4000:]}") from None
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    return Outcome(process.returncode, summary, answers, samples, wall_s)
+    return GenerateRun(process.returncode, summary, answers, samples, wall_s)
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float) -> list[int]:
@@ -131,14 +131,14 @@ def growth(rss_bytes: Sequence[int]) -> float:
     return statistics.median(warm[-tenth:]) / statistics.median(warm[:tenth]) - 1
 
 
-def findings(requests: Sequence[Expected], outcome: Outcome) -> list[str]:
+def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
     """What is wrong with a run."""
-    found = list(problems(requests, outcome.answers))
+    found = list(problems(requests, ran.answers))
     num_bad = sum(bool(request.error_code) for request in requests)
-    if outcome.summary["num_failed"] != num_bad:
-        found.append(f"{outcome.summary['num_failed']} requests failed, {num_bad} had to")
-    if outcome.exit_code != (1 if num_bad else 0):
-        found.append(f"the exit code is {outcome.exit_code}")
+    if ran.summary["num_failed"] != num_bad:
+        found.append(f"{ran.summary['num_failed']} requests failed, {num_bad} had to")
+    if ran.exit_code != (1 if num_bad else 0):
+        found.append(f"the exit code is {ran.exit_code}")
     return found
 
 
@@ -153,15 +153,15 @@ def main() -> int:
     blocks = num_blocks(requests)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            outcome = run(Path(folder), requests, blocks, arguments.limit_s)
+            ran = run(Path(folder), requests, blocks, arguments.limit_s)
         except SoakError as error:
             print(error)
             return 1
-    found = findings(requests, outcome)
-    grown = growth(outcome.rss_bytes)
+    found = findings(requests, ran)
+    grown = growth(ran.rss_bytes)
     if grown > MAX_GROWTH:
         found.append(f"memory grew by {grown:.1%} after the warm-up")
-    _report(requests, outcome, blocks, grown)
+    _report(requests, ran, blocks, grown)
     for line in found[:_MAX_SHOWN]:
         print(f"WRONG: {line}")
     print(f"{len(found)} things are wrong" if found else "all as it had to be")
@@ -181,19 +181,19 @@ def draw(count: int, seed: int) -> list[Expected]:
     return drawer.draw(count)
 
 
-def _report(requests: Sequence[Expected], outcome: Outcome, blocks: int, grown: float) -> None:
-    summary, mib = outcome.summary, 1 << 20
-    pairs = list(twins(requests, outcome.answers))
+def _report(requests: Sequence[Expected], ran: GenerateRun, blocks: int, grown: float) -> None:
+    summary, mib = ran.summary, 1 << 20
+    pairs = list(twins(requests, ran.answers))
     same = sum(one == other for one, other in pairs)
     print(
-        f"{len(requests)} requests in {outcome.wall_s:.0f} s on {blocks} blocks of "
+        f"{len(requests)} requests in {ran.wall_s:.0f} s on {blocks} blocks of "
         f"{BLOCK_SIZE_TOKENS} tokens: {summary['prompt_tokens']} prompt tokens "
         f"({summary['prefix_hit_tokens']} found in the cache), {summary['completion_tokens']} "
         f"completion tokens, {summary['tokens_per_s']} a second\n"
         f"{summary['num_cancelled']} cancelled, {summary['num_failed']} failed as asked, "
         f"{summary['num_preemptions']} preemptions\n"
         f"{same} of {len(pairs)} completions were the same again in other company\n"
-        f"memory: {outcome.rss_bytes[len(outcome.rss_bytes) // 2] / mib:.0f} MiB half way, "
+        f"memory: {ran.rss_bytes[len(ran.rss_bytes) // 2] / mib:.0f} MiB half way, "
         f"{summary['peak_rss_bytes'] / mib:.0f} MiB at most, {grown:+.1%} after the warm-up"
     )
 

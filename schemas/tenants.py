@@ -195,8 +195,8 @@ def own_reply(tenant: str, name: str) -> str:
 
 
 def may_reply_to(tenant: str, reply: str) -> bool:
-    """Whether a tenant's service may have its frames sent there. ``local`` may name anybody: it is
-    for whoever needs no key."""
+    """Whether a tenant's service may have its frames sent there. ``local`` may name any: it is
+    for callers that need no key."""
     return tenant == LOCAL_TENANT or reply in ("", tenant) or reply.startswith(f"{tenant}/")
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from cli.main import build_parser
 from schemas.config import EngineConfig
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

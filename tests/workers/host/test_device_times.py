@@ -9,15 +9,15 @@ import pytest
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason, Ended
 from schemas.frames import FinishReason
-from schemas.records import Life, RequestRecord, Status
+from schemas.records import Attempt, RequestRecord, Status
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
 from workers.engine.types import DeviceTime, EngineOutput
 from workers.host.endings import device_times
 
 _S = 1_000_000_000
-_BEFORE = Life(epoch=1, worker_id="gone", started_ns=5, ended_ns=9, device_us=400)
-_KILLED = Life(epoch=2, worker_id="killed", started_ns=10, ended_ns=12)
+_BEFORE = Attempt(epoch=1, worker_id="gone", started_ns=5, ended_ns=9, device_us=400)
+_KILLED = Attempt(epoch=2, worker_id="killed", started_ns=10, ended_ns=12)
 
 
 def _end(b: Bench, device_us: float, engine_id: str = "r1:1", *, owes: bool = False) -> None:
@@ -171,7 +171,7 @@ async def test_what_is_given_back_is_told_of_with_what_it_took(demo: ServedModel
 
 async def test_a_run_that_another_replaces_here_is_a_life_of_it(demo: ServedModel) -> None:
     async with bench(demo) as b:
-        await b.dispatch(lives=(Life(epoch=0, worker_id="gone", device_us=1),))
+        await b.dispatch(lives=(Attempt(epoch=0, worker_id="gone", device_us=1),))
         started_ns = b.clock.now_ns()
         b.engine.emit("r1:1", [20, 21])
         b.engine.took_us["r1:1"] = 33.0
@@ -194,8 +194,8 @@ async def test_a_run_that_goes_on_under_another_epoch_is_no_life_of_itself(
         b.engine.emit("r1:3", [20])
         lives = (
             _BEFORE,
-            Life(epoch=2, worker_id=b.worker.worker_id, device_us=5),
-            Life(epoch=3, worker_id=b.worker.worker_id),
+            Attempt(epoch=2, worker_id=b.worker.worker_id, device_us=5),
+            Attempt(epoch=3, worker_id=b.worker.worker_id),
         )
         await b.dispatch(epoch=65, lease="$ACK.demo.2.1", resume_token_ids=(20,), lives=lives)
         _end(b, 11.0, "r1:3")

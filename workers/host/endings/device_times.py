@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from workers.engine.types import DeviceTime, EngineOutput
-from workers.host.endings.records import life_of
 from workers.host.generations.generation import Generation
+from workers.host.endings.records import attempt_of
 
 # An engine that has not said the last of a request by then is not waited for: it is in a step that
 # takes this long, and may never come out of it.
@@ -88,7 +88,7 @@ class DeviceTimes:
 
         def note() -> None:
             if former.started_ns:
-                to.lives[former.epoch] = life_of(former, worker_id, former.done_ns or at_ns)
+                to.lives[former.epoch] = attempt_of(former, worker_id, former.done_ns or at_ns)
 
         self.when_told(former, note)
 

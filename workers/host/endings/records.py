@@ -11,7 +11,7 @@ from bus.jobs.decoding import owner_of
 from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, cost, device_cost
 from schemas.jobs import JobResult
-from schemas.records import Life, RequestRecord, Status
+from schemas.records import Attempt, RequestRecord, Status
 from workers.host.generations.generation import Generation
 
 _NS_PER_MS = 1e6
@@ -20,14 +20,14 @@ _NS_PER_US = 1e3
 
 def request_record(generation: Generation, worker_id: str, prices: PriceBook) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
-    are those of this life; the token counts are those of the whole answer, and so is the device
+    are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage()
     assert outcome is not None
     received_ns = job.received_ns or generation.accepted_ns
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
     lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
-    device_us = generation.device_use.total_us + sum(life.device_us for life in lives)
+    device_us = generation.device_use.total_us + sum(attempt.device_us for attempt in lives)
     decode_ns = generation.last_token_ns - generation.first_token_ns
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, generation.done_ns),
@@ -54,9 +54,9 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
     )
 
 
-def life_of(generation: Generation, worker_id: str, ended_ns: int) -> Life:
+def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt:
     """A run of the worker ``worker_id``, as one that another goes on from."""
-    return Life(
+    return Attempt(
         epoch=generation.epoch,
         worker_id=worker_id,
         started_ns=generation.started_ns,
@@ -66,7 +66,7 @@ def life_of(generation: Generation, worker_id: str, ended_ns: int) -> Life:
 
 
 def job_result(generation: Generation) -> JobResult:
-    """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier life made
+    """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier attempt made
     are not known here, so there are none then."""
     job, outcome = generation.job, generation.outcome
     assert outcome is not None
