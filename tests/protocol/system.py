@@ -36,7 +36,7 @@ from tests.protocol.gateways import Gateway
 from tests.protocol.links import FaultyBus, IndexLink, SharedIndex
 from tests.protocol.network import Weather
 from tests.protocol.processes import Process, task_factory
-from workers.host.output_text import TextStream
+from workers.host.generations.output_text import TextStream
 from workers.host.worker import Worker
 from workers.process.keeper import EngineKeeper
 from workers.simulated.engine import SimulatedEngine

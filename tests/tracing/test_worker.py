@@ -14,7 +14,7 @@ from schemas.records import Attempt
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.conftest import demo
 from tests.workers.scripted import Bench, bench
-from workers.host.tracing import RunTraces
+from workers.host.generations.tracing import RunTraces
 
 __all__ = ["demo"]
 
