@@ -28,7 +28,7 @@ from runtime.settings import load_config
 from runtime.tracing import open_tracing
 from scheduler.jobs.tracing import JobTraces
 from scheduler.metrics import SchedulerMetrics
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
@@ -61,10 +61,12 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             bus,
             msgspec.structs.replace(config.scheduler, models=models),
             clock,
-            catalogue.names(),
-            partial(ServedModel.load, catalogue),
+            ModelCatalogue(
+                catalogue.names(),
+                partial(ServedModel.load, catalogue),
+                catalogue.router(config.scheduler.tiers),
+            ),
             index,
-            catalogue.router(config.scheduler.tiers),
             None if tracing is None else JobTraces(tracing, clock),
             limits,
         )

@@ -9,16 +9,16 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from schemas.control import Served
-from schemas.records import Life
+from schemas.records import Attempt
 
 # Beyond this many, the two oldest are kept as one.
 MAX_ATTEMPTS_KEPT = 16
 
 
-class _Attempt(NamedTuple):
+class _KnownAttempt(NamedTuple):
     """``is_accepted``: its worker said so; ``is_reported``: it said what the attempt took, too."""
 
-    life: Life
+    attempt: Attempt
     is_accepted: bool = False
     is_reported: bool = False
 
@@ -41,7 +41,7 @@ class AttemptHistory:
     claimed_epoch: int = 0
     num_started: int = 0
     num_lost: int = 0
-    _by_epoch: dict[int, _Attempt] = field(default_factory=dict)
+    _by_epoch: dict[int, _KnownAttempt] = field(default_factory=dict)
     _reported: asyncio.Event | None = None
 
     def __bool__(self) -> bool:
@@ -56,13 +56,13 @@ class AttemptHistory:
         """A dispatch of ``epoch`` went to a worker, which accepted it or did not answer: it began
         then at the earliest."""
         if self.epoch not in self._by_epoch:
-            life = Life(epoch=self.epoch, worker_id=worker_id, started_ns=sent_ns)
-            self._add(_Attempt(life, is_accepted))
+            attempt = Attempt(epoch=self.epoch, worker_id=worker_id, started_ns=sent_ns)
+            self._add(_KnownAttempt(attempt, is_accepted))
 
     def add_found(self, epoch: int, worker_id: str) -> None:
         """The index knows of an attempt that another scheduler sent."""
         if epoch not in self._by_epoch and worker_id:
-            self._add(_Attempt(Life(epoch=epoch, worker_id=worker_id)))
+            self._add(_KnownAttempt(Attempt(epoch=epoch, worker_id=worker_id)))
 
     def add_report(self, served: Served, worker_id: str, now_ns: int) -> None:
         """A worker says what an attempt took that is over there. Earlier ones there that it says
@@ -72,32 +72,32 @@ class AttemptHistory:
         same = [
             epoch
             for epoch, one in self._by_epoch.items()
-            if epoch <= served.epoch and one.life.worker_id == worker_id and not one.is_reported
+            if epoch <= served.epoch and one.attempt.worker_id == worker_id and not one.is_reported
         ]
         for epoch in same:
             del self._by_epoch[epoch]
-        life = Life(
+        attempt = Attempt(
             epoch=served.epoch,
             worker_id=worker_id,
             started_ns=served.started_ns,
             ended_ns=now_ns,
             device_us=served.device_us,
         )
-        self._add(_Attempt(life, is_accepted=True, is_reported=True))
+        self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
         if self._reported is not None:
             self._reported.set()
 
     def close(self, now_ns: int) -> None:
         """None of them goes on."""
         for epoch, one in self._by_epoch.items():
-            if not one.life.ended_ns:
-                self._by_epoch[epoch] = one._replace(life=replace(one.life, ended_ns=now_ns))
+            if not one.attempt.ended_ns:
+                self._by_epoch[epoch] = one._replace(attempt=replace(one.attempt, ended_ns=now_ns))
 
-    def earlier(self, worker_id: str = "") -> tuple[Life, ...]:
+    def earlier(self, worker_id: str = "") -> tuple[Attempt, ...]:
         """All of them, by epoch; for a worker without those that it may still continue."""
         known = sorted(self._by_epoch.items())
         return tuple(
-            one.life for _, one in known if one.is_reported or one.life.worker_id != worker_id
+            one.attempt for _, one in known if one.is_reported or one.attempt.worker_id != worker_id
         )
 
     @property
@@ -107,7 +107,7 @@ class AttemptHistory:
         if not self._by_epoch:
             return ""
         last = self._by_epoch[max(self._by_epoch)]
-        return last.life.worker_id if last.is_accepted and not last.is_reported else ""
+        return last.attempt.worker_id if last.is_accepted and not last.is_reported else ""
 
     async def wait_for_report(self, timeout_s: float) -> None:
         """Wait until the last attempt is reported, if it may be; ``timeout_s`` at most."""
@@ -120,10 +120,12 @@ class AttemptHistory:
         except TimeoutError:
             return
 
-    def _add(self, attempt: _Attempt) -> None:
-        self._by_epoch[attempt.life.epoch] = attempt
+    def _add(self, known: _KnownAttempt) -> None:
+        self._by_epoch[known.attempt.epoch] = known
         if len(self._by_epoch) > MAX_ATTEMPTS_KEPT:
-            first, second = (self._by_epoch.pop(epoch).life for epoch in sorted(self._by_epoch)[:2])
+            first, second = (
+                self._by_epoch.pop(epoch).attempt for epoch in sorted(self._by_epoch)[:2]
+            )
             device_us = first.device_us + second.device_us
             both = replace(first, ended_ns=second.ended_ns, device_us=device_us)
-            self._by_epoch[first.epoch] = _Attempt(both, is_accepted=True, is_reported=True)
+            self._by_epoch[first.epoch] = _KnownAttempt(both, is_accepted=True, is_reported=True)

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,8 +19,7 @@ from gateway.tenancy.identity import demands_keys
 from runtime.binaries import nats_server_path
 from runtime.settings import load_config
 from schemas.config import GatewayConfig
-
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 # The part of the Compose specification that the file uses, closed against anything else.
 _STRING_MAP = {"type": "object", "additionalProperties": {"type": "string"}}

@@ -12,8 +12,8 @@ import pytest
 
 from cli.main import build_parser
 from schemas.config import EngineConfig
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -28,6 +28,15 @@ def _ids(path: Path) -> str:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_headings_that_are_linked_exist(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
+        page = (document.parent / target) if target else document
+        headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)

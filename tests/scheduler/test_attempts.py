@@ -10,7 +10,7 @@ from bus.running_requests import Generation
 from scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
 from schemas.control import Served
 from schemas.jobs import Tier
-from schemas.records import Life, Status
+from schemas.records import Attempt, Status
 from tests.scheduler.world import CONFIG, World, job
 
 _NS = 1_000_000_000
@@ -114,7 +114,7 @@ async def test_the_index_tells_of_runs_that_another_scheduler_sent(world: World)
     await world.until(lambda: "r1" in first.running)
     await world.kill_scheduler()
     await first.kill()
-    world.generations.known["r1"] = Generation(worker_id="gone", epoch=1, finished=False)
+    world.running_requests.known["r1"] = Generation(worker_id="gone", epoch=1, finished=False)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: "r1" in second.running, within_s=10.0)
@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_under_another_epoch_is_one_life() -> None:
     attempts.add_sent("a", 20, is_accepted=True)
     assert attempts.earlier("a") == ()
     attempts.add_report(_told(2, 50), "a", 30)
-    told = Life(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
+    told = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
     assert attempts.earlier("b") == attempts.earlier("a") == (told,)
 
 

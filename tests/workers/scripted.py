@@ -133,7 +133,7 @@ class ScriptedEngine:
 
 
 class RecordingIndex:
-    """See ``workers.host.index.Generations``. ``known`` is what it says; ``away``: nothing."""
+    """See ``workers.host.leases.index``. ``known`` is what it says; ``away``: nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
