@@ -55,7 +55,7 @@ class SchedulerMetrics(Collector):
                 "Jobs that this scheduler has pulled and not sent so far",
                 labels=["model", "tier"],
             ),
-            lambda dispatcher, tier: dispatcher.num_of(tier),
+            lambda dispatcher, tier: dispatcher.queue.num_here(tier),
         )
         running = Counter(
             scheduled.job.model
@@ -127,9 +127,9 @@ class SchedulerMetrics(Collector):
             labels=["model", "why"],
         )
         for dispatcher in self._dispatchers():
-            for result, count in dispatcher.counts.dispatches.items():
+            for result, count in dispatcher.runner.counts.dispatches.items():
                 dispatches.add_metric([dispatcher.model, result], count)
-            for why, count in dispatcher.counts.reruns.items():
+            for why, count in dispatcher.runner.counts.reruns.items():
                 reruns.add_metric([dispatcher.model, why.value], count)
         yield dispatches
         yield reruns
@@ -158,9 +158,9 @@ class SchedulerMetrics(Collector):
             labels=["model"],
         )
         for dispatcher in self._dispatchers():
-            for tier, tally in dispatcher.counts.queue_s.items():
+            for tier, tally in dispatcher.runner.counts.queue_s.items():
                 tally.add_to(queue, [dispatcher.model, tier.value])
-            dispatcher.counts.dispatch_s.add_to(dispatch, [dispatcher.model])
+            dispatcher.runner.counts.dispatch_s.add_to(dispatch, [dispatcher.model])
         yield queue
         yield dispatch
 

@@ -6,34 +6,36 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from bus.api import Bus, Line, Subscription
 from bus.tenancy.keeper import LimitKeeper
-from registry.routing.router import Router
+from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
-from runtime.tasks import Tasks
-from scheduler.dispatch.context import Generations, SchedulerContext
+from runtime.tasks import Tasks, wait_unless_done
+from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.dispatch.health_monitor import HealthMonitor
 from scheduler.dispatch.queue_estimate import QueueEstimate
 from scheduler.dispatch.takeover import Takeover
-from scheduler.fleet.fleet import Departed, Departure, Fleet
+from scheduler.fleet.fleet import Departed, Departure
 from scheduler.intake.model_cache import ModelCache, Preparer
-from scheduler.intake.model_choice import AutoRouter
+from scheduler.intake.model_choice import ModelChooser
 from scheduler.intake.orphan_reaper import OrphanReaper
+from scheduler.intake.preparation import Preparation
 from scheduler.intake.puller import Puller
 from scheduler.intake.queue_watch import QueueWatch
-from scheduler.intake.routing_puller import RoutingPuller, router_of
+from scheduler.intake.routing_puller import RoutingPuller
 from scheduler.jobs.admission import JobAdmission
-from scheduler.jobs.cancel_memory import CancelMemory
 from scheduler.jobs.finalizer import Finalizer
+from scheduler.jobs.running_requests import RunningRequests
 from scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from scheduler.jobs.terminal_status import cancelled
 from scheduler.jobs.tracing import JobTraces
-from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
 from schemas.control import Cancel, CancelReason, Ended, WorkerStatus
 from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,22 @@ _STOP_TIMEOUT_S = 0.8
 _GOODBYE_TIMEOUT_S = 0.4
 
 
+@dataclass(frozen=True)
+class ModelCatalogue:
+    """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
+    names that stand for several models."""
+
+    names: Collection[str]
+    load: Callable[[str], Preparer]
+    router: Router | None = None
+
+
 class Scheduler:
     """Binds jobs to workers, late. Several may run side by side: the queue gives each job to one.
 
-    ``load_model`` may block. ``known_models`` is the whole catalogue; those in ``config.models``,
-    or all of them, are served. Jobs that no gateway let in count against the ``limits`` of their
-    tenants; without them, against none. Raises ModelNotFoundError if one of the models is not in
-    the catalogue.
+    Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
+    gateway admitted count against the ``limits`` of their tenants; without them, against none.
+    Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
     not look alive.
@@ -59,45 +70,42 @@ class Scheduler:
         bus: Bus,
         config: SchedulerConfig,
         clock: Clock,
-        known_models: Collection[str],
-        load_model: Callable[[str], Preparer],
-        generations: Generations,
-        router: Router | None = None,
+        catalogue: ModelCatalogue,
+        running_requests: RunningRequests,
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
     ) -> None:
-        unknown = set(config.models) - set(known_models)
+        unknown = set(config.models) - set(catalogue.names)
         if unknown:
             raise ModelNotFoundError(
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
-                f"not have. The models are: {', '.join(sorted(known_models))}."
+                f"not have. The models are: {', '.join(sorted(catalogue.names))}."
             )
-        self.model_cache = model_cache = ModelCache(load_model)
+        self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
-            bus=bus,
-            config=config,
-            clock=clock,
-            generations=generations,
-            fleet=Fleet(config.heartbeat_timeout_s),
-            prefixes=PrefixIndex(config.max_prefix_keys),
-            cancels=CancelMemory(config.cancel_memory_s),
-            finalizer=Finalizer(bus, clock, generations, model_cache.prices, traces, admission),
-            traces=traces,
-            admission=admission,
+            bus,
+            config,
+            clock,
+            running_requests,
+            Finalizer(bus, clock, running_requests, model_cache.prices, traces, admission),
+            traces,
+            admission,
         )
-        models = config.models or tuple(sorted(known_models))
+        models = config.models or tuple(sorted(catalogue.names))
         self.dispatchers = {model: Dispatcher(self.context, model) for model in models}
         self.queue_estimates = {
             model: QueueEstimate(self.context, dispatcher)
             for model, dispatcher in self.dispatchers.items()
         }
+        preparation = Preparation(self.context, model_cache)
         self.pullers = {
-            model: Puller(self.context, model, self.dispatchers, [model], model_cache)
+            model: Puller(self.context, model, self.dispatchers, [model], preparation)
             for model in models
         }
-        if router is not None:
-            self._add_routes(router_of(router, self.queue_estimates, self.context, generations))
+        if catalogue.router is not None:
+            chooser = ModelChooser(catalogue.router, self._model_state, running_requests)
+            self._pull_unrouted(chooser, preparation)
         self.departures: Counter[Departure] = Counter()
         self.ready = asyncio.Event()
         self._answers = Tasks()
@@ -106,21 +114,25 @@ class Scheduler:
         self._queue_watch = QueueWatch(
             self.context, self.pullers, self.dispatchers, self.queue_estimates, self._answers
         )
-        names = () if router is None else router.routes
-        self._orphan_reaper = OrphanReaper(self.context, (*known_models, *names))
+        names = () if catalogue.router is None else catalogue.router.routes
+        self._orphan_reaper = OrphanReaper(self.context, (*catalogue.names, *names))
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
         self._takeover = Takeover(self.context, self._on_silent, self._on_leases_released)
         self._warmed: set[str] = set()
 
-    def _add_routes(self, router: AutoRouter) -> None:
+    def _pull_unrouted(self, chooser: ModelChooser, preparation: Preparation) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
-        for name in router.names:
-            if any(model in self.dispatchers for model in router.models_of(name)):
+        for name in chooser.names:
+            if any(model in self.dispatchers for model in chooser.models_of(name)):
                 self.pullers[name] = RoutingPuller(
-                    self.context, name, self.dispatchers, self.model_cache, router
+                    self.context, name, self.dispatchers, preparation, chooser
                 )
+
+    def _model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
+        queue_estimate = self.queue_estimates.get(model)
+        return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
@@ -134,11 +146,11 @@ class Scheduler:
                 for one in self.queue_estimates.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
-            loops.append(self._services.spawn(self._orphan_reaper.run(), "look for strays"))
+            loops.append(self._services.spawn(self._orphan_reaper.run(), "reap orphans"))
             loops.append(self._services.spawn(self._health_monitor.run(), "watch"))
             self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
-            await _until_set(stopping, loops)
+            await wait_unless_done(stopping, loops)
             for dispatcher in self.dispatchers.values():
                 dispatcher.stop()
             await self._pulls.close()
@@ -176,6 +188,8 @@ class Scheduler:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 for scheduled in held:
+                    if scheduled.is_ended:
+                        continue  # cancelled meanwhile
                     self.context.job_table.remove(scheduled)
                     await self.context.bus.jobs.release(scheduled.lease.token)
         except (BusUnavailableError, TimeoutError):
@@ -200,7 +214,7 @@ class Scheduler:
             self._warm(status.model)
             worker = context.fleet.get(status.worker_id)
             if worker is not None and (status.draining or status.engine_down):
-                dispatcher.migrate(worker)
+                dispatcher.migrate_from(worker)
             dispatcher.dispatch_ready()
 
     def _on_silent(self, worker_id: str) -> None:
@@ -241,9 +255,9 @@ class Scheduler:
             dispatcher = self.dispatchers[scheduled_jobs[0].job.model]
             if gone.why is Departure.RETIRED:
                 for scheduled in scheduled_jobs:
-                    dispatcher.attempt_returned(scheduled)
+                    dispatcher.runner.attempt_returned(scheduled)
             else:
-                dispatcher.worker_died(scheduled_jobs)
+                dispatcher.runner.worker_died(scheduled_jobs)
         self._dispatch_ready()
 
     def _warm(self, model: str) -> None:
@@ -265,10 +279,8 @@ class Scheduler:
 
     def _on_ended(self, ended: Ended) -> None:
         worker = self.context.fleet.get(ended.worker_id)
-        if (
-            worker is not None
-            and (dispatcher := self.dispatchers.get(worker.status.model)) is not None
-        ):
+        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
+        if dispatcher is not None:
             for served in ended.served:
                 dispatcher.charge_served(served, ended.worker_id)
         for served in ended.served:
@@ -283,23 +295,20 @@ class Scheduler:
                 num_answered += request_id not in released
             elif request_id in released:
                 if scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                    self.dispatchers[scheduled.job.model].attempt_returned(scheduled)
+                    self.dispatchers[scheduled.job.model].runner.attempt_returned(scheduled)
             elif scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                self.dispatchers[scheduled.job.model].complete(scheduled)
+                self.dispatchers[scheduled.job.model].runner.complete(scheduled)
                 num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
                 self._health_monitor.check_soon(scheduled)
-        if (
-            worker is not None
-            and (dispatcher := self.dispatchers.get(worker.status.model)) is not None
-        ):
+        if dispatcher is not None:
             dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
             dispatcher.dispatch_ready()
 
     def _on_found_finished(self, scheduled: ScheduledJob) -> None:
         dispatcher = self.dispatchers[scheduled.job.model]
-        dispatcher.complete(scheduled)
+        dispatcher.runner.complete(scheduled)
         dispatcher.dispatch_ready()
 
     def _on_cancel(self, cancel: Cancel) -> None:
@@ -307,14 +316,14 @@ class Scheduler:
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew, unless it is what we said ourselves.
             if scheduled is not None and scheduled.attempts.highest_epoch < cancel.below_epoch:
-                self.dispatchers[scheduled.job.model].superseded(scheduled)
+                self.dispatchers[scheduled.job.model].runner.superseded(scheduled)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
         if scheduled is not None and scheduled.phase is Phase.WAITING:
             dispatcher = self.dispatchers[scheduled.job.model]
-            dispatcher.finish(scheduled, cancelled(cancel.reason))
+            dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
             dispatcher.dispatch_ready()
 
     def _finish_unwanted(self) -> None:
@@ -330,15 +339,3 @@ class Scheduler:
     def _on_reconnect(self) -> None:
         self._health_monitor.reconnected()
         self._dispatch_ready()
-
-
-async def _until_set(stopping: asyncio.Event, loops: Collection[asyncio.Task[None]]) -> None:
-    """Return when ``stopping`` is set; raises what a loop fails with before that."""
-    waiting = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait([waiting, *loops], return_when=asyncio.FIRST_COMPLETED)
-        for loop in loops:
-            if loop.done():
-                loop.result()
-    finally:
-        waiting.cancel()

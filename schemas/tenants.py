@@ -36,7 +36,9 @@ def check_limits(limits: LimitSet | LimitOverrides) -> None:
 
 
 class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an account may use; None: no limit.
+    """What an account may use; None: no limit. ``tokens_per_minute`` counts prompt and completion,
+    ``context_tokens`` bounds both of one request together, ``monthly_budget`` is money, in the
+    prices' currency, of a UTC month.
 
     Raises ValueError, naming the limit, for a value that cannot be kept.
     """

@@ -14,7 +14,7 @@ import msgspec
 from bus.memory import MemoryBroker, MemoryBus
 from registry.pricing import UNPRICED
 from runtime.virtual_time import VirtualClock, run_virtual
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.jobs import Job
 from simulation.client import Clients
 from simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
@@ -67,8 +67,7 @@ async def _simulate(
         MemoryBus(broker),
         msgspec.structs.replace(config, models=tuple(models)),
         clock,
-        models,
-        lambda _: _AsIs(),
+        ModelCatalogue(models, lambda _: _AsIs()),
         SimulatedGenerationIndex(outcomes),
     )
     stopping = asyncio.Event()

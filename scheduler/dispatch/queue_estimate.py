@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from registry.routing.router import ModelState
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.fleet.worker_view import WorkerView
@@ -93,7 +94,7 @@ class QueueEstimate:
         waited_s = (self._context.clock.now_ns() - scheduled.job.received_ns) / 1e9
         if not policy.shed or not bound_s or scheduled.ran_before or waited_s + wait_s <= bound_s:
             return False
-        self._dispatcher.finish(scheduled, too_slow(waited_s + wait_s, bound_s))
+        self._dispatcher.runner.finish(scheduled, too_slow(waited_s + wait_s, bound_s))
         return True
 
     def _policy(self, tier: Tier) -> TierPolicy:
@@ -162,6 +163,16 @@ class QueueEstimate:
         """For one tenant; None: nobody can say."""
         tiers_ms, tenants_ms = self.ttfts_ms()
         return tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier))
+
+    def model_state(self, tier: Tier, tenant: str) -> ModelState:
+        """How the model stands for a tenant, for whoever chooses one."""
+        fleet, model = self._context.fleet, self._dispatcher.model
+        return ModelState(
+            num_workers=fleet.num_accepting(model),
+            ttft_ms=self.ttft_ms_of(tier, tenant),
+            is_full=self.num_queued >= self._context.config.max_queued_jobs,
+            context_window_tokens=placement.longest_tokens(fleet.of_model(model)),
+        )
 
     def per_s(self) -> float:
         """Jobs a second that will be ended while there are as many as the workers can run; 0:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.jobs.poison_pills import MAX_FAILURES
+from scheduler.jobs.running_requests import last_worker
 from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.terminal_status import TerminalStatus, cancelled, failed, refused
 from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
@@ -25,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class DispatchResult(Enum):
-    """What became of a dispatch."""
+    """What became of a dispatch, by the label that the metric has for it."""
 
-    ACCEPTED = auto()  # the worker holds the lease
-    REFUSED = auto()  # nothing ran: another worker, or later
-    LOST = auto()  # no answer: it may run there
-    ANSWERED = auto()  # an earlier run had ended it already
-    OVERTAKEN = auto()  # somebody else runs it at a higher epoch
-    POISONOUS = auto()  # workers die of it
-    ENDS = auto()  # it must not run: see the verdict
+    ACCEPTED = "accepted"  # the worker holds the lease
+    REFUSED = "refused"  # nothing ran: another worker, or later
+    LOST = "lost"  # no answer: it may run there
+    ANSWERED = "answered"  # an earlier attempt had ended it already
+    SUPERSEDED = "overtaken"  # somebody else runs it at a higher epoch
+    POISON_PILL = "poisonous"  # workers die of it
+    MUST_END = "ends"  # it must not run: see the terminal status
 
 
 class DispatchOutcome(NamedTuple):
@@ -43,29 +44,14 @@ class DispatchOutcome(NamedTuple):
 
 
 class Sender:
-    """Speaks to workers, gateways and the index about one job; what follows is the lane's to do."""
+    """Speaks to workers, gateways and the index about one job; the runner acts on the outcome."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._bus = context.bus
         self._config = context.config
         self._clock = context.clock
-        self._generations = context.generations
+        self._running_requests = context.running_requests
         self._fleet = context.fleet
-
-    async def is_known(self, scheduled: ScheduledJob) -> bool:
-        """Whether the index says that it ran before."""
-        return await self._generations.lookup(scheduled.request_id) is not None
-
-    async def last_worker(self, scheduled: ScheduledJob) -> str | None:
-        """The worker that ran a job last as far as the index knows, "" for nobody; None: it is
-        answered already. The next epoch will be above the known one."""
-        known = await self._generations.lookup(scheduled.request_id)
-        if known is None:
-            return ""
-        scheduled.attempts.epoch_floor = max(scheduled.attempts.epoch_floor, known.epoch)
-        if not known.finished:
-            scheduled.attempts.add_found(known.epoch, known.worker_id)
-        return None if known.finished else known.worker_id
 
     async def send(self, scheduled: ScheduledJob, worker_id: str) -> DispatchOutcome:
         """Dispatch to a worker; a job that ran before is taken away from whoever still runs it.
@@ -76,7 +62,7 @@ class Sender:
         if not scheduled.ran_before:
             scheduled.start_attempt(self._clock.monotonic())
             return await self._dispatch(scheduled, worker_id, epoch_before)
-        if await self.last_worker(scheduled) is None:
+        if await last_worker(self._running_requests, scheduled) is None:
             return DispatchOutcome(DispatchResult.ANSWERED)
         if not await self._bus.jobs.is_open(scheduled.lease.stream_sequence):
             return DispatchOutcome(DispatchResult.ANSWERED)
@@ -90,7 +76,7 @@ class Sender:
         epoch_before = scheduled.attempts.epoch
         scheduled.start_attempt(self._clock.monotonic())
         sent = await self._continue(scheduled, worker_id, epoch_before)
-        if sent.result is DispatchResult.ENDS:
+        if sent.result is DispatchResult.MUST_END:
             await self._supersede(scheduled)
         return sent
 
@@ -116,7 +102,7 @@ class Sender:
                 job.reply, job.request_id, self._config.resume_timeout_s
             )
             if point is not None and not point.open:
-                return DispatchOutcome(DispatchResult.ENDS, cancelled(CancelReason.DISCONNECT))
+                return DispatchOutcome(DispatchResult.MUST_END, cancelled(CancelReason.DISCONNECT))
             # There are no tokens of an embedding to resume behind, whatever the client says.
             read = () if point is None else point.token_ids
             scheduled.resume_after(read if job.pooling is None else ())
@@ -126,7 +112,7 @@ class Sender:
         if scheduled.suspicion.detector is not None and await self._is_poison_pill(
             scheduled, is_heard=point is not None
         ):
-            return DispatchOutcome(DispatchResult.POISONOUS)
+            return DispatchOutcome(DispatchResult.POISON_PILL)
         scheduled.client.num_tokens_at_start = len(scheduled.client.token_ids)
         return await self._dispatch(scheduled, worker_id, epoch_before)
 
@@ -169,7 +155,7 @@ class Sender:
                 worker_id, dispatch, self._config.dispatch_timeout_s
             )
         except PayloadTooLargeError as error:
-            return DispatchOutcome(DispatchResult.ENDS, refused(error))
+            return DispatchOutcome(DispatchResult.MUST_END, refused(error))
         sent = _read(reply)
         if sent.result is DispatchResult.REFUSED:
             scheduled.undo_attempt(epoch_before)
@@ -183,7 +169,7 @@ class Sender:
                     "request_id": scheduled.request_id,
                     "worker_id": worker_id,
                     "epoch": scheduled.attempts.epoch,
-                    "result": sent.result.name.lower(),
+                    "result": sent.result.value,
                     "reason": sent.reason,
                 },
             )
@@ -199,9 +185,9 @@ def _read(reply: WorkerReply | None) -> DispatchOutcome:
         case "full" | "draining":
             return DispatchOutcome(DispatchResult.REFUSED, reason=reply.reason)
         case "stale_epoch":
-            return DispatchOutcome(DispatchResult.OVERTAKEN, reason=reply.reason)
+            return DispatchOutcome(DispatchResult.SUPERSEDED, reason=reply.reason)
         case "bad_request":
             terminal_status = failed("bad_request", reply.message, retryable=False)
-            return DispatchOutcome(DispatchResult.ENDS, terminal_status, reply.reason)
+            return DispatchOutcome(DispatchResult.MUST_END, terminal_status, reply.reason)
         case _:
             return DispatchOutcome(DispatchResult.LOST, reason=reply.reason)

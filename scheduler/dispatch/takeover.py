@@ -87,7 +87,7 @@ class Takeover:
 
     async def _release(self, worker_id: str) -> int:
         """Give back what a silent worker holds; how many jobs that were."""
-        leases = await self._context.generations.held_by(worker_id)
+        leases = await self._context.running_requests.held_by(worker_id)
         released = await asyncio.gather(
             *(
                 self._release_one(worker_id, request_id, lease)
@@ -102,7 +102,7 @@ class Takeover:
         return sum(released)
 
     async def _release_one(self, worker_id: str, request_id: str, lease: str) -> bool:
-        known = await self._context.generations.lookup(request_id)
+        known = await self._context.running_requests.lookup(request_id)
         holds_lease = known is not None and known.worker_id == worker_id and not known.finished
         if not holds_lease or self._context.job_table.get(request_id) is not None:
             return False

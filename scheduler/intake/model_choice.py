@@ -1,34 +1,30 @@
-"""Jobs that were published without a model: the scheduler chooses one."""
+"""Chooses a model for jobs that were published without one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import msgspec
 
 from registry.routing.router import ModelState, Router, check_routable, routed
 from registry.routing.score import question_of
+from scheduler.jobs.running_requests import RunningRequests
 from schemas.jobs import Job, Tier
 
 
-class Choices(Protocol):
-    """What was chosen for which request; ``bus.running_requests.GenerationIndex`` is the one."""
-
-    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
-        """The choice that was first. Never raises."""
-
-
-class AutoRouter:
+class ModelChooser:
     """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
     tells."""
 
     def __init__(
-        self, router: Router, state_of: Callable[[str, Tier, str], ModelState], choices: Choices
+        self,
+        router: Router,
+        state_of: Callable[[str, Tier, str], ModelState],
+        index: RunningRequests,
     ) -> None:
         self._router = router
         self._state_of = state_of
-        self._choices = choices
+        self._index = index
 
     @property
     def names(self) -> Collection[str]:
@@ -39,7 +35,7 @@ class AutoRouter:
         """Those that jobs of a name may go to."""
         return self._router.routes[name].models
 
-    def route(self, job: Job) -> Job:
+    def choose(self, job: Job) -> Job:
         """The job with a model; one that has a model already is left as it is.
 
         Raises ParameterError, naming the field, for a job that has a meaning with one model only.
@@ -61,11 +57,9 @@ class AutoRouter:
 
         return routed(job, self._router.choose(job.model, question, state_of))
 
-    async def settled(self, job: Job) -> Job:
+    async def settle(self, job: Job) -> Job:
         """A routed job with the model that was first chosen for it, by whichever scheduler. Its
         client may have tokens of that one, which no other model can go on with; so ask this of a
         job that was delivered before, and have it noted for each that was not."""
-        model, reason = await self._choices.settle_model(
-            job.request_id, job.model, job.route_reason
-        )
+        model, reason = await self._index.settle_model(job.request_id, job.model, job.route_reason)
         return msgspec.structs.replace(job, model=model, route_reason=reason)

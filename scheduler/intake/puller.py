@@ -1,4 +1,4 @@
-"""Pulls jobs when there is room for them or too few to choose from, and makes them ready."""
+"""Pulls jobs when there is capacity for them or too few to choose from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from bus.api import LeasedJob, Line
 from runtime.tasks import Tasks
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.dispatch.sender import Sender
-from scheduler.intake.model_cache import ModelCache
+from scheduler.intake.preparation import Preparation
 from scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
-from scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from scheduler.queues.backlog import Backlog, Pullable
-from schemas.errors import BusUnavailableError, MillraceError
+from schemas.errors import BusUnavailableError
 from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ class Puller:
         model: str,
         dispatchers: Mapping[str, Dispatcher],
         models: Collection[str],
-        model_cache: ModelCache,
+        preparation: Preparation,
     ) -> None:
         """``dispatchers`` are all that there are, by model; ``models`` those that these jobs may go
         to."""
@@ -62,12 +60,11 @@ class Puller:
         self._context = context
         self._by_model = dispatchers
         self._dispatchers = [dispatchers[one] for one in models]
-        self._model_cache = model_cache
+        self._preparation = preparation
         self._wake = asyncio.Event()
         self._is_counted = False
         for dispatcher in self._dispatchers:
             dispatcher.wakes.append(self._wake)
-        self._sender = Sender(context)
         self._pulls = Tasks()
         self._waits = Tasks()
         self._num_asked = dict.fromkeys(Tier, 0)
@@ -78,10 +75,7 @@ class Puller:
     def dispatcher(self) -> Dispatcher:
         """The one that its jobs wait for while they are in the queue: one that is served, if any
         is."""
-        return next(
-            (dispatcher for dispatcher in self._dispatchers if dispatcher.is_served),
-            self._dispatchers[0],
-        )
+        return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
 
     def published(self, line: Line) -> None:
         """A job has come."""
@@ -163,20 +157,17 @@ class Puller:
     def _limits(self, tier: Tier) -> _Limits:
         is_batch = tier is Tier.BATCH
         num_asked = sum([n for of, n in self._num_asked.items() if (of is Tier.BATCH) is is_batch])
-        capacity = (
-            max([dispatcher.spare_capacity(tier) for dispatcher in self._dispatchers]) - num_asked
-        )
-        capacity = max(capacity, 0)
-        num_here = sum([dispatcher.num_of(tier) for dispatcher in self._dispatchers])
+        spare = max([one.spare_capacity(tier) for one in self._dispatchers])
+        capacity = max(spare - num_asked, 0)
+        num_here = sum([one.queue.num_here(tier) for one in self._dispatchers])
         window = self._context.config.window_jobs + capacity - num_here - self._num_asked[tier]
         return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
         """How many jobs of a line to pull now: as many as there is room for beside what is here
         already, and a few to choose from."""
-        of_tenant = (
-            self._context.config.window_jobs_per_tenant + limits.capacity - pullable.num_here
-        )
+        per_tenant = self._context.config.window_jobs_per_tenant
+        of_tenant = per_tenant + limits.capacity - pullable.num_here
         return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
 
     async def _pull(self, line: Line, num_wanted: int) -> None:
@@ -226,7 +217,7 @@ class Puller:
 
     def _accept_all(self, line: Line, pulled: list[LeasedJob]) -> None:
         for leased in pulled:
-            self.admit(leased)
+            self.accept(leased)
         self._want(line)
         self._wake.set()
 
@@ -241,88 +232,29 @@ class Puller:
 
     # --- what was pulled ---
 
-    def admit(self, leased: LeasedJob) -> None:
+    def accept(self, leased: LeasedJob) -> None:
         """Answer for a delivered job from now on."""
-        now_s = self._context.clock.monotonic()
-        scheduled = self._context.job_table.get(leased.job.request_id)
-        if scheduled is not None and scheduled.lease.stream_sequence == leased.stream_sequence:
-            scheduled.renew_lease(leased, now_s)
-            if scheduled.phase is Phase.RUNNING:
-                self._by_model[scheduled.job.model].continue_where_it_runs(
-                    scheduled, scheduled.worker_id
-                )
+        context = self._context
+        scheduled = context.job_table.get(leased.job.request_id)
+        if scheduled is None:
+            self._accept_new(leased)
             return
-        if scheduled is not None:
+        dispatcher = self._by_model[scheduled.job.model]
+        if scheduled.lease.stream_sequence != leased.stream_sequence:
             # The same id was published anew, so the former job had ended.
-            self._by_model[scheduled.job.model].complete(scheduled)
-        self._take(self._scheduled_job(leased), self._dispatchers[0])
+            dispatcher.runner.complete(scheduled)
+            self._accept_new(leased)
+            return
+        scheduled.renew_lease(leased, context.clock.monotonic())
+        if scheduled.phase is Phase.RUNNING:
+            dispatcher.continue_where_it_runs(scheduled, scheduled.worker_id)
+
+    def _accept_new(self, leased: LeasedJob) -> None:
+        self._preparation.start(self._scheduled_job(leased), self._dispatchers[0])
 
     def _scheduled_job(self, leased: LeasedJob) -> ScheduledJob:
-        return ScheduledJob.of(
-            leased, self.backlog.of(leased.line), self._context.clock.monotonic()
-        )
-
-    def _take(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
-        dispatcher.add_preparing(scheduled)
-        if self._context.traces is not None:
-            scheduled.job, scheduled.trace = self._context.traces.start(
-                scheduled.job, scheduled.lease.num_deliveries, scheduled.timing.stored_ns
-            )
-        self._context.tasks.spawn(
-            self._prepare(scheduled, dispatcher), f"prepare {scheduled.request_id}"
-        )
-
-    async def _refuse(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
-        try:
-            await self._context.finalizer.finish(scheduled, terminal_status)
-        except BusUnavailableError as error:
-            logger.warning("a job will be refused later", extra={"reason": error.message})
-
-    async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
-        try:
-            await self._make_ready(scheduled, dispatcher)
-        except MillraceError as error:
-            dispatcher.finish(scheduled, refused(error))
-        except Exception as error:
-            logger.exception(
-                "a job could not be prepared", extra={"request_id": scheduled.request_id}
-            )
-            message = f"The job could not be prepared: {type(error).__name__}."
-            dispatcher.finish(scheduled, failed(MillraceError.code, message, retryable=False))
-        finally:
-            dispatcher.dispatch_ready()
-
-    async def _make_ready(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
-        context = self._context
-        terminal_status = context.why_unwanted(scheduled)
-        if terminal_status is None:
-            scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))
-            terminal_status = context.why_unwanted(scheduled)
-        if scheduled.is_ended:
-            return
-        if terminal_status is None and scheduled.lease.is_uncertain and not scheduled.ran_before:
-            scheduled.ran_before = await self._sender.is_known(scheduled)
-        if terminal_status is None and context.admission is not None:
-            terminal_status = await context.admission.admit(scheduled)
-        if terminal_status is not None:
-            dispatcher.finish(scheduled, terminal_status)
-        elif scheduled.ran_before:
-            await self._make_ready_again(scheduled, dispatcher)
-        elif scheduled.phase is Phase.PREPARING:
-            dispatcher.enqueue(scheduled)
-
-    async def _make_ready_again(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
-        """A job that was delivered before may be answered, or run somewhere still."""
-        holder = await self._sender.last_worker(scheduled)
-        if scheduled.is_ended:
-            return
-        scheduled.interrupted = bool(holder)
-        if holder is None:
-            dispatcher.acknowledge(scheduled)
-        elif holder and self._context.fleet.get(holder) is not None:
-            dispatcher.continue_where_it_runs(scheduled, holder)
-        else:
-            dispatcher.enqueue(scheduled)
+        now_s = self._context.clock.monotonic()
+        return ScheduledJob.of(leased, self.backlog.of(leased.line), now_s)
 
 
 def _tenant_of(line: Line) -> Tenant:

@@ -1,10 +1,9 @@
-"""Lets in jobs that no gateway let in, within what their tenants may use."""
+"""Admits jobs that no gateway admitted, within what their tenants may use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import Decimal
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -15,14 +14,12 @@ from bus.tenancy.errors import RateLimitError
 from bus.tenancy.keeper import LimitKeeper
 from registry.pricing import PriceBook, cost
 from runtime.clock import Clock
+from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.terminal_status import TerminalStatus, failed, over_limit, refused
 from schemas.control import Reservation
 from schemas.errors import MillraceError
 from schemas.jobs import Job, Tier
 from schemas.tenants import may_reply_to
-
-if TYPE_CHECKING:
-    from scheduler.jobs.scheduled_job import ScheduledJob
 
 # What a job without a deadline has set aside frees its place and its share of the budget after this
 # time. What it used is charged whenever it ends.
@@ -77,28 +74,28 @@ class JobAdmission:
             spent_key=spent_key(tenant_account(job.tenant), month_of(now_ns)),
         )
         try:
-            taken = await self._take(reservation_id, job, now_ns)
+            is_local = await self._reserve(reservation_id, job, now_ns)
         except RateLimitError as error:
             return None if scheduled.ran_before else self._refuse(scheduled, over_limit(error))
         except MillraceError as error:
             return None if scheduled.ran_before else self._refuse(scheduled, refused(error))
-        scheduled.is_reserved_here = taken
+        scheduled.is_reserved_here = is_local
         if scheduled.is_ended:
-            self.left(scheduled)
+            self.release_local(scheduled)
         return None
 
-    async def release_reservation(self, scheduled: ScheduledJob) -> None:
+    async def release(self, scheduled: ScheduledJob) -> None:
         """No worker answers it: nothing is charged. Returns once Redis knows, or is away."""
         if scheduled.reservation is not None:
             await self._keeper.settle(scheduled.reservation.reservation_id, None, None)
 
-    def left(self, scheduled: ScheduledJob) -> None:
+    def release_local(self, scheduled: ScheduledJob) -> None:
         """It is over here: free the place that it had within this process, while Redis was away."""
         if scheduled.reservation is not None and scheduled.is_reserved_here:
             scheduled.is_reserved_here = False
             self._keeper.settle_here(scheduled.reservation.reservation_id)
 
-    async def _take(self, reservation_id: str, job: Job, now_ns: int) -> bool:
+    async def _reserve(self, reservation_id: str, job: Job, now_ns: int) -> bool:
         """Whether it was set aside within this process, as Redis is away."""
         num_prompt_tokens = len(job.prompt_token_ids or ())
         max_tokens = 0 if job.pooling is not None else job.sampling.max_tokens or 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -15,7 +14,9 @@ from bus.jobs import decoding
 from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, device_cost
 from runtime.clock import Clock
+from runtime.retry import doubling_delays, retry
 from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.running_requests import RunningRequests
 from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.terminal_status import TerminalStatus
 from scheduler.jobs.tracing import JobTraces
@@ -30,12 +31,6 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 
-class Generations(Protocol):
-    """What is written into the index of who runs what."""
-
-    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
-
-
 class Finalizer:
     """Record, stored result, terminal frame, a note in the index, then the ack. Until the ack the
     queue has the job: if we die before, it is delivered and answered again, and its record is known
@@ -47,7 +42,7 @@ class Finalizer:
         self,
         bus: Bus,
         clock: Clock,
-        generations: Generations,
+        running_requests: RunningRequests,
         prices: Callable[[str], PriceBook],
         traces: JobTraces | None = None,
         admission: JobAdmission | None = None,
@@ -55,7 +50,7 @@ class Finalizer:
         """``prices`` of a model."""
         self._bus = bus
         self._clock = clock
-        self._generations = generations
+        self._running_requests = running_requests
         self._prices = prices
         self._traces = traces
         self._admission = admission
@@ -94,7 +89,7 @@ class Finalizer:
             result = _result(job, terminal_status, now_ns)
             await self._insist(lambda: self._bus.results.store(result))
         await self._insist(lambda: self._publish_frame(job, terminal_status, 0))
-        await self._generations.finish(job.request_id, NOBODY, 0)
+        await self._running_requests.finish(job.request_id, NOBODY, 0)
 
     async def _answer(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
         job, epoch = scheduled.job, scheduled.next_epoch
@@ -105,9 +100,9 @@ class Finalizer:
         if job.store_result:
             await self._bus.results.store(_result(job, terminal_status, now_ns))
         if self._admission is not None:
-            await self._admission.release_reservation(scheduled)
+            await self._admission.release(scheduled)
         await self._publish_frame(job, terminal_status, epoch)
-        await self._generations.finish(job.request_id, NOBODY, epoch)
+        await self._running_requests.finish(job.request_id, NOBODY, epoch)
         self._count(job, terminal_status)
         logger.info(
             "ended without a worker",
@@ -159,15 +154,12 @@ class Finalizer:
             )
 
     async def _insist(self, step: Callable[[], Awaitable[None]]) -> None:
-        backoff_s = _FIRST_BACKOFF_S
-        while True:
-            try:
-                await step()
-            except BusUnavailableError:
-                await self._clock.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-            else:
-                return
+        delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+        await retry(step, delays, self._clock.sleep, retried=_is_unavailable)
+
+
+def _is_unavailable(error: Exception) -> bool:
+    return isinstance(error, BusUnavailableError)
 
 
 def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult:

@@ -270,13 +270,18 @@ class JobTable:
         return self._jobs.get(request_id)
 
     def add(self, scheduled: ScheduledJob) -> None:
+        """It was pulled, and is this scheduler's to answer for."""
         assert scheduled.request_id not in self._jobs, "the job is in the table already"
         self._jobs[scheduled.request_id] = scheduled
+        scheduled.queue_counts.num_ours += 1
+        scheduled.start_waiting_here()
 
     def remove(self, scheduled: ScheduledJob, error: str = "") -> None:
         """The job is over here, for ``error`` if it failed; what is still in flight for it finds it
         ended."""
         scheduled.enter(Phase.ENDED)
+        scheduled.stop_waiting_here()
+        scheduled.queue_counts.num_ours -= 1
         if scheduled.trace is not None:
             scheduled.trace.finish(error)
         if self._jobs.get(scheduled.request_id) is scheduled:

@@ -54,6 +54,8 @@ class FairQueue:
         self._queued: set[ScheduledJob] = set()
         self._passed: dict[ScheduledJob, None] = {}
         self._num_of = dict.fromkeys(Tier, 0)
+        self._expected: set[ScheduledJob] = set()
+        self._num_expected = dict.fromkeys(Tier, 0)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -104,7 +106,18 @@ class FairQueue:
 
     # --- in and out ---
 
+    def expect(self, scheduled: ScheduledJob) -> None:
+        """It is made ready, and will be pushed unless it is removed before."""
+        self._expected.add(scheduled)
+        self._num_expected[scheduled.job.tier] += 1
+
+    def _expect_no_more(self, scheduled: ScheduledJob) -> None:
+        if scheduled in self._expected:
+            self._expected.remove(scheduled)
+            self._num_expected[scheduled.job.tier] -= 1
+
     def push(self, scheduled: ScheduledJob) -> None:
+        self._expect_no_more(scheduled)
         self._members[scheduled] = next(self._numbers)
         tenant = scheduled.tenant
         self._num_of[tenant.tier] += 1
@@ -129,6 +142,7 @@ class FairQueue:
 
     def remove(self, scheduled: ScheduledJob) -> None:
         """It waits here no more, whether it was sent or is over."""
+        self._expect_no_more(scheduled)
         if self._members.pop(scheduled, None) is None:
             return
         self._num_of[scheduled.job.tier] -= 1
@@ -230,6 +244,18 @@ class FairQueue:
         if name in self._ready[tier]:
             self._ready[tier].set(name, self._counter(tenant))
 
+    def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
+        """It was sent to a worker that has so much of it cached."""
+        scheduled.service.charged_tokens = scheduled.service.tokens - num_cached_tokens
+        self.charge(scheduled.tenant, scheduled.service.charged_tokens)
+
+    def refund_attempt(self, scheduled: ScheduledJob) -> None:
+        """The attempt that its tenant was charged for is over; what it really took is charged when
+        a worker tells."""
+        if scheduled.service.charged_tokens:
+            self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
+            scheduled.service.charged_tokens = 0.0
+
     def _counter(self, tenant: Tenant) -> float:
         return self._tenants[tenant.tier].counter(tenant.name)
 
@@ -252,6 +278,10 @@ class FairQueue:
     def num_of(self, tier: Tier) -> int:
         """Jobs of a tier that wait here."""
         return self._num_of[tier]
+
+    def num_here(self, tier: Tier) -> int:
+        """The same, with those that are made ready."""
+        return self._num_of[tier] + self._num_expected[tier]
 
     # --- what will be ---
 

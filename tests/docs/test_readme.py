@@ -31,6 +31,15 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_headings_that_are_linked_exist(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
+        page = (document.parent / target) if target else document
+        headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
 def test_make_targets_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?\bmake ([a-z]+)\b(?=[`\s])", document.read_text()):

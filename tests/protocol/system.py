@@ -18,7 +18,7 @@ from bus.memory import MemoryBroker
 from registry.served import ServedModel
 from runtime.clock import Clock
 from runtime.virtual_time import VirtualClock, VirtualTimeLoop
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import (
     EngineConfig,
     NatsConfig,
@@ -216,7 +216,8 @@ class System:
 
     def _launch_scheduler(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
         config = msgspec.structs.replace(_SCHEDULER, scheduler_id=process.name)
-        scheduler = Scheduler(bus, config, self.clock, [MODEL], lambda _name: self.model, index)
+        catalogue = ModelCatalogue([MODEL], lambda _name: self.model)
+        scheduler = Scheduler(bus, config, self.clock, catalogue, index)
         life = self.schedulers[process.name] = SchedulerLife(process, scheduler)
         process.start(scheduler.run(life.stopping))
 

@@ -134,7 +134,7 @@ async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) 
     assert (held.status, held.limit) == (Status.SHED, "monthly_budget")
     assert await settle(bench, job, 10, 10)
     assert not await settle(bench, job, 10, 10), "a worker that answers again"
-    await door_of(bench).release_reservation(job)
+    await door_of(bench).release(job)
     assert await spent(bench, "acme") == 10
     assert await standing(bench, "acme") == (0, 10)
     assert await door_of(bench).admit(scheduled_job("acme")) is None
@@ -197,7 +197,7 @@ async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
     job = scheduled_job("acme")
     admission = door_of(bench)
     assert await admission.admit(job) is None
-    await admission.release_reservation(job)
+    await admission.release(job)
     assert await spent(bench, "acme") == 0
     assert await admission.admit(scheduled_job("acme")) is None
 
@@ -211,7 +211,7 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     terminal_status = await admission.admit(scheduled_job("acme"))
     assert terminal_status is not None
     assert terminal_status.limit == "concurrent_requests"
-    admission.left(jobs[0])
+    admission.release_local(jobs[0])
     assert await admission.admit(scheduled_job("acme")) is None
     # It is charged all the same, by its worker, once Redis is there.
     assert await settle(bench, jobs[0], 11, 11)

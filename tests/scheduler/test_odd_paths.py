@@ -74,7 +74,7 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     scheduled = scheduler.context.job_table.get("r1")
     assert scheduled is not None
     await world.until(lambda: scheduled.phase is Phase.RUNNING)
-    scheduler.pullers["m"].admit(redelivered(scheduler, "r1"))
+    scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     await worker.finish("r1")
     await world.pass_s(0.5)
     view = scheduler.context.fleet.get(worker.worker_id)
@@ -92,7 +92,7 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     scheduled = scheduler.context.job_table.get("r1")
     assert scheduled is not None
     await world.until(lambda: scheduled.phase is Phase.RUNNING)
-    scheduler.pullers["m"].admit(redelivered(scheduler, "r1"))
+    scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     scheduler._on_status(first.status(retired=True))
     await first.kill()
     await world.until(lambda: "r1" in second.running)
@@ -247,7 +247,7 @@ async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
         router=Router({"auto": Route(small="small", large="large")}),
     )
     await world.open()
-    settle = world.generations.settle_model
+    settle = world.running_requests.settle_model
     is_away = True
 
     async def slow(request_id: str, model: str, reason: str) -> tuple[str, str]:
@@ -255,7 +255,7 @@ async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
             await world.clock.sleep(0.1)
         return await settle(request_id, model, reason)
 
-    monkeypatch.setattr(world.generations, "settle_model", slow)
+    monkeypatch.setattr(world.running_requests, "settle_model", slow)
     worker = await world.add_worker("s", num_slots=2, model="small")
     for number in range(400):
         await world.client.jobs.publish(job(f"r{number}", model="auto", **_WORDS))

@@ -16,10 +16,10 @@ import pytest
 from bus.api import Bus
 from bus.nats import connect
 from runtime.clock import SystemClock
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig
 from tests.scheduler.scripted_worker import ScriptedWorker
-from tests.scheduler.world import CONFIG, LINE, FakeGenerations, job, load_fake
+from tests.scheduler.world import CONFIG, LINE, FakeRunningRequests, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
 from tests.support.waiting import eventually
 
@@ -49,7 +49,8 @@ async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
     bus = await connect(config, "scheduler")
     # On the real clock of a busy machine an answer may take a while.
     settings = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
-    made = Scheduler(bus, settings, SystemClock(), ["m"], load_fake, FakeGenerations())
+    catalogue = ModelCatalogue(["m"], load_fake)
+    made = Scheduler(bus, settings, SystemClock(), catalogue, FakeRunningRequests())
     stopping = asyncio.Event()
     running = asyncio.create_task(made.run(stopping))
     await made.ready.wait()

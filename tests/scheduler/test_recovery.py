@@ -108,14 +108,14 @@ async def test_a_job_cancelled_while_its_worker_died_ends_as_cancelled(world: Wo
 
 async def test_a_cancel_that_overtook_the_dispatch_reaches_the_worker(world: World) -> None:
     worker = await world.add_worker()
-    dispatcher = world.schedulers[0].dispatchers["m"]
-    accepted = dispatcher._accepted
+    runner = world.schedulers[0].dispatchers["m"].runner
+    accepted = runner._accepted
 
     def cancel_first(scheduled: object) -> None:
         world.schedulers[0].context.cancels.add("r1", CancelReason.CLIENT, 0.0)
         accepted(scheduled)  # type: ignore[arg-type]
 
-    dispatcher._accepted = cancel_first  # type: ignore[method-assign]
+    runner._accepted = cancel_first  # type: ignore[method-assign]
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: [cancel.request_id for cancel in worker.cancels] == ["r1"])
 
@@ -222,7 +222,7 @@ async def test_a_redelivered_job_that_is_answered_is_not_run_again(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     await worker.kill()
-    world.generations.known["r1"] = Generation(worker_id="a", epoch=1, finished=True)
+    world.running_requests.known["r1"] = Generation(worker_id="a", epoch=1, finished=True)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: world.num_stored == 0, within_s=7.0)
@@ -235,7 +235,9 @@ async def test_a_redelivered_job_goes_on_at_the_worker_that_has_it(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     worker._tasks[1].cancel()
-    world.generations.known["r1"] = Generation(worker_id=worker.worker_id, epoch=70, finished=False)
+    world.running_requests.known["r1"] = Generation(
+        worker_id=worker.worker_id, epoch=70, finished=False
+    )
     await world.add_worker("b")
     await world.add_scheduler()
     await world.until(lambda: worker.running["r1"].epoch > 1, within_s=7.0)

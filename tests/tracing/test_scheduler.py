@@ -34,7 +34,7 @@ def kept(world: World) -> KeptSpans:
     context.traces = JobTraces(tracing, world.clock)
     prices = scheduler.model_cache.prices
     context.finalizer = Finalizer(
-        context.bus, world.clock, world.generations, prices, context.traces
+        context.bus, world.clock, world.running_requests, prices, context.traces
     )
     return kept
 
