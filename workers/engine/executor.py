@@ -26,8 +26,8 @@ _sequence = itemgetter(0)
 
 class _PendingStep(NamedTuple):
     """A plan whose step is in flight. The tokens that the device chooses for ``step.by_device``
-    replace the placeholders at ``places`` of their sequences. ``chunks`` are computed tokens without
-    logits; ``weights`` are the shares of the items of the plan in the time of the step."""
+    replace the placeholders at ``places`` of their sequences. ``chunks`` are computed tokens
+    without logits; ``weights`` are the shares of the items of the plan in the time of the step."""
 
     plan: list[ScheduledSequence]
     work: StepWork
