@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.request import message_fields, parsing
+from gateway.responses import input as responses_input
 from runtime.json_schema import Schema
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
@@ -25,19 +27,10 @@ from schemas.tools import MAX_TOOLS
 REF = "#/components/schemas/{name}"
 
 _UNHONOURED = "Known, but not honoured: leave it out, or give a value that asks for nothing."
-# Of fields that are known but not honoured: the values that ask for nothing, beside null.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([], {}),
-    "background": (False,),
-    "context_management": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([], {}),
-    "include_obfuscation": (False,),
-    "modalities": ([], ["text"]),
-    "reasoning": ({},),
-    "store": (False,),
-    "suffix": ("",),
-}
+# By field: the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = (
+    responses_input.NEUTRAL | message_fields.NEUTRAL_IN_MESSAGE | parsing.NEUTRAL
+)
 _STRING: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}
 _JSON_SCHEMA: Schema = {"type": "object", "description": "A JSON Schema."}
@@ -174,7 +167,7 @@ def refine(name: str, component: Schema) -> Schema:
 
 def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
     if more is None and schema == {"default": None}:
-        return {"enum": [None, *NEUTRAL.get(field, ())], "description": _UNHONOURED, **schema}
+        return {"enum": list(_NEUTRAL.get(field, (None,))), "description": _UNHONOURED, **schema}
     if more is None:
         return schema
     if not more.keys() & _KEYWORDS:
