@@ -20,7 +20,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from benchmarks.figures import percentile
+from benchmarks.support.figures import percentile
 from bus import nats
 from bus.api import Bus, Line
 from bus.running_requests import Generation

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.figures import percentile
+from benchmarks.support.figures import percentile
 from schemas.config import (
     Config,
     EngineConfig,

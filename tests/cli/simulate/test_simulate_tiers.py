@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.figures import percentile
+from benchmarks.support.figures import percentile
 from schemas.config import SimulationConfig
 from schemas.jobs import Tier
 from schemas.records import Status

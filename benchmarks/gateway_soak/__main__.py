@@ -26,9 +26,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.gateway_process import GatewayProcess, running_gateway
-from benchmarks.gateway_soak_clients import run_soak_clients
-from benchmarks.simulated_worker import simulated_worker
+from benchmarks.gateway_soak.clients import run_soak_clients
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.simulated_worker import simulated_worker
 
 _TOKENS_PER_S = 20.0
 _SAMPLE_S = 1.0

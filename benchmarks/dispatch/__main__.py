@@ -23,10 +23,10 @@ import nats as nats_py
 import uvloop
 from nats.js.api import ConsumerConfig, StreamConfig
 
-from benchmarks.bus_client import Service
-from benchmarks.dispatch_sinks import Sinks
-from benchmarks.figures import percentile
-from benchmarks.simulated_system import SimulatedSystem, simulated_system
+from benchmarks.dispatch.sinks import Sinks
+from benchmarks.support.bus_client import Service
+from benchmarks.support.figures import percentile
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
 
 _GOAL_PER_S = 2_000

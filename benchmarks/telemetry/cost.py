@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry_cost``: what records cost a worker.
+"""``python -m benchmarks.telemetry.cost``: what records cost a worker.
 
 One worker process on a simulated engine, behind nats-server, Redis and a scheduler, answers
 requests at a steady rate. By turns, some seconds each, it makes and publishes its records and
@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.bus_client import Service
-from benchmarks.simulated_system import SimulatedSystem, simulated_system
+from benchmarks.support.bus_client import Service
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus.nats.stores import NatsOutbox
 from runtime.settings import load_config
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
@@ -116,7 +116,7 @@ def _start_worker(system: SimulatedSystem, folder: Path) -> subprocess.Popen[byt
     file.write_bytes(msgspec.yaml.encode(system.config))
     with (folder / "worker.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.telemetry_cost", "--worker", str(file)],
+            [sys.executable, "-m", "benchmarks.telemetry.cost", "--worker", str(file)],
             stdout=log,
             stderr=log,
             preexec_fn=die_with_parent,
@@ -193,7 +193,7 @@ def _run_worker(file: str) -> None:
 
 def main() -> int:
     """1 if the goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry_cost", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.cost", description=__doc__)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
     parser.add_argument("--turns", type=int, default=10, help="with records, and as many without")
     parser.add_argument("--turn-s", type=float, default=6.0)

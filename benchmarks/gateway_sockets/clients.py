@@ -17,7 +17,7 @@ import uvloop
 from bench.clients.socket_client import frame
 from bench.files import allow_many_files
 from bench.health import HealthProbe
-from benchmarks.gateway_clients import HANDSHAKE, socket_request
+from benchmarks.support.gateway_clients import HANDSHAKE, socket_request
 from tests.support.waiting import eventually
 
 MAX_TOKENS = 2_000

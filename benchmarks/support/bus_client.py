@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from benchmarks.simulated_system import MODEL
+from benchmarks.support.simulated_system import MODEL
 from bus.api import Bus
 from schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Started, Usage
 from schemas.jobs import Job, Tier

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 
-from benchmarks.simulated_system import MODEL
+from benchmarks.support.simulated_system import MODEL
 from bus.api import Bus, Subscription
 from schemas.control import Dispatch, Ended, Served, WorkerCommand, WorkerReply, WorkerStatus
 from tests.support.waiting import eventually

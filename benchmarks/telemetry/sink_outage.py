@@ -1,4 +1,4 @@
-"""``python -m benchmarks.sink_outage``: how long until the lag is gone after ClickHouse was away.
+"""``python -m benchmarks.telemetry.sink_outage``: how long a lag lasts after ClickHouse was down.
 
 nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
 embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.record_kafka import CHOICES, available, running_kafka
-from benchmarks.record_load import Published, RecordLoad, record_load
+from benchmarks.telemetry.kafka import CHOICES, available, running_kafka
+from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
 from bus import nats
 from bus.api import Bus
 from runtime.clock import SystemClock
@@ -184,7 +184,7 @@ async def _one(
 
 def main() -> int:
     """1 if the goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="benchmarks.sink_outage", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.sink_outage", description=__doc__)
     parser.add_argument("--outage-s", type=float, default=300.0)
     parser.add_argument("--rate", type=float, default=2_000.0, help="records a second")
     parser.add_argument("--kafka", choices=CHOICES, default=available()[0])

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry_chaos``: is every record counted once, whatever is killed?
+"""``python -m benchmarks.telemetry.chaos``: is every record counted once, whatever is killed?
 
 nats-server, a Kafka (Apache's broker where java and its jars can be had, and the embedded one) and
 ``python -m telemetry``, all as processes; records are published all the time. In turn, at random
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.record_kafka import CHOICES, Kafka, available, running_kafka
-from benchmarks.record_load import Published, record_load
+from benchmarks.telemetry.kafka import CHOICES, Kafka, available, running_kafka
+from benchmarks.telemetry.record_load import Published, record_load
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess
@@ -190,7 +190,7 @@ async def drill(name: str, plan: Plan, directory: Path) -> bool:
 
 def main() -> int:
     """0 if nothing is missing or double."""
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry_chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="for each Kafka")
     parser.add_argument("--rate", type=float, default=500.0, help="records a second")
     parser.add_argument("--kafka", choices=CHOICES, help="only this one")

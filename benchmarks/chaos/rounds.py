@@ -12,9 +12,9 @@ from itertools import pairwise
 import httpx
 import msgspec
 
-from benchmarks.chaos_clients import Answer, PartsAnswer, TimedClient
-from benchmarks.chaos_faults import Event, Struck
-from benchmarks.chaos_loads import LOADS, Load
+from benchmarks.chaos.clients import Answer, PartsAnswer, TimedClient
+from benchmarks.chaos.faults import Event, Struck
+from benchmarks.chaos.loads import LOADS, Load
 from tests.support.system import System
 from tests.support.waiting import eventually
 

@@ -1,5 +1,5 @@
-"""``python -m benchmarks.record_load --nats URL --rate N``: records into the outbox, as a running
-system publishes them, until SIGTERM.
+"""``python -m benchmarks.telemetry.record_load --nats URL --rate N``: records into the outbox, as
+a running system publishes them, until SIGTERM.
 
 Half are requests, half their deliveries, and one in a hundred is a worker's sample. At the end it
 prints as JSON how many of each the outbox has taken: numbers from 0 on, without a gap.
@@ -48,7 +48,7 @@ class RecordLoad:
     def __init__(self, nats_url: str, rate: float) -> None:
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.record_load"),
+                *(sys.executable, "-m", "benchmarks.telemetry.record_load"),
                 *("--nats", nats_url, "--rate", str(rate)),
             ],
             stdout=subprocess.PIPE,
@@ -138,7 +138,7 @@ async def _run(nats_url: str, rate: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.record_load", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.record_load", description=__doc__)
     parser.add_argument("--nats", required=True, metavar="URL")
     parser.add_argument("--rate", type=float, required=True, help="records a second")
     given = parser.parse_args()

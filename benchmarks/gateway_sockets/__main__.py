@@ -7,7 +7,7 @@ gateway's resident memory over their number is what a connection costs. Then eac
 generation that a simulated worker answers with 2 tokens/s. The text of a token is the time at which
 the worker sent it, so its latency is from the worker's publish to the arrival in the client's
 process, on the one monotonic clock of the machine. Beside it stands the raw stack: the same
-libraries with a bare handler between them (``benchmarks.raw_stack``).
+libraries with a bare handler between them (``benchmarks.support.raw_stack``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import uvloop
 
 from bench.files import allow_many_files
 from bench.health import ProcessHealth
-from benchmarks.gateway_process import running_gateway
-from benchmarks.gateway_sockets_clients import MAX_TOKENS, ClientProcesses
-from benchmarks.raw_stack import REPLY, RawStack, raw_stack, request_id
-from benchmarks.simulated_worker import MODEL, SimulatedWorker
+from benchmarks.gateway_sockets.clients import MAX_TOKENS, ClientProcesses
+from benchmarks.support.gateway_process import running_gateway
+from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
+from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
 from bus import nats
 from bus.nats import NatsBus
 from schemas.config import NatsConfig

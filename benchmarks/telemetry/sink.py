@@ -1,4 +1,4 @@
-"""``python -m benchmarks.sink``: rows per second from Kafka into ClickHouse's embedded engine.
+"""``python -m benchmarks.telemetry.sink``: rows per second from Kafka into embedded ClickHouse.
 
 The whole sink, pinned to one core (the embedded Kafka has the others), with decoding, ledger and
 offset commits; beside it each of its steps alone, on the same rows, in processor time. A machine
@@ -43,7 +43,7 @@ Steps = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.sink", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.sink", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6, help=f"of {_ROUND_ROWS} rows")
     parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
     given = parser.parse_args()

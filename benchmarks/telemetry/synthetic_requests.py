@@ -1,6 +1,6 @@
-"""``python -m benchmarks.synthetic_requests --rows 1000000 --path DIR``: an embedded store full of
-requests that were never made: 30 days of 50 tenants, 2,000 users and 5 models, with the deliveries
-and the workers' samples that go with them, and usage by the minute.
+"""``python -m benchmarks.telemetry.synthetic_requests --rows 1000000 --path DIR``: a store full of
+requests that were never made: 30 days of 50 tenants, 2,000 users and 5 models, with their
+deliveries, the workers' samples that go with them, and usage by the minute.
 
 Traffic rises and falls with the day; a few tenants make most of it; one row in a hundred is stored
 twice, as after a crash. The same seed makes the same rows but for the time, which ends now.
@@ -361,7 +361,9 @@ async def _make(path: Path, num_rows: int, days: float, sample_s: int, seed: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.synthetic_requests", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.telemetry.synthetic_requests", description=__doc__
+    )
     parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests")
     parser.add_argument("--days", type=float, default=30.0, help="over how many days")
     parser.add_argument(

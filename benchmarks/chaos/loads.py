@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos_clients import KINDS, TimedClient, TimedParts
+from benchmarks.chaos.clients import KINDS, TimedClient, TimedParts
 from tests.support.system import System
 
 _TEXTS = {

@@ -2,7 +2,7 @@
 
 A whole ``millrace up`` with the demo model on real engines: two workers, two gateways. Clients,
 half by WebSocket and half by server-sent events, stream greedy answers; in each round something
-happens to parts (``benchmarks.chaos_faults`` has the table): ``kill -9`` of a worker, of its
+happens to parts (``benchmarks.chaos.faults`` has the table): ``kill -9`` of a worker, of its
 engine, of both workers, of the scheduler, alone or with a worker, of a gateway (whose clients go on
 at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
 for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
@@ -30,9 +30,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos_faults import DISK_FULL, EVENTS, Event
-from benchmarks.chaos_round import Round, Streams
-from benchmarks.figures import percentile
+from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
+from benchmarks.chaos.rounds import Round, Streams
+from benchmarks.support.figures import percentile
 from tests.support.small_disk import NoDiskError, mounted_disk
 from tests.support.system import System
 

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
-from benchmarks.soak_checks import problems, twins
-from benchmarks.soak_requests import LONGEST_TOKENS, Drawer, Expected
+from benchmarks.soak.checks import problems, twins
+from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected
 
 SHAPE = LlamaShape(
     hidden_size=64,

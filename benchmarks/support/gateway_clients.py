@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from bench.clients.socket_client import frame
-from benchmarks.simulated_worker import MODEL
+from benchmarks.support.simulated_worker import MODEL
 
 TEXT_FRAME = 0x1
 HANDSHAKE = (

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from benchmarks.chaos_disk import fill_for
+from benchmarks.chaos.disk import fill_for
 from bus import nats
 from runtime.process import MISCONFIGURED
 from schemas.config import NatsConfig

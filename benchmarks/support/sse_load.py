@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.figures import RequestTimes, percentile
+from benchmarks.support.figures import RequestTimes, percentile
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

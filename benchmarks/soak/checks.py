@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from benchmarks.soak_requests import Expected
+from benchmarks.soak.requests import Expected
 
 _SUM = re.compile(r"[0-9]{1,4}(\+[0-9]{1,4})*")
 _LETTERS = re.compile(r"[a-z]{1,30}( [a-z]{1,30}){0,4}")

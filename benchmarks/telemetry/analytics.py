@@ -1,8 +1,8 @@
-"""``python -m benchmarks.analytics``: how long each saved query takes over a million requests.
+"""``python -m benchmarks.telemetry.analytics``: how long a saved query takes over a million rows.
 
 Every query of ``telemetry/queries`` is asked as the operations page asks it, over the last 15
-minutes, day and 30 days of what ``benchmarks.synthetic_requests`` makes (``--path`` of a store that
-it made before saves the making), on the embedded engine. The goal is 300 ms each.
+minutes, day and 30 days of what ``benchmarks.telemetry.synthetic_requests`` makes (``--path`` of a
+store that it made before saves the making), on the embedded engine. The goal is 300 ms each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.synthetic_requests import fill
+from benchmarks.telemetry.synthetic_requests import fill
 from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
 from schemas.control import TelemetryQuery
@@ -127,7 +127,7 @@ async def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.analytics", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.analytics", description=__doc__)
     parser.add_argument("queries", nargs="*", help="names of saved queries (default: all)")
     parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests to make")
     parser.add_argument("--runs", type=int, default=5, help="of each query")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.figures import RequestTimes
-from benchmarks.prompts import Prompt
+from benchmarks.support.figures import RequestTimes
+from benchmarks.support.prompts import Prompt
 from schemas.sampling import SamplingParams
 from workers.engine.engine import Engine
 from workers.engine.types import EngineRequest

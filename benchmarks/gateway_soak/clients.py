@@ -16,7 +16,7 @@ import uvloop
 
 from bench.clients.socket_client import frame
 from bench.files import allow_many_files
-from benchmarks.gateway_clients import HANDSHAKE, TEXT_FRAME, socket_request, sse_request
+from benchmarks.support.gateway_clients import HANDSHAKE, TEXT_FRAME, socket_request, sse_request
 
 # A small window has a stall reach the gateway, instead of staying in the kernel's buffers.
 _RECEIVE_BUFFER_BYTES = 4_096
