@@ -16,7 +16,7 @@ from schemas.errors import MillraceError, ParameterError
 if TYPE_CHECKING:
     from bus.api import Bus
     from cli.top_view import Snapshot
-    from gateway.streams.fleet import Fleet
+    from gateway.streams.fleet_view import FleetView
 
 _T = TypeVar("_T")
 
@@ -63,12 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _run(arguments: argparse.Namespace) -> int:
     from bus import nats
-    from gateway.streams.fleet import Fleet
+    from gateway.streams.fleet_view import FleetView
     from runtime.clock import SystemClock
 
     config = locate_nats(arguments.data, arguments.nats)
     bus = await nats.connect(config, "millrace-top")
-    fleet = Fleet(SystemClock())
+    fleet = FleetView(SystemClock())
     try:
         await fleet.start(bus)
         place = config.url.rpartition("@")[2]  # what is before it may be a password
@@ -85,7 +85,7 @@ class Source:
     """Where snapshots come from: heartbeats and queue statuses, which are listened to, and
     telemetry, which is asked."""
 
-    def __init__(self, bus: Bus, fleet: Fleet, place: str) -> None:
+    def __init__(self, bus: Bus, fleet: FleetView, place: str) -> None:
         self._bus = bus
         self._fleet = fleet
         self._place = place

@@ -130,7 +130,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     open: bool = True
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client saw of one job's answer before another connection went on with it, in the terms
     of ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not come to pass; ``epoch`` is
     the latest run that was heard of, one of ``num_epochs``."""
@@ -152,7 +152,7 @@ class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     holds it from now on. ``seen`` is by the id of the job, of which an answer may have several."""
 
     token_ids: tuple[int, ...] = ()
-    seen: dict[str, Seen] = {}
+    seen: dict[str, DeliveryStatistics] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
