@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 import uvloop
 
-from benchmarks.bus_client import Answer, Service
-from benchmarks.figures import percentile
-from benchmarks.simulated_system import simulated_system
+from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.figures import percentile
+from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
 from workers.simulated.latency_model import LatencyModel
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.closed_loop import greedy_request, run_closed_loop
-from benchmarks.figures import RequestTimes, percentile
-from benchmarks.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
+from benchmarks.support.closed_loop import greedy_request, run_closed_loop
+from benchmarks.support.figures import RequestTimes, percentile
+from benchmarks.support.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
 from schemas.config import EngineConfig
 from workers.engine.threads import configure_threads
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from benchmarks.figures import percentile
+from benchmarks.support.figures import percentile
 from bus import nats
 from bus.api import Bus, Line
 from bus.running_requests import Generation
@@ -46,7 +46,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoIndex:
-    """See ``workers.host.index.Generations``: nobody asks who runs what."""
+    """See ``workers.host.leases.index.Generations``: nobody asks who runs what."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 

@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 import uvloop
 
-from benchmarks.bus_client import Answer, Service
-from benchmarks.figures import percentile
-from benchmarks.simulated_system import SimulatedSystem, simulated_system
+from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.figures import percentile
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 

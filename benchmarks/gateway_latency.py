@@ -35,8 +35,8 @@ from bench.clients.exchange import Exchange
 from bench.health import HealthProbe, ProcessHealth
 from bench.prompts import Prompted
 from bench.settings import Settings
-from benchmarks.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
-from benchmarks.simulated_worker import MODEL, simulated_worker
+from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
+from benchmarks.support.simulated_worker import MODEL, simulated_worker
 from bus import nats, subjects
 from bus.nats import NatsBus
 from schemas.config import NatsConfig

@@ -6,9 +6,9 @@ A scripted worker sends one token to every stream in each step: first at a stead
 gateway follows token by token (uncoalesced), then as fast as it can, so that tokens gather and
 leave together (coalesced). The figure is tokens per second of one gateway core: tokens over the CPU
 time of the gateway process. Beside each stands the raw stack, the same libraries with a bare
-handler between them (``benchmarks.raw_stack``), and once the two floors: the same messages received
-and decoded by the bus's reader and thrown away, and a write of a token's size to each client by a
-bare uvloop server.
+handler between them (``benchmarks.support.raw_stack``), and once the two floors: the same messages
+received, decoded by the bus's reader and dropped, and a write of a token's size to each client by
+a bare uvloop server.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks.gateway_clients import HANDSHAKE, socket_request, sse_request
-from benchmarks.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
-from benchmarks.raw_stack import REPLY, raw_stack, request_id
-from benchmarks.simulated_worker import LockstepWorker, take_jobs
+from benchmarks.support.gateway_clients import HANDSHAKE, socket_request, sse_request
+from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
+from benchmarks.support.raw_stack import REPLY, raw_stack, request_id
+from benchmarks.support.simulated_worker import LockstepWorker, take_jobs
 from bus import nats
 from bus.nats import NatsBus
 from gateway.server import tune_gc

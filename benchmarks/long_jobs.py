@@ -18,7 +18,7 @@ from bus import codec
 from bus.jobs.decoding import read_job
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from scheduler.intake.model_cache import Shelf
+from scheduler.intake.model_cache import ModelCache
 from schemas.errors import MillraceError
 from schemas.jobs import ChatMessage, Job
 from schemas.tenants import LOCAL_TENANT
@@ -51,8 +51,8 @@ def main() -> int:
 async def _measure(payload: bytes, num_jobs: int) -> tuple[float, float]:
     """The longest reading of a job and the longest gap between beats, ms."""
     catalogue = load_catalogue("")
-    shelf = Shelf(lambda name: ServedModel.load(catalogue, name))
-    await shelf.warm(_MODEL)
+    model_cache = ModelCache(lambda name: ServedModel.load(catalogue, name))
+    await model_cache.warm(_MODEL)
     gaps_s: list[float] = []
     beating = asyncio.create_task(_beat(gaps_s))
     reading_s = 0.0
@@ -61,10 +61,10 @@ async def _measure(payload: bytes, num_jobs: int) -> tuple[float, float]:
         job = read_job(f"jobs.{_MODEL}.free.{LOCAL_TENANT}", payload, codec.JSON, 1)
         reading_s = max(reading_s, time.perf_counter() - begun_s)
         with contextlib.suppress(MillraceError):  # it may be too long for the model's window
-            await shelf.prepare(job)
+            await model_cache.prepare(job)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
-    shelf.close()
+    model_cache.close()
     return reading_s * 1e3, max(gaps_s) * 1e3
 
 

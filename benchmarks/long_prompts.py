@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from benchmarks.gateway_process import GatewayProcess, running_gateway
-from benchmarks.simulated_system import MODEL, SimulatedSystem, simulated_system
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
 from tests.support.waiting import eventually

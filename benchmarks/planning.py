@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import msgspec
 
-from benchmarks.closed_loop import greedy_request
-from benchmarks.prompts import distinct_prompts
+from benchmarks.support.closed_loop import greedy_request
+from benchmarks.support.prompts import distinct_prompts
 from schemas.config import EngineConfig
 from workers.engine.threads import configure_threads
 

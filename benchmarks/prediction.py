@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.figures import percentile
+from benchmarks.support.figures import percentile
 from schemas.config import (
     Config,
     EngineConfig,
@@ -27,8 +27,8 @@ from schemas.config import (
     WorkerConfig,
 )
 from schemas.jobs import Tier
+from simulation.outcomes import RequestOutcome
 from simulation.policies import parse_policies
-from simulation.report.outcomes import Outcome
 from simulation.settings import Settings
 from simulation.traces.trace import TraceRequest
 from simulation.world import simulate
@@ -62,7 +62,7 @@ class Accuracy(NamedTuple):
         return percentile(self.ratios, 0.9)
 
 
-def accuracy_of(outcomes: Sequence[Outcome], end_s: float) -> Accuracy:
+def accuracy_of(outcomes: Sequence[RequestOutcome], end_s: float) -> Accuracy:
     """Of what was sent after the warm-up and answered before all clients stop."""
     ratios: list[float] = []
     waits_s: list[float] = []

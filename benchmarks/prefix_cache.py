@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.closed_loop import run_closed_loop
-from benchmarks.prompts import Prompt, shared_prefix_prompts
+from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.support.prompts import Prompt, shared_prefix_prompts
 from schemas.config import EngineConfig
 from workers.engine.threads import configure_threads
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from schemas.sampling import SamplingParams
-from workers.engine.sampling.random_stream import stream_key
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
+from workers.kernels.random_stream import stream_key
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

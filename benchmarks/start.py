@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.sse_load import run_load
+from benchmarks.support.sse_load import run_load
 from tests.support.system import System
 
 _GOAL_S = 3.0

@@ -25,9 +25,9 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks.gateway_clients import sse_request
-from benchmarks.gateway_process import GatewayProcess, running_gateway
-from benchmarks.simulated_worker import simulated_worker
+from benchmarks.support.gateway_clients import sse_request
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.simulated_worker import simulated_worker
 from runtime.tracing import Span, SpanKind, open_tracing
 from schemas.config import TracingConfig
 from tests.support.servers import free_port

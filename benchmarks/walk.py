@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sse_load import LoadResult, run_load
+from benchmarks.support.sse_load import LoadResult, run_load
 from tests.support.system import System
 from workers.engine.threads import default_num_threads, usable_cores
 

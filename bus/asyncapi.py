@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus import codec, subjects
+from runtime.json_schema import Schema, document_text, without_discriminators
 from schemas.control import (
     Cancel,
     Ended,
@@ -55,6 +57,12 @@ class _Channel:
     answer: Any = None
     protocol: Literal["nats", "kafka"] = "nats"
     content_type: str = codec.MSGPACK
+
+
+def _records(key: str, subject: str, title: str, kind: type) -> _Channel:
+    description = f"The same record is on the NATS subject {subject} first."
+    topic = subjects.topic(subject)
+    return _Channel(key, topic, title, "send", (kind,), description, protocol="kafka")
 
 
 _PARAMETERS = {
@@ -218,75 +226,62 @@ _CHANNELS = (
         (PrefixReport,),
         "From a worker to the schedulers; may be lost.",
     ),
-    *(
-        _Channel(
-            key,
-            address,
-            title,
-            "send",
-            (kind,),
-            f"The same record is on the NATS subject {nats_subject} first.",
-            protocol="kafka",
-        )
-        for key, address, title, kind, nats_subject in (
-            (
-                "request-records",
-                subjects.REQUESTS_TOPIC,
-                "One record a request",
-                RequestRecord,
-                "rec.request",
-            ),
-            (
-                "delivery-records",
-                subjects.DELIVERIES_TOPIC,
-                "What clients saw",
-                DeliveryRecord,
-                "rec.delivery",
-            ),
-            ("worker-samples", subjects.WORKERS_TOPIC, "Worker load", WorkerSample, "rec.worker"),
-            (
-                "transcripts",
-                subjects.TRANSCRIPTS_TOPIC,
-                "Prompts and answers of tenants that have them kept",
-                TranscriptRecord,
-                "rec.transcript",
-            ),
-            (
-                "refusal-records",
-                subjects.REFUSALS_TOPIC,
-                "What was refused before it was a job",
-                RefusalRecord,
-                "rec.refusal",
-            ),
-        )
+    _records("request-records", subjects.REQUEST_RECORD, "One record a request", RequestRecord),
+    _records("delivery-records", subjects.DELIVERY_RECORD, "What clients saw", DeliveryRecord),
+    _records("worker-samples", subjects.WORKER_RECORD, "Worker load", WorkerSample),
+    _records(
+        "transcripts",
+        subjects.TRANSCRIPT_RECORD,
+        "Prompts and answers of tenants that have them kept",
+        TranscriptRecord,
+    ),
+    _records(
+        "refusal-records",
+        subjects.REFUSAL_RECORD,
+        "What was refused before it was a job",
+        RefusalRecord,
     ),
 )
 
 
-def document() -> dict[str, Any]:
+def document() -> Schema:
     """The whole document, ready for JSON."""
     kinds = [kind for one in _CHANNELS for kind in (*one.kinds, one.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
-    schema_of = dict(zip(map(_name, kinds), schemas, strict=True))
-    messages: dict[str, Any] = {}
-    channels: dict[str, Any] = {}
-    operations: dict[str, Any] = {}
+    payloads = {_name(kind): {"payload": it} for kind, it in zip(kinds, schemas, strict=True)}
+    messages: dict[str, Schema] = {}
+    channels: dict[str, Schema] = {}
+    operations: dict[str, Schema] = {}
+
+    def carry(names: list[str], content_type: str) -> dict[str, Schema]:
+        for name in names:
+            messages[name] = {"name": name, "contentType": content_type, **payloads.get(name, {})}
+        return {name: _reference("components/messages", name) for name in names}
+
     for one in _CHANNELS:
-        named = {_name(kind): one.content_type for kind in one.kinds}
-        if not one.kinds:
-            named["Empty"] = codec.MSGPACK
-        for name, content_type in named.items():
-            messages[name] = _message(name, content_type, schema_of.get(name))
-        channels[one.key] = _channel(one, named)
-        operations[f"{one.action}-{one.key}"] = _operation(one)
+        names = [_name(kind) for kind in one.kinds] or ["Empty"]
+        channels[one.key] = {
+            "address": one.address,
+            "title": one.title,
+            "description": one.description,
+            "messages": carry(names, one.content_type),
+            "servers": [_reference("servers", one.protocol)],
+            **_parameters(one.address),
+        }
+        operation: Schema = {
+            "action": one.action,
+            "channel": _reference("channels", one.key),
+            "title": one.title,
+        }
+        operations[f"{one.action}-{one.key}"] = operation
         if one.answer is not None:
-            name = _name(one.answer)
-            messages[name] = _message(name, codec.MSGPACK, schema_of[name])
-            channels[f"{one.key}-answers"] = {
+            answers = f"{one.key}-answers"
+            operation["reply"] = {"channel": _reference("channels", answers)}
+            channels[answers] = {
                 "address": None,
                 "title": f"Answers: {one.title}",
-                "messages": {name: {"$ref": f"#/components/messages/{name}"}},
-                "servers": [{"$ref": "#/servers/nats"}],
+                "messages": carry([_name(one.answer)], codec.MSGPACK),
+                "servers": [_reference("servers", "nats")],
             }
     return {
         "asyncapi": "3.0.0",
@@ -304,21 +299,8 @@ def document() -> dict[str, Any]:
         },
         "channels": channels,
         "operations": operations,
-        "components": _without_discriminators({"messages": messages, "schemas": components}),
+        "components": without_discriminators({"messages": messages, "schemas": components}),
     }
-
-
-def _without_discriminators(node: Any) -> Any:
-    """OpenAPI's form of them is not AsyncAPI's; each struct's own tag says as much."""
-    if isinstance(node, dict):
-        return {
-            key: _without_discriminators(value)
-            for key, value in node.items()
-            if key != "discriminator"
-        }
-    if isinstance(node, list):
-        return [_without_discriminators(item) for item in node]
-    return node
 
 
 def _name(kind: Any) -> str:
@@ -331,44 +313,23 @@ def _name(kind: Any) -> str:
     return name
 
 
-def _message(name: str, content_type: str, schema: Any) -> dict[str, Any]:
-    message: dict[str, Any] = {"name": name, "contentType": content_type}
-    if schema is not None:
-        message["payload"] = schema
-    return message
+def _reference(section: str, name: str) -> Schema:
+    return {"$ref": f"#/{section}/{name}"}
 
 
-def _channel(one: _Channel, message_names: dict[str, str]) -> dict[str, Any]:
-    channel: dict[str, Any] = {
-        "address": one.address,
-        "title": one.title,
-        "description": one.description,
-        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in message_names},
-        "servers": [{"$ref": f"#/servers/{one.protocol}"}],
-    }
-    names = [part[1:-1] for part in one.address.split(".") if part.startswith("{")]
-    if names:
-        channel["parameters"] = {name: {"description": _PARAMETERS[name]} for name in names}
-        if "tier" in names:
-            channel["parameters"]["tier"]["enum"] = [tier.value for tier in Tier]
-    return channel
-
-
-def _operation(one: _Channel) -> dict[str, Any]:
-    operation: dict[str, Any] = {
-        "action": one.action,
-        "channel": {"$ref": f"#/channels/{one.key}"},
-        "title": one.title,
-    }
-    if one.answer is not None:
-        operation["reply"] = {"channel": {"$ref": f"#/channels/{one.key}-answers"}}
-    return operation
+def _parameters(address: str) -> Schema:
+    names = re.findall(r"\{(\w+)\}", address)
+    if not names:
+        return {}
+    parameters: Schema = {name: {"description": _PARAMETERS[name]} for name in names}
+    if "tier" in parameters:
+        parameters["tier"]["enum"] = [tier.value for tier in Tier]
+    return {"parameters": parameters}
 
 
 def text() -> str:
     """The document as it is checked in."""
-    raw = msgspec.json.encode(document(), order="deterministic")
-    return msgspec.json.format(raw, indent=2).decode() + "\n"
+    return document_text(document())
 
 
 if __name__ == "__main__":

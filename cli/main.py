@@ -14,17 +14,17 @@ from schemas.errors import MillraceError
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = (
     "cli.local.up",
-    "cli.publish",
-    "cli.result",
+    "cli.requests.publish",
+    "cli.requests.result",
     "cli.offline.generate",
     "cli.offline.embed",
     "cli.bench.arguments",
     "cli.simulate.arguments",
-    "cli.keys",
-    "cli.sql",
-    "cli.usage",
-    "cli.top",
-    "cli.migrate",
+    "cli.keys.command",
+    "cli.analytics.sql",
+    "cli.analytics.usage",
+    "cli.top.command",
+    "cli.analytics.migrate",
 )
 
 

@@ -29,7 +29,7 @@ from runtime.settings import load_config
 from runtime.tracing import open_tracing
 from scheduler.jobs.tracing import JobTraces
 from scheduler.metrics import SchedulerMetrics
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
@@ -64,19 +64,23 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             bus,
             msgspec.structs.replace(config.scheduler, models=models),
             clock,
-            catalogue.names(),
-            partial(ServedModel.load, catalogue),
+            ModelCatalogue(
+                catalogue.names(),
+                partial(ServedModel.load, catalogue),
+                catalogue.router(config.scheduler.tiers),
+            ),
             index,
-            catalogue.router(config.scheduler.tiers),
             None if tracing is None else JobTraces(tracing, clock),
             limits,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
-        monitor.trouble = lambda: "" if bus.connected else "the message bus is away"
+        monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        logger.info("ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.lanes)})
+        logger.info(
+            "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.dispatchers)}
+        )
         await scheduler.run(stopping)
     finally:
         await limits.close(_LAST_SETTLEMENTS_S)

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.dispatch.dispatcher import Lane
-from scheduler.jobs.entry import State
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.jobs.scheduled_job import Phase
 from scheduler.scheduler import Scheduler
 from schemas.jobs import Tier
 
@@ -31,23 +31,23 @@ class SchedulerMetrics(Collector):
         yield from self._times()
 
     def _queues(self) -> Iterator[Metric]:
-        outlooks = self._scheduler.outlooks
+        queue_estimates = self._scheduler.queue_estimates
         yield self._by_model(
             GaugeMetricFamily(
                 "millrace_scheduler_queued_jobs",
                 "Jobs that wait for a model, here and in the queue, as last counted",
                 labels=["model"],
             ),
-            lambda lane: outlooks[lane.model].num_queued,
+            lambda dispatcher: queue_estimates[dispatcher.model].num_queued,
         )
         oldest = GaugeMetricFamily(
             "millrace_scheduler_oldest_wait_seconds",
             "How long the job that was received first has waited, of those that are here",
             labels=["model", "tier"],
         )
-        for lane in self._lanes():
-            for tier, wait_s in outlooks[lane.model].oldest_waits_s().items():
-                oldest.add_metric([lane.model, tier.value], wait_s)
+        for dispatcher in self._dispatchers():
+            for tier, wait_s in queue_estimates[dispatcher.model].oldest_waits_s().items():
+                oldest.add_metric([dispatcher.model, tier.value], wait_s)
         yield oldest
         yield self._by_tier(
             GaugeMetricFamily(
@@ -55,10 +55,12 @@ class SchedulerMetrics(Collector):
                 "Jobs that this scheduler has pulled and not sent so far",
                 labels=["model", "tier"],
             ),
-            lambda lane, tier: lane.num_of(tier),
+            lambda dispatcher, tier: dispatcher.queue.num_here(tier),
         )
         running = Counter(
-            entry.job.model for entry in self._scheduler.parts.table if entry.state is State.RUNNING
+            scheduled.job.model
+            for scheduled in self._scheduler.context.job_table
+            if scheduled.phase is Phase.RUNNING
         )
         yield self._by_model(
             GaugeMetricFamily(
@@ -66,7 +68,7 @@ class SchedulerMetrics(Collector):
                 "Jobs that workers run for this scheduler",
                 labels=["model"],
             ),
-            lambda lane: running[lane.model],
+            lambda dispatcher: running[dispatcher.model],
         )
         yield self._by_tier(
             GaugeMetricFamily(
@@ -75,16 +77,16 @@ class SchedulerMetrics(Collector):
                 "least, of those of a tier who want to be",
                 labels=["model", "tier"],
             ),
-            lambda lane, tier: lane.queue.counters(tier).spread(),
+            lambda dispatcher, tier: dispatcher.queue.counters(tier).spread(),
         )
 
     def _workers(self) -> Iterator[Metric]:
-        fleet = self._scheduler.parts.fleet
+        fleet = self._scheduler.context.fleet
         yield self._by_model(
             GaugeMetricFamily(
                 "millrace_scheduler_workers", "Workers that this scheduler hears", labels=["model"]
             ),
-            lambda lane: fleet.num_workers(lane.model),
+            lambda dispatcher: fleet.num_workers(dispatcher.model),
         )
         yield self._by_model(
             GaugeMetricFamily(
@@ -92,7 +94,9 @@ class SchedulerMetrics(Collector):
                 "Workers of those that take nothing new",
                 labels=["model"],
             ),
-            lambda lane: fleet.num_workers(lane.model) - fleet.num_taking(lane.model),
+            lambda dispatcher: (
+                fleet.num_workers(dispatcher.model) - fleet.num_accepting(dispatcher.model)
+            ),
         )
         yield self._by_model(
             GaugeMetricFamily(
@@ -100,7 +104,7 @@ class SchedulerMetrics(Collector):
                 "How much of the KV blocks of a model's workers is used, 1 being all",
                 labels=["model"],
             ),
-            lambda lane: fleet.kv_share(lane.model),
+            lambda dispatcher: fleet.kv_share(dispatcher.model),
         )
         departed = CounterMetricFamily(
             "millrace_scheduler_departed_workers",
@@ -122,11 +126,11 @@ class SchedulerMetrics(Collector):
             "Runs that left their worker for another: moved, lost or returned",
             labels=["model", "why"],
         )
-        for lane in self._lanes():
-            for result, count in lane.counts.dispatches.items():
-                dispatches.add_metric([lane.model, result], count)
-            for why, count in lane.counts.reruns.items():
-                reruns.add_metric([lane.model, why.value], count)
+        for dispatcher in self._dispatchers():
+            for result, count in dispatcher.runner.counts.dispatches.items():
+                dispatches.add_metric([dispatcher.model, result], count)
+            for why, count in dispatcher.runner.counts.reruns.items():
+                reruns.add_metric([dispatcher.model, why.value], count)
         yield dispatches
         yield reruns
         ended = CounterMetricFamily(
@@ -134,9 +138,9 @@ class SchedulerMetrics(Collector):
             "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
             labels=["model", "status", "code"],
         )
-        known = self._scheduler.lanes
+        known = self._scheduler.dispatchers
         by_labels: Counter[tuple[str, str, str]] = Counter()
-        for (model, status, code), count in self._scheduler.parts.endings.num_ended.items():
+        for (model, status, code), count in self._scheduler.context.finalizer.num_ended.items():
             by_labels[model if model in known else "other", status.value, code] += count
         for labels, count in by_labels.items():
             ended.add_metric(labels, count)
@@ -153,23 +157,23 @@ class SchedulerMetrics(Collector):
             "From a job's turn until its worker answered the dispatch",
             labels=["model"],
         )
-        for lane in self._lanes():
-            for tier, tally in lane.counts.queue_s.items():
-                tally.add_to(queue, [lane.model, tier.value])
-            lane.counts.dispatch_s.add_to(dispatch, [lane.model])
+        for dispatcher in self._dispatchers():
+            for tier, tally in dispatcher.runner.counts.queue_s.items():
+                tally.add_to(queue, [dispatcher.model, tier.value])
+            dispatcher.runner.counts.dispatch_s.add_to(dispatch, [dispatcher.model])
         yield queue
         yield dispatch
 
-    def _lanes(self) -> Sequence[Lane]:
-        return list(self._scheduler.lanes.values())
+    def _dispatchers(self) -> Sequence[Dispatcher]:
+        return list(self._scheduler.dispatchers.values())
 
-    def _by_model(self, family: _Family, value: Callable[[Lane], float]) -> _Family:
-        for lane in self._lanes():
-            family.add_metric([lane.model], value(lane))
+    def _by_model(self, family: _Family, value: Callable[[Dispatcher], float]) -> _Family:
+        for dispatcher in self._dispatchers():
+            family.add_metric([dispatcher.model], value(dispatcher))
         return family
 
-    def _by_tier(self, family: _Family, value: Callable[[Lane, Tier], float]) -> _Family:
-        for lane in self._lanes():
+    def _by_tier(self, family: _Family, value: Callable[[Dispatcher, Tier], float]) -> _Family:
+        for dispatcher in self._dispatchers():
             for tier in Tier:
-                family.add_metric([lane.model, tier.value], value(lane, tier))
+                family.add_metric([dispatcher.model, tier.value], value(dispatcher, tier))
         return family

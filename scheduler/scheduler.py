@@ -6,34 +6,36 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from bus.api import Bus, Line, Subscription
 from bus.tenancy.keeper import LimitKeeper
-from registry.routing.router import Router
+from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
 from runtime.tasks import Tasks
-from scheduler.dispatch.context import Generations, Parts
-from scheduler.dispatch.dispatcher import Lane
-from scheduler.dispatch.health_monitor import Watchman
-from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.dispatch.health_monitor import HealthMonitor
+from scheduler.dispatch.queue_estimate import QueueEstimate
 from scheduler.dispatch.takeover import Takeover
-from scheduler.fleet.fleet import Departed, Departure, Fleet
-from scheduler.intake.auto import AutoIntake, router_of
-from scheduler.intake.model_cache import Preparer, Shelf
-from scheduler.intake.orphan_reaper import Strays
-from scheduler.intake.puller import Intake
+from scheduler.fleet.fleet import Departed, Departure
+from scheduler.intake.model_cache import ModelCache, Preparer
+from scheduler.intake.model_choice import ModelChooser
+from scheduler.intake.orphan_reaper import OrphanReaper
+from scheduler.intake.preparation import Preparation
+from scheduler.intake.puller import Puller
 from scheduler.intake.queue_watch import QueueWatch
-from scheduler.intake.routing import AutoRouter
-from scheduler.jobs.cancels import CancelMemory
-from scheduler.jobs.entry import Entry, State
-from scheduler.jobs.finalizer import Endings
-from scheduler.jobs.limits import Door
+from scheduler.intake.routing_puller import RoutingPuller
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.finalizer import Finalizer
+from scheduler.jobs.running_requests import RunningRequests
+from scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from scheduler.jobs.terminal_status import cancelled
 from scheduler.jobs.tracing import JobTraces
-from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
 from schemas.control import Cancel, CancelReason, Ended, WorkerStatus
 from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,22 @@ _STOP_TIMEOUT_S = 0.8
 _GOODBYE_TIMEOUT_S = 0.4
 
 
+@dataclass(frozen=True)
+class ModelCatalogue:
+    """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
+    names that stand for several models."""
+
+    names: Collection[str]
+    load: Callable[[str], Preparer]
+    router: Router | None = None
+
+
 class Scheduler:
     """Binds jobs to workers, late. Several may run side by side: the queue gives each job to one.
 
-    ``load_model`` may block. ``known_models`` is the whole catalogue; those in ``config.models``,
-    or all of them, are served. Jobs that no gateway let in count against the ``limits`` of their
-    tenants; without them, against none. Raises ModelNotFoundError if one of the models is not in
-    the catalogue.
+    Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
+    gateway admitted count against the ``limits`` of their tenants; without them, against none.
+    Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
     not look alive.
@@ -59,154 +70,164 @@ class Scheduler:
         bus: Bus,
         config: SchedulerConfig,
         clock: Clock,
-        known_models: Collection[str],
-        load_model: Callable[[str], Preparer],
-        generations: Generations,
-        router: Router | None = None,
+        catalogue: ModelCatalogue,
+        running_requests: RunningRequests,
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
     ) -> None:
-        unknown = set(config.models) - set(known_models)
+        unknown = set(config.models) - set(catalogue.names)
         if unknown:
             raise ModelNotFoundError(
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
-                f"not have. The models are: {', '.join(sorted(known_models))}."
+                f"not have. The models are: {', '.join(sorted(catalogue.names))}."
             )
-        self.shelf = shelf = Shelf(load_model)
-        door = None if limits is None else Door(limits, shelf.prices, clock)
-        self.parts = Parts(
-            bus=bus,
-            config=config,
-            clock=clock,
-            generations=generations,
-            fleet=Fleet(config.heartbeat_timeout_s),
-            prefixes=PrefixIndex(config.max_prefix_keys),
-            cancels=CancelMemory(config.cancel_memory_s),
-            endings=Endings(bus, clock, generations, shelf.prices, traces, door),
-            traces=traces,
-            door=door,
+        self.model_cache = model_cache = ModelCache(catalogue.load)
+        admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
+        self.context = SchedulerContext(
+            bus,
+            config,
+            clock,
+            running_requests,
+            Finalizer(bus, clock, running_requests, model_cache.prices, traces, admission),
+            traces,
+            admission,
         )
-        models = config.models or tuple(sorted(known_models))
-        self.lanes = {model: Lane(self.parts, model) for model in models}
-        self.outlooks = {model: Outlook(self.parts, lane) for model, lane in self.lanes.items()}
-        self.intakes = {
-            model: Intake(self.parts, model, self.lanes, [model], shelf) for model in models
+        models = config.models or tuple(sorted(catalogue.names))
+        self.dispatchers = {model: Dispatcher(self.context, model) for model in models}
+        self.queue_estimates = {
+            model: QueueEstimate(self.context, dispatcher)
+            for model, dispatcher in self.dispatchers.items()
         }
-        if router is not None:
-            self._add_routes(router_of(router, self.outlooks, self.parts, generations))
+        preparation = Preparation(self.context, model_cache)
+        self.pullers = {
+            model: Puller(self.context, model, self.dispatchers, [model], preparation)
+            for model in models
+        }
+        if catalogue.router is not None:
+            chooser = ModelChooser(catalogue.router, self._model_state, running_requests)
+            self._pull_unrouted(chooser, preparation)
         self.departures: Counter[Departure] = Counter()
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
         self._pulls = Tasks()
         self._queue_watch = QueueWatch(
-            self.parts, self.intakes, self.lanes, self.outlooks, self._answers
+            self.context, self.pullers, self.dispatchers, self.queue_estimates, self._answers
         )
-        names = () if router is None else router.routes
-        self._strays = Strays(self.parts, (*known_models, *names))
-        self._watchman = Watchman(
-            self.parts, self._on_departed, self._on_found_ended, self._end_unwanted
+        names = () if catalogue.router is None else catalogue.router.routes
+        self._orphan_reaper = OrphanReaper(self.context, (*catalogue.names, *names))
+        self._health_monitor = HealthMonitor(
+            self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
-        self._takeover = Takeover(self.parts, self._on_silent, self._on_leases_released)
+        self._takeover = Takeover(self.context, self._on_silent, self._on_leases_released)
         self._warmed: set[str] = set()
 
-    def _add_routes(self, router: AutoRouter) -> None:
+    def _pull_unrouted(self, chooser: ModelChooser, preparation: Preparation) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
-        for name in router.names:
-            if any(model in self.lanes for model in router.models_of(name)):
-                self.intakes[name] = AutoIntake(self.parts, name, self.lanes, self.shelf, router)
+        for name in chooser.names:
+            if any(model in self.dispatchers for model in chooser.models_of(name)):
+                self.pullers[name] = RoutingPuller(
+                    self.context, name, self.dispatchers, preparation, chooser
+                )
+
+    def _model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
+        queue_estimate = self.queue_estimates.get(model)
+        return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
         subscriptions: list[Subscription] = []
-        self.parts.bus.on_reconnect(self._on_reconnect)
+        self.context.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            loops = [self._pulls.spawn(one.run(), "pull") for one in self.intakes.values()]
+            loops = [self._pulls.spawn(one.run(), "pull") for one in self.pullers.values()]
             loops += [
-                self._services.spawn(one.run(), "tell positions") for one in self.outlooks.values()
+                self._services.spawn(one.run(), "tell positions")
+                for one in self.queue_estimates.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
-            loops.append(self._services.spawn(self._strays.run(), "look for strays"))
-            loops.append(self._services.spawn(self._watchman.run(), "watch"))
+            loops.append(self._services.spawn(self._orphan_reaper.run(), "reap orphans"))
+            loops.append(self._services.spawn(self._health_monitor.run(), "watch"))
             self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
             await _until_set(stopping, loops)
-            for lane in self.lanes.values():
-                lane.stop()
+            for dispatcher in self.dispatchers.values():
+                dispatcher.stop()
             await self._pulls.close()
-            await self.parts.tasks.close(_STOP_TIMEOUT_S)
-            await self._give_back()
+            await self.context.tasks.close(_STOP_TIMEOUT_S)
+            await self._release_undispatched()
         finally:
             await self._pulls.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
-            self.shelf.close()
+            self.model_cache.close()
             for subscription in subscriptions:
                 await subscription.close()
 
     async def _subscribe(self, subscriptions: list[Subscription]) -> None:
-        bus = self.parts.bus
+        bus = self.context.bus
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        subscriptions.append(await bus.workers.watch_prefixes(self.parts.prefixes.apply))
+        subscriptions.append(await bus.workers.watch_prefixes(self.context.prefixes.apply))
         while True:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
             except BusUnavailableError as error:
                 logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
-                await self.parts.clock.sleep(_SUBSCRIBE_RETRY_S)
+                await self.context.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
                 self._takeover.started()
                 return
 
-    async def _give_back(self) -> None:
+    async def _release_undispatched(self) -> None:
         """Release what waits here; what a worker runs stays with the worker."""
-        for entry in self.parts.table:
-            entry.leave()
-        held = [entry for entry in self.parts.table if entry.is_held]
+        for scheduled in self.context.job_table:
+            scheduled.stop_tracing()
+        held = [scheduled for scheduled in self.context.job_table if scheduled.holds_lease]
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                for entry in held:
-                    self.parts.table.drop(entry)
-                    await self.parts.bus.jobs.release(entry.lease)
+                for scheduled in held:
+                    if scheduled.is_ended:
+                        continue  # cancelled meanwhile
+                    self.context.job_table.remove(scheduled)
+                    await self.context.bus.jobs.release(scheduled.lease.token)
         except (BusUnavailableError, TimeoutError):
             logger.warning("jobs could not be given back; their leases lapse by themselves")
 
     # --- workers ---
 
     def _on_status(self, status: WorkerStatus) -> None:
-        parts = self.parts
+        context = self.context
         self._takeover.note(status)
-        known = parts.fleet.get(status.worker_id) is not None
-        departed = parts.fleet.observe(status, parts.clock.monotonic(), parts.clock.now_ns())
-        if not known and parts.fleet.get(status.worker_id) is not None:
+        known = context.fleet.get(status.worker_id) is not None
+        departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
+        if not known and context.fleet.get(status.worker_id) is not None:
             logger.info(
                 "a worker is there",
                 extra={"worker_id": status.worker_id, "model": status.model},
             )
         if departed:
             self._on_departed(departed)
-        lane = self.lanes.get(status.model)
-        if lane is not None:
+        dispatcher = self.dispatchers.get(status.model)
+        if dispatcher is not None:
             self._warm(status.model)
-            worker = parts.fleet.get(status.worker_id)
+            worker = context.fleet.get(status.worker_id)
             if worker is not None and (status.draining or status.engine_down):
-                lane.move(worker)
-            lane.pump()
+                dispatcher.migrate_from(worker)
+            dispatcher.dispatch_ready()
 
     def _on_silent(self, worker_id: str) -> None:
-        self._on_departed(self.parts.fleet.give_up(worker_id))
+        self._on_departed(self.context.fleet.give_up(worker_id))
 
     def _on_leases_released(self) -> None:
-        for intake in self.intakes.values():
-            intake.leases_released()
+        for puller in self.pullers.values():
+            puller.recount()
 
     def _on_published(self, line: Line) -> None:
-        intake = self.intakes.get(line.model)
-        if intake is not None:
-            intake.published(line)
+        puller = self.pullers.get(line.model)
+        if puller is not None:
+            puller.published(line)
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         for gone in departed:
@@ -219,25 +240,25 @@ class Scheduler:
                     "num_requests": len(gone.request_ids),
                 },
             )
-            self.parts.prefixes.drop(gone.worker_id)
-            entries = [
-                entry
+            self.context.prefixes.drop(gone.worker_id)
+            scheduled_jobs = [
+                scheduled
                 for request_id in gone.request_ids
-                if (entry := self.parts.table.get(request_id)) is not None
-                and entry.worker_id == gone.worker_id
-                and entry.state is State.RUNNING
+                if (scheduled := self.context.job_table.get(request_id)) is not None
+                and scheduled.worker_id == gone.worker_id
+                and scheduled.phase is Phase.RUNNING
             ]
-            if not entries:
+            if not scheduled_jobs:
                 continue
-            for entry in entries:
-                entry.lives.end(self.parts.clock.now_ns())
-            lane = self.lanes[entries[0].job.model]
+            for scheduled in scheduled_jobs:
+                scheduled.attempts.close(self.context.clock.now_ns())
+            dispatcher = self.dispatchers[scheduled_jobs[0].job.model]
             if gone.why is Departure.RETIRED:
-                for entry in entries:
-                    lane.given_back(entry)
+                for scheduled in scheduled_jobs:
+                    dispatcher.runner.attempt_returned(scheduled)
             else:
-                lane.died(entries)
-        self._pump()
+                dispatcher.runner.worker_died(scheduled_jobs)
+        self._dispatch_ready()
 
     def _warm(self, model: str) -> None:
         """Have the tokenizer ready before the first job needs it."""
@@ -247,7 +268,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.shelf.warm(model)
+            await self.model_cache.warm(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",
@@ -257,66 +278,67 @@ class Scheduler:
     # --- requests ---
 
     def _on_ended(self, ended: Ended) -> None:
-        worker = self.parts.fleet.get(ended.worker_id)
-        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
+        worker = self.context.fleet.get(ended.worker_id)
+        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
+        if dispatcher is not None:
             for served in ended.served:
-                lane.served(served, ended.worker_id)
+                dispatcher.charge_served(served, ended.worker_id)
         for served in ended.served:
-            if (entry := self.parts.table.get(served.request_id)) is not None:
-                entry.lives.told(served, ended.worker_id, self.parts.clock.now_ns())
+            if (scheduled := self.context.job_table.get(served.request_id)) is not None:
+                scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
         released = frozenset(ended.released)
         num_answered = 0
         for request_id in ended.request_ids:
-            entry = self.parts.table.get(request_id)
-            if entry is None:
-                self.parts.fleet.release(ended.worker_id, request_id)
+            scheduled = self.context.job_table.get(request_id)
+            if scheduled is None:
+                self.context.fleet.release(ended.worker_id, request_id)
                 num_answered += request_id not in released
             elif request_id in released:
-                if entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                    self.lanes[entry.job.model].given_back(entry)
-            elif entry.state is State.RUNNING and entry.worker_id == ended.worker_id:
-                self.lanes[entry.job.model].ended(entry)
+                if scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
+                    self.dispatchers[scheduled.job.model].runner.attempt_returned(scheduled)
+            elif scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
+                self.dispatchers[scheduled.job.model].runner.complete(scheduled)
                 num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
-                self._watchman.doubt(entry)
-        if worker is not None and (lane := self.lanes.get(worker.status.model)) is not None:
-            lane.throughput.add(num_answered, self.parts.clock.monotonic())
-            lane.pump()
+                self._health_monitor.check_soon(scheduled)
+        if dispatcher is not None:
+            dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
+            dispatcher.dispatch_ready()
 
-    def _on_found_ended(self, entry: Entry) -> None:
-        lane = self.lanes[entry.job.model]
-        lane.ended(entry)
-        lane.pump()
+    def _on_found_finished(self, scheduled: ScheduledJob) -> None:
+        dispatcher = self.dispatchers[scheduled.job.model]
+        dispatcher.runner.complete(scheduled)
+        dispatcher.dispatch_ready()
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        entry = self.parts.table.get(cancel.request_id)
+        scheduled = self.context.job_table.get(cancel.request_id)
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew, unless it is what we said ourselves.
-            if entry is not None and max(entry.epoch, entry.claimed_epoch) < cancel.below_epoch:
-                self.lanes[entry.job.model].overtaken(entry)
+            if scheduled is not None and scheduled.attempts.highest_epoch < cancel.below_epoch:
+                self.dispatchers[scheduled.job.model].runner.superseded(scheduled)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
-        self.parts.cancels.add(cancel.request_id, cancel.reason, self.parts.clock.monotonic())
-        if entry is not None and entry.state is State.WAITING:
-            lane = self.lanes[entry.job.model]
-            lane.end(entry, cancelled(cancel.reason))
-            lane.pump()
+        self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
+        if scheduled is not None and scheduled.phase is Phase.WAITING:
+            dispatcher = self.dispatchers[scheduled.job.model]
+            dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
+            dispatcher.dispatch_ready()
 
-    def _end_unwanted(self) -> None:
-        for lane in self.lanes.values():
-            lane.end_unwanted()
+    def _finish_unwanted(self) -> None:
+        for dispatcher in self.dispatchers.values():
+            dispatcher.finish_unwanted()
 
-    def _pump(self) -> None:
-        for lane in self.lanes.values():
-            lane.pump()
+    def _dispatch_ready(self) -> None:
+        for dispatcher in self.dispatchers.values():
+            dispatcher.dispatch_ready()
 
     # --- the bus ---
 
     def _on_reconnect(self) -> None:
-        self._watchman.reconnected()
-        self._pump()
+        self._health_monitor.reconnected()
+        self._dispatch_ready()
 
 
 async def _until_set(stopping: asyncio.Event, loops: Collection[asyncio.Task[None]]) -> None:

@@ -1,4 +1,4 @@
-"""How scheduler, workers and gateways steer one another (``ctl.*``, ``resume.*``, ``hb.*``)."""
+"""What schedulers, workers and gateways say to one another (``ctl.*``, ``resume.*``, ``hb.*``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from schemas.jobs import Job, Tier
-from schemas.records import Life
+from schemas.records import Attempt
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -25,21 +25,21 @@ class CancelReason(StrEnum):
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was set aside in Redis for a job that no gateway let in. Whoever ends the job settles
-    it, under ``reservation_id``; if nothing is known of it there, what the job cost counts among
-    what its tenant has spent, ``spent_key``."""
+    """What was reserved in Redis for a job that no gateway admitted. The process that ends the job
+    settles it, under ``reservation_id``; if Redis has no such reservation, what the job cost is
+    added to what its tenant has spent, ``spent_key``."""
 
     reservation_id: str
     spent_key: str
 
 
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="dispatch"):
-    """Run this job and hold its lease from now on.
+    """Run this job and own its lease from now on.
 
     ``job`` has ``prompt_token_ids``, ``sampling.max_tokens`` and ``sampling.seed`` filled in.
     ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
     delivered to the client: prefill them behind the prompt and go on from the next index.
-    ``lives`` are the runs before this one, ``sent_ns`` is when the scheduler sent it.
+    ``lives`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
     ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
     """
 
@@ -47,14 +47,14 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     epoch: int
     lease: str
     resume_token_ids: tuple[int, ...] = ()
-    lives: tuple[Life, ...] = ()
+    lives: tuple[Attempt, ...] = ()
     sent_ns: int = 0
     reservation: Reservation | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
-    """Stop a request. With ``below_epoch``, only runs of an older epoch: they are superseded and
-    must neither ack nor send a terminal frame."""
+    """Stop a request. With ``below_epoch``, only attempts of a lower epoch: they are superseded
+    and must neither acknowledge nor send a terminal frame."""
 
     request_id: str
     reason: CancelReason = CancelReason.CLIENT
@@ -70,8 +70,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
-    """Take no new work. The schedulers move what runs to other workers where there is room; the
-    rest is finished here, or given back when the time for it is over."""
+    """Accept no new work. The schedulers migrate what runs to other workers where there is room;
+    the rest is finished here, or given back when the time for it is over."""
 
     reason: str = ""
 
@@ -92,10 +92,10 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The work that one run of a request took, for whom: what fair sharing charges.
+    """The work that one attempt at a request took, and its tenant: what fair sharing charges.
 
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
-    ``completion_tokens`` were made by this run, not by one before it. ``epoch`` is its last; it
+    ``completion_tokens`` were made by this attempt, not by one before it. ``epoch`` is its last; it
     began at ``started_ns`` (0: it never did) and took ``device_us`` of the device (see
     ``RequestRecord``)."""
 
@@ -111,8 +111,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests that a worker holds no more, answered and acknowledged, superseded or given back,
-    from it to the schedulers. It may be lost: a scheduler that misses one finds out from the queue.
+    """Requests that a worker no longer has: answered and acknowledged, superseded or given back.
+    From it to the schedulers. A scheduler that misses one finds out from the queue.
 
     ``served`` says what those took that ran. ``released`` are the ones of ``request_ids`` whose
     lease it gave back: the queue delivers them again, at once."""
@@ -124,16 +124,17 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which tokens the client has; ``open`` False: the client is gone, do not run it again."""
+    """Which tokens the client has; ``open`` False: the client has disconnected, do not run it
+    again."""
 
     token_ids: tuple[int, ...] = ()
     open: bool = True
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client saw of one job's answer before another connection went on with it, in the terms
-    of ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not come to pass; ``epoch`` is
-    the latest run that was heard of, one of ``num_epochs``."""
+    """What a client saw of one job's answer before another connection continued it, in the terms of
+    ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not happened; ``epoch`` is that of
+    the latest frame, one of ``num_epochs``."""
 
     received_ns: int
     first_token_ns: int = 0
@@ -148,8 +149,8 @@ class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the gateway that held a stream had read of it; it has let go of it, and whoever asked
-    holds it from now on. ``seen`` is by the id of the job, of which an answer may have several."""
+    """What the gateway that had a stream has read of it; it has handed the stream over to the one
+    that asked. ``seen`` is by the id of the job, of which an answer may have several."""
 
     token_ids: tuple[int, ...] = ()
     seen: dict[str, DeliveryStatistics] = {}
@@ -158,17 +159,17 @@ class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's capacity and load, sent every heartbeat.
 
-    ``worker_id`` is unique to one life of the process; ``name`` stays over restarts, so a status
-    with a known name and a new id says that the former life is over. ``max_tokens_per_request``
+    ``worker_id`` is unique to one incarnation; ``name`` stays over restarts, so a status with a
+    known name and a new id says that the former incarnation is over. ``max_tokens_per_request``
     is the longest prompt + completion that its KV cache can ever hold; ``max_num_waiting`` is how
-    many requests it takes beyond those that can run; those of a lower tier do not count, as they
-    make way. ``num_held_by_tier`` counts what runs and waits here, ``num_ending`` what is over and
-    whose record or acknowledgement is not stored so far. ``outstanding_tokens`` are
+    many requests it accepts beyond those that can run; those of a lower tier do not count, as they
+    are preempted. ``num_held_by_tier`` counts what runs and waits here, ``num_ending`` what has
+    ended and whose record or acknowledgement is not stored so far. ``outstanding_tokens`` are
     still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
     and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
-    ``engine_down``: its engine has ended and the next one is loading, so that what it holds stands
-    still, and goes on sooner at a worker with room.
+    ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
+    go on sooner at a worker with room.
     """
 
     worker_id: str
@@ -199,9 +200,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class NameLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who holds a worker's name, in the bucket ``workers`` under ``name.<name>``.
 
-    ``holder`` is unique to one life of a process, and empty once it has given the name back. It
-    writes the entry anew every ``renew_s``; one that is the same for several times as long is that
-    of a holder that is no more."""
+    ``holder`` is unique to one incarnation, and empty once it has given the name back. It writes
+    the entry anew every ``renew_s``; an entry that stays the same for several times as long is that
+    of a dead holder."""
 
     holder: str
     renew_s: float = 0.0
@@ -211,8 +212,8 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What a worker's prefix cache holds, in small steps, on ``prefix.<worker>``.
 
     Keys are the first 8 bytes of ``schemas.prefix`` keys, one behind the other. ``number`` counts
-    a life's reports; ``whole`` replaces everything said before, else ``added`` and ``removed``
-    change it. A reader that misses a number waits for the next whole one."""
+    an incarnation's reports; ``whole`` replaces everything said before, else ``added`` and
+    ``removed`` change it. A reader that misses a number waits for the next whole one."""
 
     worker_id: str
     model: str
@@ -226,8 +227,8 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How a model's queue stands, from the schedulers to the gateways a few times a second.
 
     ``ttft_ms`` is what a job of each tier that comes now is predicted to wait for its first token
-    (absent: nobody can say), ``tenant_ttft_ms`` that of tenants for whom it is longer, since they
-    have jobs waiting. ``desired_workers`` is how many the autoscaler wants."""
+    (absent: unknown), ``tenant_ttft_ms`` that of tenants for whom it is longer, since they
+    have jobs waiting. ``desired_workers`` is the autoscaler's number."""
 
     model: str
     num_queued: int
@@ -242,7 +243,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sent_ns: int = 0
 
     def ttft_ms_of(self, tier: Tier, tenant: str) -> float | None:
-        """What is predicted for a job of a tenant; None: nobody can say."""
+        """What is predicted for a job of a tenant; None: unknown."""
         return self.tenant_ttft_ms.get(tier, {}).get(tenant, self.ttft_ms.get(tier))
 
 

@@ -60,7 +60,7 @@ class ContextLengthError(MillraceError):
         *,
         is_exact: bool = True,
     ) -> None:
-        """``is_exact`` False: the prompt has at least so many, nobody has counted them all."""
+        """``is_exact`` False: the prompt has at least so many tokens; they were not all counted."""
         asked = f"{num_prompt_tokens} tokens in the prompt"
         if not is_exact:
             asked = f"at least {asked}"
@@ -76,7 +76,7 @@ class ContextLengthError(MillraceError):
 
 
 class PayloadTooLargeError(MillraceError):
-    """A body or message is larger than what the receiving side takes."""
+    """A body or message is larger than what the receiver accepts."""
 
     code = "payload_too_large"
     http_status = 413
@@ -139,7 +139,7 @@ class UntrustedServerError(MillraceError):
 
 
 class CredentialsRefusedError(MillraceError):
-    """A server does not take our user, password, token, key or certificate."""
+    """A server does not accept our user, password, token, key or certificate."""
 
     code = "credentials_refused"
     http_status = 503

@@ -1,9 +1,9 @@
-"""What streams back to the holder of a request.
+"""What streams back to the reader of a request.
 
-``Accepted -> Queued -> Started -> PromptLogprobs* -> Delta* -> Usage -> Done``, or one of
-``Shed``, ``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas. Every
-request ends in exactly one terminal frame. A reader keeps the highest epoch it saw, drops frames of
-an older one, drops token indices that it has and asks for a replay when it sees a gap.
+``Accepted -> Queued -> Started -> PromptLogprobs* -> Delta* -> Usage -> Done``, or one of ``Shed``,
+``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas. Every request
+ends in exactly one terminal frame. A reader keeps the highest epoch it has seen, drops frames of an
+older one, drops token indices that it has and asks for a replay when it sees a gap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Queued(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="queued"
 
 
 class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
-    """A worker has it. A higher epoch than before: another worker goes on with it."""
+    """A worker runs the job. A higher epoch than before: another worker continues it."""
 
     worker_id: str
     num_prompt_tokens: int = 0
@@ -74,13 +74,13 @@ class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embedding"):
-    """The prompt's embedding as pooled, in little-endian float32; in the place of Deltas."""
+    """The prompt's embedding as pooled, in little-endian float32; in place of Deltas."""
 
     values: bytes
 
 
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
-    """Tokens as the worker counted them; nobody else counts."""
+    """Tokens as the worker counted them; no other part counts."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -98,7 +98,7 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
-    """The owner did not want it any more."""
+    """Its owner cancelled it."""
 
     num_tokens: int = 0
 

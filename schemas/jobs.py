@@ -29,7 +29,7 @@ class Tier(StrEnum):
 
 
 class Source(StrEnum):
-    """The door through which a request came."""
+    """The interface through which a request came."""
 
     HTTP = "http"
     WEBSOCKET = "websocket"
@@ -55,18 +55,18 @@ class Job(
 
     Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` says what to continue; the
     gateway always sends token ids, other services may leave tokenising to the scheduler.
-    ``request_id`` is the identity that everything else is keyed by: publishing the same id twice
-    is accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to;
-    empty means that nobody listens. ``batch_frames``: the listener also reads envelopes (see
+    ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
+    accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to; empty
+    means that there is no listener. ``batch_frames``: the listener also reads envelopes (see
     ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
-    came in as JSON gets. ``store_result`` keeps the final result for 24 h.
-    ``tools`` are described to the model with ``messages``. ``pooling`` asks for the prompt's
-    embedding instead of a completion; nothing of ``sampling`` has a meaning then.
-    ``model`` "auto" lets the scheduler choose one; ``model_requested`` is what the caller asked
-    for then, and ``route_reason`` why it got ``model``.
-    ``received_ns`` is UTC epoch, fixed once by whoever took the request in; ``deadline_ns`` is
-    when an answer is of no use any more. ``traceparent`` continues the caller's distributed trace
-    (W3C Trace Context). ``keep_transcript``: analytics may have the words of prompt and answer.
+    came in as JSON gets. ``store_result`` keeps the final result for 24 h. ``tools`` are described
+    to the model with ``messages``. ``pooling`` asks for the prompt's embedding instead of a
+    completion; nothing of ``sampling`` has a meaning then. ``model`` "auto" lets the scheduler
+    choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
+    got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
+    request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
+    caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
+    words of prompt and answer.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -150,7 +150,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A job given up on, with why; ``payload`` is the message as it was published."""
+    """A dead letter: a job that was given up, with the reason; ``payload`` is the message as it was
+    published."""
 
     reason: str
     message: str

@@ -48,7 +48,8 @@ NOT_GIVEN = msgspec.Raw(b"null")
 
 
 def not_given() -> msgspec.Raw:
-    """The default of such a field: no JSON Schema can tell a default that is not to be encoded."""
+    """The default of such a field: no JSON Schema can express a default that is not to be
+    encoded."""
     return NOT_GIVEN
 
 
@@ -275,7 +276,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway ran one of its own tools. ``output`` is what the model was told."""
+    """The gateway ran one of its own tools. ``output`` is what the model got."""
 
     call_id: str
     name: str

@@ -25,10 +25,10 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An earlier run of a request, which another one went on from, as far as it is known: one on a
-    worker that was killed took device time that nobody can tell any more. Times are UTC epoch in
-    ns; ``device_us`` as in ``RequestRecord``."""
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An earlier attempt at a request, which another one continued, as far as it is known: what one
+    took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
+    ``device_us`` as in ``RequestRecord``."""
 
     epoch: int
     worker_id: str
@@ -43,12 +43,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
     token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
     ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when the scheduler sent
-    the run that ended it to its worker, ``lives`` are the runs before that.
+    the attempt that ended it to its worker, ``lives`` are the attempts before that.
 
-    ``device_us`` is the request's share of the time that the worker's device was busy, of all runs
-    together: each step is shared among its sequences by the work they did in it. ``device_cost`` is
-    what that time costs us, in ``currency``, by the same price book. ``trace_id`` is that of its
-    distributed trace, empty where none is recorded.
+    ``device_us`` is the request's share of the time that the worker's device was busy, of all
+    attempts together: each step is shared among its sequences by the work they did in it.
+    ``device_cost`` is what that time costs us, in ``currency``, by the same price book.
+    ``trace_id`` is that of its distributed trace, empty where none is recorded.
     """
 
     request_id: str
@@ -84,13 +84,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     dispatched_ns: int = 0
     device_us: int = 0
     device_cost: Decimal = Decimal(0)
-    lives: tuple[Life, ...] = ()
+    lives: tuple[Attempt, ...] = ()
     trace_id: str = ""
     version: int = RECORD_VERSION
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True, tag="delivery"):
-    """What the client really saw of a request, as the gateway that held the stream measured it.
+    """What the client saw of a request, as the gateway that held the stream measured it.
 
     A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
     ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
@@ -173,11 +173,11 @@ class RefusalRecord(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """``count`` requests that one gateway refused for one reason between ``first_ns`` and
     ``last_ns``, UTC epoch: they never were jobs, so there is no other record of them.
 
-    ``tenant`` and ``key_id`` are empty for who was not known. ``door`` is the route that was asked,
+    ``tenant`` and ``key_id`` are empty for an unknown caller. ``door`` is the requested route,
     ``status`` the HTTP status, or the one that would say the same on a WebSocket, ``code`` the
     error's, and ``limit`` the limit that was reached, if one was. ``request_id`` is that of the
     first of them, if it had one. Nothing that a client wrote is in it. Of a flood of many kinds,
-    those on top of a bound have the door ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
+    those over a bound have the door ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
 
     A record is known by ``gateway_id``, ``recorded_ns`` and ``number``.
     """

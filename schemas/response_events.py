@@ -2,8 +2,8 @@
 
 ``sequence_number`` grows along a stream, by one for most events, by the number of tokens for text
 and by the number of characters for arguments: so it depends on what was said before, and not on
-how that was cut into events. A client that goes on with a stream after its last token is told of
-the end again, by the same numbers.
+how that was cut into events. A client that continues a stream after its last token gets the
+end again, with the same numbers.
 """
 
 from __future__ import annotations

@@ -21,17 +21,17 @@ from schemas.openai import (
 # --- items: what a conversation is made of ---------------------------------------------------
 
 
-class InputText(
-    msgspec.Struct, frozen=True, tag_field="type", tag="input_text", forbid_unknown_fields=True
-):
+class _Typed(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class InputText(_Typed, frozen=True, tag="input_text"):
     """Text that was given."""
 
     text: str
 
 
-class OutputText(
-    msgspec.Struct, frozen=True, tag_field="type", tag="output_text", forbid_unknown_fields=True
-):
+class OutputText(_Typed, frozen=True, tag="output_text"):
     """Text that a model made; ``logprobs`` has an entry for each token if they were asked for."""
 
     text: str
@@ -121,14 +121,7 @@ class GivenCallOutput(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fiel
 GivenItem = GivenMessage | GivenCall | GivenCallOutput
 
 
-class SchemaFormat(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="type",
-    tag="json_schema",
-    forbid_unknown_fields=True,
-):
+class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
     """An answer in JSON that ``schema`` describes, whether ``strict`` or not."""
 
     name: str
@@ -144,14 +137,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     verbosity: Any = None
 
 
-class FlatFunctionTool(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="type",
-    tag="function",
-    forbid_unknown_fields=True,
-):
+class FlatFunctionTool(_Typed, frozen=True, kw_only=True, tag="function"):
     """A tool that the client runs; ``parameters`` is the JSON Schema of its arguments."""
 
     name: str
@@ -160,14 +146,7 @@ class FlatFunctionTool(
     strict: bool | None = None
 
 
-class NamedServerTool(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="type",
-    tag="server",
-    forbid_unknown_fields=True,
-):
+class NamedServerTool(_Typed, frozen=True, kw_only=True, tag="server"):
     """A tool of the gateway's own, which it runs itself."""
 
     name: str

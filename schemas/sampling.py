@@ -37,7 +37,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     empty for ``json_object``, which is any JSON object. Whether it compiles is found out by the
     engine.
 
-    Raises ParameterError for a text that is missing, not wanted or too long.
+    Raises ParameterError for a text that is missing, not allowed or too long.
     """
 
     kind: GrammarKind
@@ -59,8 +59,8 @@ class SamplingParams(
     """Sampling and stopping of one sequence.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are off.
-    ``seed`` None means that whoever accepts the request draws one; from then on a token's draw
-    depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
+    ``seed`` None means that the process which accepts the request draws one; from then on a token's
+    draw depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
 
     ``repetition_penalty`` (1 is off) divides the positive logits of the tokens of prompt and
     completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty``

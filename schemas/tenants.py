@@ -36,7 +36,9 @@ def check_limits(limits: LimitSet | LimitOverrides) -> None:
 
 
 class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an account may use; None: no limit.
+    """What an account may use; None: no limit. ``tokens_per_minute`` counts prompt and completion,
+    ``context_tokens`` bounds both of one request together, ``monthly_budget`` is money, in the
+    prices' currency, of a UTC month.
 
     Raises ValueError, naming the limit, for a value that cannot be kept.
     """
@@ -195,8 +197,8 @@ def own_reply(tenant: str, name: str) -> str:
 
 
 def may_reply_to(tenant: str, reply: str) -> bool:
-    """Whether a tenant's service may have its frames sent there. ``local`` may name anybody: it is
-    for whoever needs no key."""
+    """Whether a tenant's service may have its frames sent there. ``local`` may name any: it is
+    for callers that need no key."""
     return tenant == LOCAL_TENANT or reply in ("", tenant) or reply.startswith(f"{tenant}/")
 
 

@@ -42,14 +42,13 @@ class Generate(
     prompt: Any = None
 
 
-class Resume(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="resume",
+class _ClientMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
 ):
+    pass
+
+
+class Resume(_ClientMessage, frozen=True, kw_only=True, tag="resume"):
     """Go on with a request of an earlier socket under a new ``id``. ``next_index`` is the index of
     the first token that is missing, one for each choice if there are several."""
 
@@ -58,33 +57,19 @@ class Resume(
     next_index: int | tuple[int, ...] = 0
 
 
-class Authenticate(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="authenticate",
-):
+class Authenticate(_ClientMessage, frozen=True, kw_only=True, tag="authenticate"):
     """Answered by ``authenticated``, or by an error and the socket's end (1008)."""
 
     token: str
 
 
-class CancelGeneration(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="cancel",
-):
+class CancelGeneration(_ClientMessage, frozen=True, kw_only=True, tag="cancel"):
     """Stop a generation; it ends in ``done`` with finish_reason ``cancelled``."""
 
     id: str
 
 
-class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping", forbid_unknown_fields=True):
+class Ping(_ClientMessage, frozen=True, tag="ping"):
     """Answered by ``pong``."""
 
 
@@ -104,7 +89,7 @@ class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticate
     tier: Tier
 
 
-class Accepted(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
+class Accepted(_ServerMessage, frozen=True, kw_only=True, tag="accepted"):
     """The request is stored and will be answered, whatever dies. ``session`` says how the kept
     conversation was fitted into the context window. ``model`` answers; ``route_reason`` says why,
     if the choice was left to the gateway."""
@@ -116,7 +101,7 @@ class Accepted(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, ta
     route_reason: str = ""
 
 
-class Queued(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="queued"):
+class Queued(_ServerMessage, frozen=True, kw_only=True, tag="queued"):
     """``position`` counts from 0; ``eta_s`` is a guess of the wait left."""
 
     id: str
@@ -125,8 +110,8 @@ class Queued(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
     eta_s: float | None = None
 
 
-class Started(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
-    """A worker has it. A second one: another worker goes on with it."""
+class Started(_ServerMessage, frozen=True, kw_only=True, tag="started"):
+    """A worker runs the request. A second one: another worker continues it."""
 
     id: str
     request_id: str
@@ -134,7 +119,7 @@ class Started(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     cached_tokens: int = 0
 
 
-class Delta(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
+class Delta(_ServerMessage, frozen=True, kw_only=True, tag="delta"):
     """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add. Tokens
     of tool calls count, but their text is in ``tool_call`` and ``tool_arguments``."""
 
@@ -147,9 +132,7 @@ class Delta(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
     logprobs: tuple[LogprobInfo, ...] = ()
 
 
-class ToolCallStarted(
-    _ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_call"
-):
+class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"):
     """The model calls a tool, the ``call``-th of this choice; its arguments follow."""
 
     id: str
@@ -160,9 +143,7 @@ class ToolCallStarted(
     choice: int = 0
 
 
-class ToolArguments(
-    _ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_arguments"
-):
+class ToolArguments(_ServerMessage, frozen=True, kw_only=True, tag="tool_arguments"):
     """More of the arguments of a call, which are JSON when all are there."""
 
     id: str
@@ -172,9 +153,9 @@ class ToolArguments(
     choice: int = 0
 
 
-class ToolStep(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tool_step"):
+class ToolStep(_ServerMessage, frozen=True, kw_only=True, tag="tool_step"):
     """The gateway has run one of its own tools; the model goes on with the result. ``output`` is
-    what the tool gave, or the error that the model is told."""
+    what the tool returned, or the error that the model gets."""
 
     id: str
     request_id: str
@@ -195,7 +176,7 @@ class ChoiceDone(_ServerMessage, frozen=True, kw_only=True, tag="choice_done"):
     finish_reason: str
 
 
-class Done(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
+class Done(_ServerMessage, frozen=True, kw_only=True, tag="done"):
     """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled. ``usage`` is of
     all choices; it is there unless it was cancelled."""
 
@@ -205,8 +186,9 @@ class Done(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="d
     usage: UsageInfo | None = None
 
 
-class Error(_ServerMessage, frozen=True, kw_only=True, omit_defaults=True, tag="error"):
-    """Without an ``id`` the message could not be told apart; the socket lives on in any case."""
+class Error(_ServerMessage, frozen=True, kw_only=True, tag="error"):
+    """Without an ``id`` the message could not be assigned to a generation; the socket stays open in
+    any case."""
 
     code: str
     message: str

@@ -23,8 +23,8 @@ from schemas.frames import (
 from schemas.jobs import Job
 from schemas.records import Status
 from schemas.sampling import SamplingParams
+from simulation.outcomes import REPLY, Outcomes, RequestOutcome
 from simulation.policies import Policy
-from simulation.report.outcomes import REPLY, Ledger, Outcome
 from simulation.traces.texts import Texts
 from simulation.workers.worker import Spawn
 
@@ -46,7 +46,7 @@ class Clients:
         self,
         bus: Bus,
         clock: Clock,
-        ledger: Ledger,
+        outcomes: Outcomes,
         texts: Texts,
         policy: Policy,
         spawn: Spawn,
@@ -54,12 +54,12 @@ class Clients:
         self.all_ended = asyncio.Event()
         self._bus = bus
         self._clock = clock
-        self._ledger = ledger
+        self._outcomes = outcomes
         self._texts = texts
         self._policy = policy
-        self._num_open = len(ledger)
+        self._num_open = len(outcomes)
         # The turns of a session behind the one that is under way.
-        self._turns: dict[tuple[str, str], deque[Outcome]] = {}
+        self._turns: dict[tuple[str, str], deque[RequestOutcome]] = {}
         self._queues: dict[str, QueueStatus] = {}
         self._subscriptions: list[Subscription] = []
         self._spawn = spawn
@@ -76,8 +76,8 @@ class Clients:
 
     async def send_all(self) -> None:
         """Returns when the last request is due."""
-        for outcome in self._ledger:
-            wait_s = outcome.request.at_s - self._ledger.now_s()
+        for outcome in self._outcomes:
+            wait_s = outcome.request.at_s - self._outcomes.now_s()
             if wait_s > 0:
                 await self._clock.sleep(wait_s)
             request = outcome.request
@@ -89,8 +89,8 @@ class Clients:
                 self._turns[request.tenant, request.session] = deque()
             await self._send(outcome)
 
-    async def _send(self, outcome: Outcome) -> None:
-        outcome.sent_s = self._ledger.now_s()
+    async def _send(self, outcome: RequestOutcome) -> None:
+        outcome.sent_s = self._outcomes.now_s()
         job = self._job(outcome)
         queue = self._queues.get(job.model)
         if queue is not None:
@@ -104,7 +104,7 @@ class Clients:
         if deadline_s is not None and job.deadline_ns is None:
             asyncio.get_running_loop().call_later(deadline_s, self._give_up, outcome)
 
-    def _job(self, outcome: Outcome) -> Job:
+    def _job(self, outcome: RequestOutcome) -> Job:
         request, now_ns = outcome.request, self._clock.now_ns()
         tenant, tier = self._policy.who(request.tenant, request.tier)
         deadline_ns = None
@@ -127,22 +127,22 @@ class Clients:
             deadline_ns=deadline_ns,
         )
 
-    def _give_up(self, outcome: Outcome) -> None:
+    def _give_up(self, outcome: RequestOutcome) -> None:
         if outcome.status is None:
             cancel = Cancel(request_id=outcome.request_id, reason=CancelReason.DEADLINE)
             self._spawn(self._bus.control.cancel(cancel))
 
     def _on_frame(self, request_id: str, frame: Frame) -> None:
-        outcome = self._ledger[request_id]
+        outcome = self._outcomes[request_id]
         match frame:
             case Started():
                 outcome.epoch = max(outcome.epoch, frame.epoch)
                 if outcome.started_s < 0:
-                    outcome.started_s = self._ledger.now_s()
+                    outcome.started_s = self._outcomes.now_s()
                     outcome.num_cached_tokens = frame.num_cached_tokens
             case Delta():
                 if outcome.first_s < 0 and frame.epoch >= outcome.epoch:
-                    outcome.first_s = self._ledger.now_s()
+                    outcome.first_s = self._outcomes.now_s()
             case Done() | Cancelled() | Expired() | Shed() | Failed():
                 outcome.num_terminals += 1
                 if outcome.status is None:
@@ -151,8 +151,9 @@ class Clients:
             case _:
                 pass  # positions and counts change nothing here
 
-    def _end(self, outcome: Outcome, status: Status, error_code: str) -> None:
-        outcome.end_s, outcome.status, outcome.error_code = self._ledger.now_s(), status, error_code
+    def _end(self, outcome: RequestOutcome, status: Status, error_code: str) -> None:
+        outcome.end_s = self._outcomes.now_s()
+        outcome.status, outcome.error_code = status, error_code
         self._num_open -= 1
         if not self._num_open:
             self.all_ended.set()
@@ -164,5 +165,5 @@ class Clients:
             del self._turns[request.tenant, request.session]
 
     def _resume_point(self, request_id: str) -> ResumePoint:
-        outcome = self._ledger[request_id]
+        outcome = self._outcomes[request_id]
         return ResumePoint(token_ids=outcome.token_ids, open=outcome.status is None)

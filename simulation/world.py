@@ -14,11 +14,11 @@ import msgspec
 from bus.memory import MemoryBroker, MemoryBus
 from registry.pricing import UNPRICED
 from runtime.virtual_time import VirtualClock, run_virtual
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.jobs import Job
 from simulation.client import Clients
+from simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
 from simulation.policies import Policy
-from simulation.report.outcomes import KnownRuns, Ledger, Outcome
 from simulation.settings import Settings
 from simulation.traces.texts import Texts
 from simulation.traces.trace import TraceRequest
@@ -34,7 +34,7 @@ class Result:
     """What happened: the outcomes in the trace's order, and the lives of the workers, whose times
     count from the trace's 0; it ended at ``end_s``."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     lives: list[Life]
     num_deaths: int
     end_s: float
@@ -59,7 +59,7 @@ async def _simulate(
 ) -> Result:
     models = sorted({request.model for request in trace})
     texts = Texts(settings.seed)
-    ledger = Ledger(_outcomes(trace, texts), clock, LEAD_S)
+    outcomes = Outcomes(_outcomes(trace, texts), clock, LEAD_S)
     nats = msgspec.structs.replace(settings.config.nats, max_stored_jobs=len(trace) + 1)
     broker = MemoryBroker(clock, nats, _MAX_PAYLOAD_BYTES)
     config = policy.configure(settings.config.scheduler)
@@ -67,9 +67,8 @@ async def _simulate(
         MemoryBus(broker),
         msgspec.structs.replace(config, models=tuple(models)),
         clock,
-        models,
-        lambda _: _AsIs(),
-        KnownRuns(ledger),
+        ModelCatalogue(models, lambda _: _AsIs()),
+        SimulatedGenerationIndex(outcomes),
     )
     stopping = asyncio.Event()
     spawned: dict[asyncio.Task[None], None] = {}
@@ -84,8 +83,8 @@ async def _simulate(
         scheduling = group.create_task(scheduler.run(stopping))
         await scheduler.ready.wait()
         bus = MemoryBus(broker)
-        fleet = Fleet(bus, clock, settings, models, ledger, spawn, LEAD_S)
-        clients = Clients(bus, clock, ledger, texts, policy, spawn)
+        fleet = Fleet(bus, clock, settings, models, outcomes, spawn, LEAD_S)
+        clients = Clients(bus, clock, outcomes, texts, policy, spawn)
         await clients.listen()
         await fleet.start()
         spawn(clients.send_all())
@@ -100,13 +99,13 @@ async def _simulate(
             task.cancel()
     for life in fleet.lives:
         life.count_from(LEAD_S, end_s)
-    return Result(list(ledger), fleet.lives, fleet.num_deaths, end_s - LEAD_S)
+    return Result(list(outcomes), fleet.lives, fleet.num_deaths, end_s - LEAD_S)
 
 
-def _outcomes(trace: Sequence[TraceRequest], texts: Texts) -> list[Outcome]:
+def _outcomes(trace: Sequence[TraceRequest], texts: Texts) -> list[RequestOutcome]:
     outcomes = []
     for number, request in enumerate(trace, start=1):
         request_id = f"r{number}"
         first = texts.first_answer_token(request, request_id)
-        outcomes.append(Outcome(request, request_id, first))
+        outcomes.append(RequestOutcome(request, request_id, first))
     return outcomes

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
-from tests.support.nats_streams import delete_streams
+from tests.support.nats.streams import delete_streams
 from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
 

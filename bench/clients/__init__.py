@@ -1,1 +1,3 @@
-"""Clients of the servers under load, and what their answers say."""
+"""Clients of the servers under load, and what their answers say. ``bench.load`` runs them; they
+import ``bench.prompts`` and ``bench.settings``.
+"""

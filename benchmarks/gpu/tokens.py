@@ -23,7 +23,7 @@ from schemas.config import EngineConfig
 from schemas.sampling import SamplingParams
 from workers.engine.engine import Engine
 from workers.engine.runners import load_runner
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence as EngineSequence
 from workers.engine.sequence import SequenceState
 from workers.engine.types import EngineRequest

@@ -57,9 +57,9 @@ _MOST_STEPS = 200
 def compile_engine(compilation: Compilation, name: str) -> int:
     """Run requests of every kind with the settings ``name``; how many steps that took."""
     from workers.engine.device import loading as device_loading
-    from workers.engine.device.kernel_set import triton_kernels
     from workers.engine.engine import Engine
     from workers.engine.types import EngineRequest
+    from workers.kernels.gpu.kernel_set import triton_kernels
 
     compilation.user = f"engine {name}"
     config = EngineConfig(

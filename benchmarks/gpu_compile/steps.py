@@ -13,17 +13,17 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_compile.compiling import Compilation
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.device.kernel_set import KernelSet, choose_kernels
 from workers.engine.device.operations import DeviceMetadata, DeviceOperations
 from workers.engine.kv.cache import KVCache
 from workers.kernels.gpu import jit
 from workers.kernels.gpu.blocks import copy_blocks
 from workers.kernels.gpu.device_batch import DeviceBatch
+from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels
 from workers.kernels.gpu.sampler_state import SamplerState
 from workers.kernels.gpu.sampling import choose_tokens, token_logprobs
 from workers.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
 from workers.models.decoder import Decoder
-from workers.models.device_product import device_products
+from workers.models.device_linear import device_products
 from workers.models.loader import load_weights
 from workers.models.stacked_experts import stacked_experts
 

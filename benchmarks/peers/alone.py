@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.figures import Figures, RequestTimes
 from benchmarks.peers.loads import Load, measure
-from benchmarks.prompts import Prompt
+from benchmarks.support.figures import Figures, RequestTimes
+from benchmarks.support.prompts import Prompt
 from schemas.config import EngineConfig
 from workers.engine.threads import configure_threads
 
@@ -32,7 +32,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 
 def _millrace(path: Path, streams: int) -> Send:
-    from benchmarks.closed_loop import run_closed_loop
+    from benchmarks.support.closed_loop import run_closed_loop
     from workers.engine.engine import Engine
 
     config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=streams)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from benchmarks.figures import Figures, RequestTimes, figures_of, medians
-from benchmarks.prompts import Prompt, shared_prefix_prompts
+from benchmarks.support.figures import Figures, RequestTimes, figures_of, medians
+from benchmarks.support.prompts import Prompt, shared_prefix_prompts
 
 _RUN_STRIDE = 1_000
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.figures import Figures
 from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import Load
+from benchmarks.support.figures import Figures
 
 MILLRACE = "millrace"
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.figures import Figures, RequestTimes
 from benchmarks.peers.loads import Load, measure
-from benchmarks.prompts import Prompt
-from benchmarks.sse_load import COMPLETIONS, run_load
+from benchmarks.support.figures import Figures, RequestTimes
+from benchmarks.support.prompts import Prompt
+from benchmarks.support.sse_load import COMPLETIONS, run_load
 from tests.support.system import System
 
 _VLLM_STARTS_WITHIN_S = 420.0

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.figures import RequestTimes
 from benchmarks.peers.loads import Load
-from benchmarks.prompts import Prompt
+from benchmarks.support.figures import RequestTimes
+from benchmarks.support.prompts import Prompt
 
 # Its own default. A larger cache is slower without flash attention: 70 tokens/s with four times
 # these, where this makes 80.

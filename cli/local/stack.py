@@ -26,7 +26,7 @@ from cli.local.private_files import credentials_of, make_private, write_private
 from cli.local.probe import probe_pooling, serve_one
 from cli.local.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
 from cli.local.server_files import nats_config, redis_config
-from cli.local.store_doctor import StoreDoctor, with_folders
+from cli.local.store_recovery import StoreRecovery, with_folders
 from cli.local.supervisor import Process, Supervisor, python
 from runtime.binaries import nats_server_path, redis_server_path
 from runtime.clock import SystemClock
@@ -76,7 +76,7 @@ class Stack:
     _endpoints: Endpoints | None = None
     _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
     _scaler: WorkerScaler | None = None
-    _doctor: StoreDoctor | None = None
+    _store_recovery: StoreRecovery | None = None
     _pickers: list[PortPicker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,10 +96,10 @@ class Stack:
         self._write_config(config)
         self._bus = bus = await nats_bus.connect(config.nats, "millrace-up")
         await bus.workers.watch(self._note_worker)
-        self._doctor = StoreDoctor(
+        self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
-        self._doctor.start()
+        self._store_recovery.start()
         await self._start_parts(config)
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
@@ -122,7 +122,7 @@ class Stack:
         for name in ("endpoints.json", NATS_URL_FILE, CLICKHOUSE_URL_FILE):
             (self.plan.data / "run" / name).unlink(missing_ok=True)
         self._targets.close()
-        for helper in (self._doctor, self._scaler):
+        for helper in (self._store_recovery, self._scaler):
             if helper is not None:
                 await helper.close()
         if self._bus is not None:

@@ -1,1 +1,3 @@
-"""Commands that run an engine in their own process, without a bus."""
+"""``millrace generate`` and ``embed``: a file of requests straight on an engine in this process,
+without a bus. Called by ``cli.main``. Imports ``workers.engine`` and ``registry``.
+"""

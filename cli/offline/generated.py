@@ -11,7 +11,7 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.jobs import Job
 from workers.engine.types import EngineOutput, EngineRequest
-from workers.host.output_text import TextStream
+from workers.host.generations.output_text import TextStream
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):

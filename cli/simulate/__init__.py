@@ -1,1 +1,4 @@
-"""``millrace simulate``: its arguments, and what it does with them."""
+"""``millrace simulate``: its arguments, where its trace comes from, and the calls of
+``simulation``. Called by ``cli.main``. Imports ``simulation``, ``bench``, and ``analytics`` for
+the stored history.
+"""

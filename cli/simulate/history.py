@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cli.rows import parse_rows
-from cli.store import ask
+from cli.analytics.rows import parse_rows
+from cli.analytics.store import ask
 from schemas.errors import ConfigError
 from schemas.jobs import Tier
 from simulation.traces.trace import TraceRequest

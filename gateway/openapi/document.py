@@ -6,7 +6,7 @@ the WebSocket as a JSON Schema.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.openapi.fields import REF, refine
-from gateway.openapi.operation import JSON, Operation, Schema
-from gateway.openapi.operations import OPERATIONS
+from gateway.openapi.operations import BY_TAG, JSON, OPERATIONS, Media, Operation
+from runtime.json_schema import Schema, document_text, without_discriminators
 from schemas.openai import ErrorBody
 from schemas.responses import GivenCall, GivenCallOutput, GivenMessage
 from schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
@@ -27,7 +27,6 @@ _DOCS = Path(__file__).parents[2] / "docs"
 _SSE = "text/event-stream"
 _DEFINITION = "#/$defs/{name}"
 _NAMES = {ClientMessage: "ClientMessage", ServerMessage: "ServerMessage"}
-_OF_ALL_CALLERS = (401, 403, 503)
 
 _DESCRIPTION = f"""\
 OpenAI's API on a message bus. Fields that are not honoured are refused by name; every error has \
@@ -52,14 +51,7 @@ _ERRORS = {
 _STREAMED = (
     "Done. With stream: true, events: the data of each is an x-event, [DONE] or an ErrorBody."
 )
-_REQUEST_ID: Schema = {
-    "description": "The id under which the request is known here.",
-    "schema": {"type": "string"},
-}
-_RETRY_AFTER: Schema = {
-    "description": "Seconds after which it may be tried again.",
-    "schema": {"type": "integer", "minimum": 1},
-}
+_STRING: Schema = {"type": "string"}
 _RATE_LIMITS: dict[str, Schema] = {
     f"x-ratelimit-{aspect}-{what}": {
         "description": text.format(what=what),
@@ -73,14 +65,23 @@ _RATE_LIMITS: dict[str, Schema] = {
     )
 }
 _ROUTED: dict[str, Schema] = {
-    "x-millrace-model": {
-        "description": "The model that answers.",
-        "schema": {"type": "string"},
-    },
+    "x-millrace-model": {"description": "The model that answers.", "schema": _STRING},
     "x-millrace-route-reason": {
         "description": "Why it is that one, if the request left the choice.",
-        "schema": {"type": "string"},
+        "schema": _STRING,
     },
+}
+_HEADERS: dict[str, Schema] = {
+    "x-request-id": {
+        "description": "The id under which the request is known here.",
+        "schema": _STRING,
+    },
+    "Retry-After": {
+        "description": "Seconds after which it may be tried again.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    **_RATE_LIMITS,
+    **_ROUTED,
 }
 _GENERATION_HEADERS: list[Schema] = [
     {
@@ -103,13 +104,13 @@ _GENERATION_HEADERS: list[Schema] = [
 @cache
 def openapi_text() -> str:
     """The OpenAPI document, as it is checked in."""
-    return _text(openapi_document())
+    return document_text(openapi_document())
 
 
 @cache
 def websocket_text() -> str:
     """The schema of the WebSocket's messages, as it is checked in."""
-    return _text(websocket_schema())
+    return document_text(websocket_schema())
 
 
 def routes() -> list[Route]:
@@ -120,18 +121,19 @@ def routes() -> list[Route]:
     ]
 
 
-def openapi_document() -> dict[str, Any]:
+def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
     kinds: list[Any] = [ErrorBody, GivenMessage, GivenCall, GivenCallOutput]
     for one in OPERATIONS:
         for kind in (one.body, one.answer, one.event):
-            if kind is not None and not isinstance(kind, dict) and kind not in kinds:
+            if kind is not None and not isinstance(kind, Media) and kind not in kinds:
                 kinds.append(kind)
     schemas, components = _components(kinds, REF)
     schema_of = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for one in OPERATIONS:
-        paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+    for tag, operations in BY_TAG.items():
+        for one in operations:
+            paths.setdefault(one.path, {})[one.method] = _operation(tag, one, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -145,12 +147,7 @@ def openapi_document() -> dict[str, Any]:
         "components": {
             "schemas": components,
             "responses": {str(status): _error(status) for status in _ERRORS},
-            "headers": {
-                "x-request-id": _REQUEST_ID,
-                "Retry-After": _RETRY_AFTER,
-                **_RATE_LIMITS,
-                **_ROUTED,
-            },
+            "headers": _HEADERS,
             "securitySchemes": {
                 "key": {
                     "type": "http",
@@ -163,7 +160,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def websocket_schema() -> dict[str, Any]:
+def websocket_schema() -> Schema:
     """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
     the whole accepts either."""
     kinds = [ClientMessage, ServerMessage]
@@ -173,7 +170,7 @@ def websocket_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Messages of /v1/ws, subprotocol {SUBPROTOCOL}",
         "anyOf": [{"$ref": _DEFINITION.format(name=name)} for name in unions],
-        "$defs": _without_discriminators(components | unions),
+        "$defs": without_discriminators(components | unions),
     }
 
 
@@ -182,11 +179,8 @@ def _components(kinds: list[Any], template: str) -> tuple[tuple[Schema, ...], di
     return schemas, {name: refine(name, schema) for name, schema in components.items()}
 
 
-def _operation(one: Operation, schema_of: dict[Any, Schema]) -> Schema:
-    def schema(kind: Any) -> Schema:
-        return kind if isinstance(kind, dict) else schema_of[kind]
-
-    operation: Schema = {"operationId": one.name, "tags": [one.tag], "summary": one.summary}
+def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema:
+    operation: Schema = {"operationId": one.name, "tags": [tag], "summary": one.summary}
     if one.description:
         operation["description"] = one.description
     if not one.is_open:
@@ -195,37 +189,45 @@ def _operation(one: Operation, schema_of: dict[Any, Schema]) -> Schema:
     if parameters:
         operation["parameters"] = parameters
     if one.body is not None:
-        media: Schema = {"schema": schema(one.body)}
+        content = _content(one.body, schema_of)
         if one.example is not None:
-            media["example"] = one.example
-        operation["requestBody"] = {"required": True, "content": {one.body_type: media}}
-    content: Schema = {one.answer_type: {"schema": schema(one.answer)}}
+            content[JSON]["example"] = one.example
+        operation["requestBody"] = {"required": True, "content": content}
+    content = _content(one.answer, schema_of)
     if one.event is not None:
         # Before OpenAPI 3.2 a schema can tell of the whole stream only.
-        content[_SSE] = {"x-event": schema(one.event)}
+        content[_SSE] = {"x-event": schema_of[one.event]}
     headers = ["x-request-id"]
-    if one.is_generation or one.tag == "embeddings":
+    if tag in {"generation", "embeddings"}:
         headers += _RATE_LIMITS
-    if one.is_generation:
+    if tag == "generation":
         headers += _ROUTED
     answer = {
         "description": _STREAMED if one.is_generation else "Done.",
-        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},
+        "headers": _references("headers", headers),
         "content": content,
     }
-    operation["responses"] = {"200": answer}
+    operation["responses"] = {"200": answer, **_references("responses", map(str, one.errors))}
     if one.path == "/healthz":
         operation["responses"]["503"] = {**answer, "description": "Not now."}
-    statuses = set(one.errors) if one.is_open else {*one.errors, *_OF_ALL_CALLERS}
-    for status in sorted(statuses):
-        operation["responses"][str(status)] = {"$ref": f"#/components/responses/{status}"}
     return operation
+
+
+def _content(kind: Any, schema_of: dict[Any, Schema]) -> dict[str, Schema]:
+    """By media type, what a body of that kind is."""
+    if isinstance(kind, Media):
+        return {kind.type: {"schema": kind.schema}}
+    return {JSON: {"schema": schema_of[kind]}}
+
+
+def _references(section: str, names: Iterable[str]) -> dict[str, Schema]:
+    return {name: {"$ref": f"#/components/{section}/{name}"} for name in names}
 
 
 def _parameters(one: Operation) -> list[Schema]:
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in re.findall(r"\{(\w+)\}", one.path)
+        for name in one.path_parameters
     ]
     in_query = [
         {"name": q.name, "in": "query", "description": q.description, "schema": q.schema}
@@ -242,27 +244,9 @@ def _error(status: int) -> Schema:
         headers += _RATE_LIMITS
     return {
         "description": _ERRORS[status],
-        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},
+        "headers": _references("headers", headers),
         "content": {JSON: {"schema": {"$ref": REF.format(name="ErrorBody")}}},
     }
-
-
-def _without_discriminators(node: Any) -> Any:
-    """They are OpenAPI's; each message's own ``type`` says as much."""
-    if isinstance(node, dict):
-        return {
-            key: _without_discriminators(value)
-            for key, value in node.items()
-            if key != "discriminator"
-        }
-    if isinstance(node, list):
-        return [_without_discriminators(item) for item in node]
-    return node
-
-
-def _text(document: dict[str, Any]) -> str:
-    raw = msgspec.json.encode(document, order="deterministic")
-    return msgspec.json.format(raw, indent=2).decode() + "\n"
 
 
 async def _serve(text: Any, _request: Request) -> Response:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.openapi.operation import Schema
+from runtime.json_schema import Schema
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
 from schemas.sampling import (

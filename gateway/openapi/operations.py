@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
 from gateway.api.limits import CallerLimits
-from gateway.openapi.operation import Operation, Query, Schema
 from gateway.openapi.shapes import (
     ChatCompletionChunk,
     CompletionChunk,
@@ -11,6 +16,7 @@ from gateway.openapi.shapes import (
     ServerToolList,
     SessionDeleted,
 )
+from runtime.json_schema import Schema
 from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
 from schemas.files import FileDeleted, FileList, FileObject
@@ -30,350 +36,305 @@ from schemas.response_events import ResponseEvent
 from schemas.responses import ItemList, Response, ResponseDeleted, ResponsesRequest
 from schemas.sessions import SessionHistory
 
-_OBJECT: Schema = {"type": "object"}
-_LIMIT = "At most so many entries."
-_AFTER = "The id of the last entry of the page before."
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A field of a query string."""
+
+    name: str
+    schema: Schema
+    description: str
+
+
+@dataclass(frozen=True)
+class Media:
+    """A body that is not one JSON value of a type in ``schemas/``."""
+
+    type: str
+    schema: Schema
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path.
+
+    ``answer`` and ``body`` are types of ``schemas/``; ``event`` is what each event of a streamed
+    answer holds. ``own_errors`` are HTTP statuses that nothing else here implies: see ``errors``.
+    ``is_open``: callers are not told apart.
+    """
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    answer: Any
+    _: KW_ONLY
+    body: Any = None
+    example: Any = None
+    event: Any = None
+    query: tuple[Query, ...] = ()
+    own_errors: tuple[int, ...] = ()
+    description: str = ""
+    is_open: bool = False
+
+    @property
+    def is_generation(self) -> bool:
+        return self.event is not None
+
+    @property
+    def path_parameters(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.path)
+
+    @property
+    def errors(self) -> list[int]:
+        """The HTTP statuses beside 200, ascending."""
+        statuses = set(self.own_errors)
+        if self.query:
+            statuses.add(400)
+        if self.path_parameters:
+            statuses.add(404)
+        if self.body is not None:
+            statuses |= {400, 408, 413}
+        if not self.is_open:
+            statuses |= {401, 403, 503}
+        return sorted(statuses)
 
 
 def _page(most: int, *more: Query) -> tuple[Query, ...]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
     return (
-        Query(name="limit", schema=limit, description=_LIMIT),
-        Query(name="after", schema={"type": "string"}, description=_AFTER),
+        Query("limit", limit, "At most so many entries."),
+        Query("after", {"type": "string"}, "The id of the last entry of the page before."),
         *more,
     )
 
 
-_ORDER = Query(
-    name="order",
-    schema={"enum": ["asc", "desc"], "default": "desc"},
-    description="asc: the oldest first; desc: the newest first.",
-)
+_get, _post, _delete = (partial(Operation, method) for method in ("get", "post", "delete"))
+_generate = partial(_post, own_errors=(404, 409, 429, 500, 504))
+_order = {"enum": ["asc", "desc"], "default": "desc"}
+_ORDER = Query("order", _order, "asc: the oldest first; desc: the newest first.")
+_PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
+_TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
-_UPLOAD: Schema = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"enum": ["batch"]},
+_OBJECT = Media(JSON, {"type": "object"})
+_ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
+_TEXT = Media("text/plain", {"type": "string"})
+_BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
+_UPLOAD = Media(
+    "multipart/form-data",
+    {
+        "type": "object",
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"enum": ["batch"]},
+        },
+        "required": ["file", "purpose"],
+        "additionalProperties": False,
     },
-    "required": ["file", "purpose"],
-    "additionalProperties": False,
-}
+)
 _HELLO = [{"role": "user", "content": "Hello!"}]
 
-_BODY = (400, 408, 413)
-_GENERATION = (*_BODY, 404, 409, 429, 500, 504)
-
-OPERATIONS = (
-    Operation(
-        method="post",
-        path="/v1/chat/completions",
-        name="createChatCompletion",
-        tag="generation",
-        summary="Continue a conversation",
-        body=ChatCompletionRequest,
-        example={"model": "demo", "messages": _HELLO, "max_tokens": 32},
-        answer=ChatCompletion,
-        event=ChatCompletionChunk,
-        errors=_GENERATION,
-    ),
-    Operation(
-        method="post",
-        path="/v1/completions",
-        name="createCompletion",
-        tag="generation",
-        summary="Continue a text, token ids, or several of these",
-        body=CompletionRequest,
-        example={"model": "demo", "prompt": "Once upon a time", "max_tokens": 32},
-        answer=Completion,
-        event=CompletionChunk,
-        errors=_GENERATION,
-    ),
-    Operation(
-        method="post",
-        path="/v1/responses",
-        name="createResponse",
-        tag="generation",
-        summary="Answer in the shape of OpenAI's Responses API",
-        description="An answer is kept, for a later previous_response_id, unless store is false.",
-        body=ResponsesRequest,
-        example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
-        answer=Response,
-        event=ResponseEvent,
-        errors=_GENERATION,
-    ),
-    Operation(
-        method="get",
-        path="/v1/responses/{response_id}",
-        name="getResponse",
-        tag="responses",
-        summary="An answer that was kept",
-        answer=Response,
-        errors=(400, 404),
-    ),
-    Operation(
-        method="delete",
-        path="/v1/responses/{response_id}",
-        name="deleteResponse",
-        tag="responses",
-        summary="Forget an answer",
-        answer=ResponseDeleted,
-        errors=(404,),
-    ),
-    Operation(
-        method="get",
-        path="/v1/responses/{response_id}/input_items",
-        name="listInputItems",
-        tag="responses",
-        summary="The items before an answer, in pages",
-        query=_page(100, _ORDER),
-        answer=ItemList,
-        errors=(400, 404),
-    ),
-    Operation(
-        method="post",
-        path="/v1/embeddings",
-        name="createEmbeddings",
-        tag="embeddings",
-        summary="Embed texts",
-        body=EmbeddingRequest,
-        example={"model": "demo", "input": ["Hello!", "Good morning."]},
-        answer=EmbeddingList,
-        errors=(*_BODY, 404, 409, 429, 500, 504),
-    ),
-    Operation(
-        method="get",
-        path="/v1/models",
-        name="listModels",
-        tag="models",
-        summary="The models that may be asked for",
-        answer=ModelList,
-    ),
-    Operation(
-        method="get",
-        path="/v1/models/{name}",
-        name="getModel",
-        tag="models",
-        summary="One model",
-        answer=ModelCard,
-        errors=(404,),
-    ),
-    Operation(
-        method="post",
-        path="/v1/tokenize",
-        name="tokenize",
-        tag="models",
-        summary="The token ids of a prompt, or of messages as the chat template renders them",
-        body=TokenizeRequest,
-        example={"model": "demo", "prompt": "Hello!"},
-        answer=TokenizeResponse,
-        errors=(*_BODY, 404, 500),
-    ),
-    Operation(
-        method="post",
-        path="/v1/detokenize",
-        name="detokenize",
-        tag="models",
-        summary="The text of token ids",
-        body=DetokenizeRequest,
-        example={"model": "demo", "tokens": [72, 105]},
-        answer=DetokenizeResponse,
-        errors=(*_BODY, 404, 500),
-    ),
-    Operation(
-        method="post",
-        path="/v1/files",
-        name="uploadFile",
-        tag="files",
-        summary="Upload the requests of a batch, one in a line",
-        body=_UPLOAD,
-        body_type="multipart/form-data",
-        answer=FileObject,
-        errors=_BODY,
-    ),
-    Operation(
-        method="get",
-        path="/v1/files",
-        name="listFiles",
-        tag="files",
-        summary="The caller's files, in pages",
-        query=_page(
-            10_000,
-            _ORDER,
-            Query(
-                name="purpose",
-                schema={"type": "string"},
-                description="Only files for this: batch, batch_output.",
-            ),
+BY_TAG: dict[str, tuple[Operation, ...]] = {
+    "generation": (
+        _generate(
+            "/v1/chat/completions",
+            "createChatCompletion",
+            "Continue a conversation",
+            ChatCompletion,
+            body=ChatCompletionRequest,
+            example={"model": "demo", "messages": _HELLO, "max_tokens": 32},
+            event=ChatCompletionChunk,
         ),
-        answer=FileList,
-        errors=(400,),
-    ),
-    Operation(
-        method="get",
-        path="/v1/files/{file_id}",
-        name="getFile",
-        tag="files",
-        summary="One file's entry",
-        answer=FileObject,
-        errors=(404,),
-    ),
-    Operation(
-        method="delete",
-        path="/v1/files/{file_id}",
-        name="deleteFile",
-        tag="files",
-        summary="Delete a file that no batch reads",
-        answer=FileDeleted,
-        errors=(404, 409),
-    ),
-    Operation(
-        method="get",
-        path="/v1/files/{file_id}/content",
-        name="getFileContent",
-        tag="files",
-        summary="The bytes of a file",
-        answer={"type": "string", "format": "binary"},
-        answer_type="application/octet-stream",
-        errors=(404,),
-    ),
-    Operation(
-        method="post",
-        path="/v1/batches",
-        name="createBatch",
-        tag="batches",
-        summary="Have the requests of a file answered within a day",
-        body=BatchRequest,
-        example={
-            "input_file_id": "file-0190f3c1a2b3c4d5e6f70819",
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        },
-        answer=Batch,
-        errors=(*_BODY, 429),
-    ),
-    Operation(
-        method="get",
-        path="/v1/batches",
-        name="listBatches",
-        tag="batches",
-        summary="The caller's batches, in pages",
-        query=_page(100),
-        answer=BatchList,
-        errors=(400,),
-    ),
-    Operation(
-        method="get",
-        path="/v1/batches/{batch_id}",
-        name="getBatch",
-        tag="batches",
-        summary="A batch as it stands",
-        answer=Batch,
-        errors=(404,),
-    ),
-    Operation(
-        method="post",
-        path="/v1/batches/{batch_id}/cancel",
-        name="cancelBatch",
-        tag="batches",
-        summary="Stop a batch; what is done by then is kept",
-        answer=Batch,
-        errors=(404, 409),
-    ),
-    Operation(
-        method="get",
-        path="/v1/sessions/{session_id}",
-        name="getSession",
-        tag="sessions",
-        summary="The turns of a conversation that is kept",
-        answer=SessionHistory,
-        errors=(404,),
-    ),
-    Operation(
-        method="delete",
-        path="/v1/sessions/{session_id}",
-        name="deleteSession",
-        tag="sessions",
-        summary="Forget a conversation",
-        answer=SessionDeleted,
-        errors=(404,),
-    ),
-    Operation(
-        method="get",
-        path="/v1/tools",
-        name="listTools",
-        tag="tools",
-        summary="The tools that the gateway runs itself",
-        answer=ServerToolList,
-    ),
-    Operation(
-        method="get",
-        path="/v1/limits",
-        name="getLimits",
-        tag="limits",
-        summary="What the caller may use, and what is left of it",
-        query=(
-            Query(
-                name="tenant",
-                schema={"type": "string"},
-                description="Another tenant, for administrators.",
-            ),
+        _generate(
+            "/v1/completions",
+            "createCompletion",
+            "Continue a text, token ids, or several of these",
+            Completion,
+            body=CompletionRequest,
+            example={"model": "demo", "prompt": "Once upon a time", "max_tokens": 32},
+            event=CompletionChunk,
         ),
-        answer=CallerLimits,
-        errors=(400,),
-    ),
-    Operation(
-        method="get",
-        path="/healthz",
-        name="getHealth",
-        tag="operations",
-        summary="Whether requests can be accepted",
-        description="200 while they can, 503 while they cannot; the body is the same.",
-        answer=Health,
-        is_open=True,
-    ),
-    Operation(
-        method="get",
-        path="/metrics",
-        name="getMetrics",
-        tag="operations",
-        summary="Figures for Prometheus",
-        description="Where other machines can ask, for who sends metrics.token or the key of an "
-        "administrator, unless metrics.public is set.",
-        answer={"type": "string"},
-        answer_type="text/plain",
-        is_open=True,
-    ),
-    Operation(
-        method="get",
-        path="/ops/api/{query}",
-        name="runQuery",
-        tag="operations",
-        summary="Rows of a saved query over the records of all requests, for administrators",
-        description=(
-            "The query's parameters are the fields of the query string. With .csv after its name, "
-            "or for an Accept header of text/csv, the rows come as CSV (RFC 4180). requests.csv is "
-            "every request of a range, row by row, up to 100,000 of them."
+        _generate(
+            "/v1/responses",
+            "createResponse",
+            "Answer in the shape of OpenAI's Responses API",
+            Response,
+            body=ResponsesRequest,
+            example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
+            event=ResponseEvent,
+            description="An answer is kept, for a later previous_response_id, unless store is "
+            "false.",
         ),
-        answer={"type": "array", "items": _OBJECT},
-        errors=(400, 404),
     ),
-    Operation(
-        method="get",
-        path="/openapi.json",
-        name="getOpenApi",
-        tag="contracts",
-        summary="This document",
-        answer=_OBJECT,
-        is_open=True,
+    "responses": (
+        _get(
+            "/v1/responses/{response_id}",
+            "getResponse",
+            "An answer that was kept",
+            Response,
+            own_errors=(400,),
+        ),
+        _delete(
+            "/v1/responses/{response_id}", "deleteResponse", "Forget an answer", ResponseDeleted
+        ),
+        _get(
+            "/v1/responses/{response_id}/input_items",
+            "listInputItems",
+            "The items before an answer, in pages",
+            ItemList,
+            query=_page(100, _ORDER),
+        ),
     ),
-    Operation(
-        method="get",
-        path="/v1/ws/schema.json",
-        name="getWebSocketSchema",
-        tag="contracts",
-        summary="The JSON Schema of the messages of /v1/ws",
-        answer=_OBJECT,
-        is_open=True,
+    "embeddings": (
+        _generate(
+            "/v1/embeddings",
+            "createEmbeddings",
+            "Embed texts",
+            EmbeddingList,
+            body=EmbeddingRequest,
+            example={"model": "demo", "input": ["Hello!", "Good morning."]},
+        ),
     ),
-)
+    "models": (
+        _get("/v1/models", "listModels", "The models that may be asked for", ModelList),
+        _get("/v1/models/{name}", "getModel", "One model", ModelCard),
+        _post(
+            "/v1/tokenize",
+            "tokenize",
+            "The token ids of a prompt, or of messages as the chat template renders them",
+            TokenizeResponse,
+            body=TokenizeRequest,
+            example={"model": "demo", "prompt": "Hello!"},
+            own_errors=(404, 500),
+        ),
+        _post(
+            "/v1/detokenize",
+            "detokenize",
+            "The text of token ids",
+            DetokenizeResponse,
+            body=DetokenizeRequest,
+            example={"model": "demo", "tokens": [72, 105]},
+            own_errors=(404, 500),
+        ),
+    ),
+    "files": (
+        _post(
+            "/v1/files",
+            "uploadFile",
+            "Upload the requests of a batch, one in a line",
+            FileObject,
+            body=_UPLOAD,
+        ),
+        _get(
+            "/v1/files",
+            "listFiles",
+            "The caller's files, in pages",
+            FileList,
+            query=_page(10_000, _ORDER, _PURPOSE),
+        ),
+        _get("/v1/files/{file_id}", "getFile", "One file's entry", FileObject),
+        _delete(
+            "/v1/files/{file_id}",
+            "deleteFile",
+            "Delete a file that no batch reads",
+            FileDeleted,
+            own_errors=(409,),
+        ),
+        _get("/v1/files/{file_id}/content", "getFileContent", "The bytes of a file", _BYTES),
+    ),
+    "batches": (
+        _post(
+            "/v1/batches",
+            "createBatch",
+            "Have the requests of a file answered within a day",
+            Batch,
+            body=BatchRequest,
+            example={
+                "input_file_id": "file-0190f3c1a2b3c4d5e6f70819",
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            },
+            own_errors=(429,),
+        ),
+        _get(
+            "/v1/batches",
+            "listBatches",
+            "The caller's batches, in pages",
+            BatchList,
+            query=_page(100),
+        ),
+        _get("/v1/batches/{batch_id}", "getBatch", "A batch as it stands", Batch),
+        _post(
+            "/v1/batches/{batch_id}/cancel",
+            "cancelBatch",
+            "Stop a batch; what is done by then is kept",
+            Batch,
+            own_errors=(409,),
+        ),
+    ),
+    "sessions": (
+        _get(
+            "/v1/sessions/{session_id}",
+            "getSession",
+            "The turns of a conversation that is kept",
+            SessionHistory,
+        ),
+        _delete(
+            "/v1/sessions/{session_id}", "deleteSession", "Forget a conversation", SessionDeleted
+        ),
+    ),
+    "tools": (
+        _get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
+    ),
+    "limits": (
+        _get(
+            "/v1/limits",
+            "getLimits",
+            "What the caller may use, and what is left of it",
+            CallerLimits,
+            query=(_TENANT,),
+        ),
+    ),
+    "operations": (
+        _get(
+            "/healthz",
+            "getHealth",
+            "Whether requests can be accepted",
+            Health,
+            description="200 while they can, 503 while they cannot; the body is the same.",
+            is_open=True,
+        ),
+        _get(
+            "/metrics",
+            "getMetrics",
+            "Figures for Prometheus",
+            _TEXT,
+            description="Where other machines can ask, for who sends metrics.token or the key of "
+            "an administrator, unless metrics.public is set.",
+            is_open=True,
+        ),
+        _get(
+            "/ops/api/{query}",
+            "runQuery",
+            "Rows of a saved query over the records of all requests, for administrators",
+            _ROWS,
+            description="The query's parameters are the fields of the query string. With .csv "
+            "after its name, or for an Accept header of text/csv, the rows come as CSV (RFC 4180). "
+            "requests.csv is every request of a range, row by row, up to 100,000 of them.",
+            own_errors=(400,),
+        ),
+    ),
+    "contracts": (
+        _get("/openapi.json", "getOpenApi", "This document", _OBJECT, is_open=True),
+        _get(
+            "/v1/ws/schema.json",
+            "getWebSocketSchema",
+            "The JSON Schema of the messages of /v1/ws",
+            _OBJECT,
+            is_open=True,
+        ),
+    ),
+}
+OPERATIONS = tuple(chain.from_iterable(BY_TAG.values()))

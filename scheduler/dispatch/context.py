@@ -2,77 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
-
 from bus.api import Bus
 from runtime.clock import Clock
 from runtime.tasks import Tasks
 from scheduler.fleet.fleet import Fleet
-from scheduler.jobs.cancels import CancelMemory
-from scheduler.jobs.entry import Entry, Table
-from scheduler.jobs.finalizer import Endings
-from scheduler.jobs.limits import Door
-from scheduler.jobs.terminal_status import EXPIRED, Verdict, cancelled
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.cancel_memory import CancelMemory
+from scheduler.jobs.finalizer import Finalizer
+from scheduler.jobs.running_requests import RunningRequests
+from scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled
 from scheduler.jobs.tracing import JobTraces
 from scheduler.placement.prefix_index import PrefixIndex
 from schemas.config import SchedulerConfig
 
 
-class Known(Protocol):
-    """What the index says of a request: who ran it last, at what epoch, and whether it ended."""
+class SchedulerContext:
+    """One of each. ``tasks`` owns the work on single jobs; without an ``admission`` every job is
+    admitted."""
 
-    @property
-    def worker_id(self) -> str: ...
+    def __init__(
+        self,
+        bus: Bus,
+        config: SchedulerConfig,
+        clock: Clock,
+        running_requests: RunningRequests,
+        finalizer: Finalizer,
+        traces: JobTraces | None,
+        admission: JobAdmission | None,
+    ) -> None:
+        self.bus = bus
+        self.config = config
+        self.clock = clock
+        self.running_requests = running_requests
+        self.finalizer = finalizer
+        self.traces = traces
+        self.admission = admission
+        self.fleet = Fleet(config.heartbeat_timeout_s)
+        self.prefixes = PrefixIndex(config.max_prefix_keys)
+        self.cancels = CancelMemory(config.cancel_memory_s)
+        self.job_table = JobTable()
+        self.tasks = Tasks()
 
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-
-class Generations(Protocol):
-    """The index of who runs what, as a scheduler uses it; ``bus.running_requests`` is the one."""
-
-    async def lookup(self, request_id: str) -> Known | None:
-        """None: nothing is known, or nobody can say."""
-
-    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
-        """It is answered, by a worker or by none."""
-
-    async def held_by(self, worker_id: str) -> dict[str, str]:
-        """The leases of what a worker runs, by request id, as far as anybody can say. Of some
-        another may be the holder by now."""
-
-    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
-        """The model that was first chosen for a request, and why: this one, if none was or nobody
-        can say."""
-
-
-@dataclass
-class Parts:
-    """One of each. ``tasks`` owns the work on single jobs; without a ``door`` all are let in."""
-
-    bus: Bus
-    config: SchedulerConfig
-    clock: Clock
-    generations: Generations
-    fleet: Fleet
-    prefixes: PrefixIndex
-    cancels: CancelMemory
-    endings: Endings
-    traces: JobTraces | None = None
-    door: Door | None = None
-    table: Table = field(default_factory=Table)
-    tasks: Tasks = field(default_factory=Tasks)
-
-    def unwanted(self, entry: Entry) -> Verdict | None:
+    def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why nobody waits for this job any more, if so."""
-        reason = self.cancels.reason(entry.request_id, self.clock.monotonic())
+        reason = self.cancels.reason(scheduled.request_id, self.clock.monotonic())
         if reason is not None:
             return cancelled(reason)
-        deadline_ns = entry.job.deadline_ns
+        deadline_ns = scheduled.job.deadline_ns
         if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
             return EXPIRED
         return None

@@ -17,7 +17,7 @@ class Rerun(StrEnum):
     RETURNED = "returned"  # the worker gave it back
 
 
-class LaneCounts:
+class DispatchCounts:
     """``dispatches`` by what became of them; ``queue_s`` is from a request's receipt until a worker
     took it the first time, ``dispatch_s`` how long workers took to answer a dispatch."""
 

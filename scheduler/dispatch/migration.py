@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from scheduler.dispatch.context import Parts
-from scheduler.dispatch.places import Places
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.placement_round import PlacementRound
 from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.entry import Entry, State
+from scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from scheduler.placement import placement
 
 # A worker gets no more of them while its prompts before theirs take longer than this: what waits
@@ -17,7 +17,7 @@ _LEAD_S = 0.05
 _PAUSE_S = 0.02
 
 
-class Moves:
+class Migration:
     """Has others go on with what a worker of one model runs, as far as there is room.
 
     From a worker that drains, a stream stands still from when its run is taken away until its
@@ -34,9 +34,12 @@ class Moves:
     """
 
     def __init__(
-        self, parts: Parts, model: str, send: Callable[[Entry, WorkerView, int], None]
+        self,
+        context: SchedulerContext,
+        model: str,
+        send: Callable[[ScheduledJob, WorkerView, int], None],
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._model = model
         self._send = send
         self._moving: set[str] = set()
@@ -51,18 +54,18 @@ class Moves:
         worker_id = worker.worker_id
         if worker_id not in self._moving and next(self._held(worker), None) is not None:
             self._moving.add(worker_id)
-            self._parts.tasks.spawn(self._move(worker_id), f"move from {worker_id}")
+            self._context.tasks.spawn(self._move(worker_id), f"move from {worker_id}")
 
     async def _move(self, worker_id: str) -> None:
         try:
-            worker = self._parts.fleet.get(worker_id)
+            worker = self._context.fleet.get(worker_id)
             if worker is not None and worker.status.engine_down:
                 await self._clear_suspects(worker)
-            while self._parts.bus.connected and not self._stopped:
-                worker = self._parts.fleet.get(worker_id)
+            while self._context.bus.connected and not self._stopped:
+                worker = self._context.fleet.get(worker_id)
                 if worker is None or not self._move_some(worker):
                     return
-                await self._parts.clock.sleep(_PAUSE_S)
+                await self._context.clock.sleep(_PAUSE_S)
         finally:
             self._moving.discard(worker_id)
 
@@ -71,49 +74,51 @@ class Moves:
         status = worker.status
         if not (status.draining or status.engine_down):
             return False
-        places = Places(self._parts, self._model)
-        for entry in self._movable(worker):
-            place = places.find(entry)
+        placement_round = PlacementRound(self._context, self._model)
+        for scheduled in self._movable(worker):
+            place = placement_round.find(scheduled)
             if place is None:
                 continue  # one that is shorter, or of a higher tier, may fit
             if not status.engine_down and placement.prompts_ahead_s(place[0]) > _LEAD_S:
                 return True
-            entry.suspicion.outlived_engine |= status.engine_down
-            self._send(entry, *place)
+            scheduled.suspicion.outlived_engine |= status.engine_down
+            self._send(scheduled, *place)
         return False
 
-    def _movable(self, worker: WorkerView) -> Iterator[Entry]:
+    def _movable(self, worker: WorkerView) -> Iterator[ScheduledJob]:
         """What nobody listens to need not hurry: it would have to begin again elsewhere. Embeddings
         leave an engine that is down only: else they are over sooner than they would start."""
         is_down = worker.status.engine_down
-        for entry in self._held(worker):
-            job = entry.job
+        for scheduled in self._held(worker):
+            job = scheduled.job
             if is_down:
-                may_leave = not entry.suspicion.outlived_engine and bool(job.reply or job.pooling)
+                may_leave = not scheduled.suspicion.outlived_engine and bool(
+                    job.reply or job.pooling
+                )
             else:
                 may_leave = job.pooling is None
             if may_leave:
-                yield entry
+                yield scheduled
 
-    def _held(self, worker: WorkerView) -> Iterator[Entry]:
+    def _held(self, worker: WorkerView) -> Iterator[ScheduledJob]:
         for request_id in list(worker.runs):
-            entry = self._parts.table.get(request_id)
-            if entry is not None and entry.state is State.RUNNING:
-                yield entry
+            scheduled = self._context.job_table.get(request_id)
+            if scheduled is not None and scheduled.phase is Phase.RUNNING:
+                yield scheduled
 
     async def _clear_suspects(self, worker: WorkerView) -> None:
         """Those whose clients have got tokens of the run that stands still now."""
         suspects = [
-            entry
-            for entry in self._held(worker)
-            if entry.suspicion.outlived_engine and entry.job.reply
+            scheduled
+            for scheduled in self._held(worker)
+            if scheduled.suspicion.outlived_engine and scheduled.job.reply
         ]
         await asyncio.gather(*map(self._clear_if_it_got_on, suspects))
 
-    async def _clear_if_it_got_on(self, entry: Entry) -> None:
-        parts = self._parts
-        point = await parts.bus.control.resume_point(
-            entry.job.reply, entry.request_id, parts.config.resume_timeout_s
+    async def _clear_if_it_got_on(self, scheduled: ScheduledJob) -> None:
+        context = self._context
+        point = await context.bus.control.resume_point(
+            scheduled.job.reply, scheduled.request_id, context.config.resume_timeout_s
         )
-        if point is not None and len(point.token_ids) > entry.num_delivered:
-            entry.suspicion.outlived_engine = False
+        if point is not None and len(point.token_ids) > scheduled.client.num_tokens_at_start:
+            scheduled.suspicion.outlived_engine = False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.dispatch.context import Parts
-from scheduler.jobs.entry import Entry
+from scheduler.dispatch.context import SchedulerContext
 from scheduler.jobs.resource_request import TIER_RANKS
+from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
 from schemas.jobs import Tier
 
@@ -29,27 +29,31 @@ class _Running:
     per_s: float = 0.0
 
 
-class Overtaking:
+class PreemptionPolicy:
     """Bounds by how much a tier may be ahead of one whose next job has no room.
 
     A worker that is full of a lower tier has room for a higher one, whose jobs need not wait for
     a turn of the lower which nobody can give it now. They go first as long as their tier was served
     no more, for its weight, than the lower one will have been after its next job, with what its
     jobs that run are served meanwhile: so in the long run no tier gets more of the workers than its
-    weight says while others wait. ``pump`` is called when a job may go that was held back.
+    weight says while others wait. ``dispatch_ready`` is called when one that was held back may go.
     """
 
     def __init__(
-        self, parts: Parts, model: str, queue: FairQueue, pump: Callable[[], None]
+        self,
+        context: SchedulerContext,
+        model: str,
+        queue: FairQueue,
+        dispatch_ready: Callable[[], None],
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._model = model
         self._queue = queue
-        self._pump = pump
-        self._weights = weights_of(parts.config.tiers)
-        self._running = {tier: _Running(parts.clock.monotonic()) for tier in Tier}
+        self._dispatch_ready = dispatch_ready
+        self._weights = weights_of(context.config.tiers)
+        self._running = {tier: _Running(context.clock.monotonic()) for tier in Tier}
         self._looked_at: set[Tier] = set()
-        self._held_up: list[Entry] = []
+        self._held_up: list[ScheduledJob] = []
         self._soonest_s: float | None = None
         self._is_timed = False
 
@@ -62,7 +66,7 @@ class Overtaking:
                 self._forget(other)
 
     def _forget(self, tier: Tier) -> None:
-        self._running[tier] = _Running(self._parts.clock.monotonic())
+        self._running[tier] = _Running(self._context.clock.monotonic())
 
     # --- one round of sending ---
 
@@ -76,23 +80,23 @@ class Overtaking:
         """Only tiers above this one can have room still; None: any."""
         return self._held_up[-1].job.tier if self._held_up else None
 
-    def hold_up(self, entry: Entry) -> None:
+    def hold_up(self, scheduled: ScheduledJob) -> None:
         """The first in turn has no room, nor have others of its tier."""
-        self._held_up.append(entry)
+        self._held_up.append(scheduled)
 
-    def may_go(self, entry: Entry) -> bool:
+    def may_go(self, scheduled: ScheduledJob) -> bool:
         """Whether it may go before all that are held up."""
-        return all(self.may_pass(entry, waiting) for waiting in self._held_up)
+        return all(self.may_pass(scheduled, waiting) for waiting in self._held_up)
 
-    def may_pass(self, entry: Entry, waiting: Entry) -> bool:
+    def may_pass(self, scheduled: ScheduledJob, waiting: ScheduledJob) -> bool:
         """Whether it may go before another one that waits for room."""
-        tier, other = entry.job.tier, waiting.job.tier
+        tier, other = scheduled.job.tier, waiting.job.tier
         if TIER_RANKS[tier] >= TIER_RANKS[other]:
             return False
         if other is Tier.BATCH:
             return True
         running = self._look_at(other)
-        allowed = (waiting.expected_tokens + running.tokens) / self._weights[other]
+        allowed = (waiting.service.tokens + running.tokens) / self._weights[other]
         too_far = self._queue.lead(tier, other) - allowed
         if too_far <= 0:
             return True
@@ -106,17 +110,17 @@ class Overtaking:
         running = self._running[tier]
         if tier not in self._looked_at:
             self._looked_at.add(tier)
-            now_s = self._parts.clock.monotonic()
+            now_s = self._context.clock.monotonic()
             running.per_s = self._served_per_s(tier)
             running.tokens += running.per_s * min(now_s - running.until_s, _LONGEST_S)
             running.until_s = now_s
         return running
 
     def _served_per_s(self, tier: Tier) -> float:
-        weight, rank = self._parts.config.output_weight, TIER_RANKS[tier]
+        weight, rank = self._context.config.output_weight, TIER_RANKS[tier]
         return sum(
             weight * worker.num_running_of(rank) / (worker.decode_step_s or _STEP_S)
-            for worker in self._parts.fleet.of_model(self._model)
+            for worker in self._context.fleet.of_model(self._model)
         )
 
     def end_round(self) -> None:
@@ -125,11 +129,13 @@ class Overtaking:
         if self._soonest_s is not None and not self._is_timed:
             self._is_timed = True
             wait_s = min(max(self._soonest_s, _SOONEST_S), _LATEST_S)
-            self._parts.tasks.spawn(self._pump_after(wait_s), f"send more of {self._model}")
+            self._context.tasks.spawn(
+                self._dispatch_ready_after(wait_s), f"send more of {self._model}"
+            )
 
-    async def _pump_after(self, wait_s: float) -> None:
+    async def _dispatch_ready_after(self, wait_s: float) -> None:
         try:
-            await self._parts.clock.sleep(wait_s)
+            await self._context.clock.sleep(wait_s)
         finally:
             self._is_timed = False
-        self._pump()
+        self._dispatch_ready()

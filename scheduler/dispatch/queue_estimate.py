@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from scheduler.dispatch.context import Parts
-from scheduler.dispatch.dispatcher import Lane
+from registry.routing.router import ModelState
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.entry import Entry
-from scheduler.jobs.resource_request import TIER_RANKS, Need
+from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 from scheduler.jobs.terminal_status import too_slow
 from scheduler.placement import placement
 from scheduler.queues.arrivals import JobSize, size_of
-from scheduler.queues.fair_queue import Tenant
 from scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
 from scheduler.queues.throughput import WINDOW_S, eta_s
 from schemas.config import TierPolicy
@@ -24,57 +24,59 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.05
 # What a job is like that we know nothing of.
-_TYPICAL = Need(num_context_tokens=256, num_new_tokens=256)
+_TYPICAL = ResourceRequest(num_context_tokens=256, num_new_tokens=256)
 _LONGEST_TOKENS = 1 << 20
 # Of those that wait longest, so many tenants are told of to the gateways.
 _MAX_TENANTS_TOLD = 256
 
 
-class Outlook:
+class QueueEstimate:
     """Predicts from the order of the queue and from how fast the workers are, or as long as they
     have measured nothing, from how fast it moves. ``num_queued`` jobs waited in all when they were
     last counted, ``waiting`` of them in the queue, by whose they are."""
 
-    def __init__(self, parts: Parts, lane: Lane) -> None:
-        self._parts = parts
-        self._lane = lane
+    def __init__(self, context: SchedulerContext, dispatcher: Dispatcher) -> None:
+        self._context = context
+        self._dispatcher = dispatcher
         self.num_queued = 0
         self.waiting: dict[Tenant, int] = {}
 
     async def run(self) -> None:
         """Look soon after a job has to wait. Runs until it is cancelled."""
-        news = self._lane.has_waiting
+        news = self._dispatcher.has_waiting
         while True:
             await news.wait()
             news.clear()
             self.look()
-            await self._parts.clock.sleep(_LOOK_AGAIN_S)
+            await self._context.clock.sleep(_LOOK_AGAIN_S)
 
     def look(self) -> None:
         """Tell those who wait where they stand, and refuse what would come too late for its
         tier."""
-        per_s = self._lane.throughput.per_s(self._parts.clock.monotonic())
+        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
         is_known = per_s > 0 and self._is_settled()
         # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
         best_per_s = max(per_s, self._possible_per_s())
         forecast = self._forecast()
-        for position, entry in enumerate(self._lane.queue.in_order()):
+        for position, scheduled in enumerate(self._dispatcher.queue.in_order()):
             wait_s, least_s = eta_s(position + 1, per_s), eta_s(position + 1, best_per_s)
             if forecast is not None:
-                wait_s = least_s = forecast.starts_s.get(entry, wait_s)
-            if is_known and least_s is not None and self._refuse_if_too_slow(entry, least_s):
+                wait_s = least_s = forecast.starts_s.get(scheduled, wait_s)
+            if is_known and least_s is not None and self._refuse_if_too_slow(scheduled, least_s):
                 continue
-            told = entry.told_position
-            if entry.job.reply and (told is None or position <= told // 2 < told):
-                entry.told_position = position
+            told = scheduled.client.announced_position
+            if scheduled.job.reply and (told is None or position <= told // 2 < told):
+                scheduled.client.announced_position = position
                 frame = Queued(position=position, eta_s=wait_s)
-                self._parts.tasks.spawn(self._tell(entry, frame), f"queued {entry.request_id}")
+                self._context.tasks.spawn(
+                    self._tell(scheduled, frame), f"queued {scheduled.request_id}"
+                )
 
     def _is_settled(self) -> bool:
         """Whether what ended lately was done by the workers that there are now: without one, or
         when one has just come, say after it died, it tells nothing of what will be."""
-        now_s = self._parts.clock.monotonic()
-        workers = list(self._parts.fleet.of_model(self._lane.model))
+        now_s = self._context.clock.monotonic()
+        workers = list(self._context.fleet.of_model(self._dispatcher.model))
         return bool(workers) and all(now_s - worker.joined_s >= WINDOW_S for worker in workers)
 
     def _possible_per_s(self) -> float:
@@ -82,27 +84,27 @@ class Outlook:
         slots full of what they run now."""
         return sum(
             worker.status.max_num_sequences / (worker.mean_output_tokens * worker.decode_step_s)
-            for worker in self._parts.fleet.of_model(self._lane.model)
+            for worker in self._context.fleet.of_model(self._dispatcher.model)
             if worker.mean_output_tokens and worker.decode_step_s
         )
 
-    def _refuse_if_too_slow(self, entry: Entry, wait_s: float) -> bool:
-        policy = self._policy(entry.job.tier)
+    def _refuse_if_too_slow(self, scheduled: ScheduledJob, wait_s: float) -> bool:
+        policy = self._policy(scheduled.job.tier)
         bound_s = policy.ttft_bound_ms / 1e3
-        waited_s = (self._parts.clock.now_ns() - entry.job.received_ns) / 1e9
-        if not policy.shed or not bound_s or entry.ran_before or waited_s + wait_s <= bound_s:
+        waited_s = (self._context.clock.now_ns() - scheduled.job.received_ns) / 1e9
+        if not policy.shed or not bound_s or scheduled.ran_before or waited_s + wait_s <= bound_s:
             return False
-        self._lane.end(entry, too_slow(waited_s + wait_s, bound_s))
+        self._dispatcher.runner.finish(scheduled, too_slow(waited_s + wait_s, bound_s))
         return True
 
     def _policy(self, tier: Tier) -> TierPolicy:
-        policy: TierPolicy = getattr(self._parts.config.tiers, tier.value)
+        policy: TierPolicy = getattr(self._context.config.tiers, tier.value)
         return policy
 
-    async def _tell(self, entry: Entry, frame: Queued) -> None:
-        job = entry.job
+    async def _tell(self, scheduled: ScheduledJob, frame: Queued) -> None:
+        job = scheduled.job
         try:
-            await self._parts.bus.frames.publish(
+            await self._context.bus.frames.publish(
                 job.reply,
                 [(job.request_id, frame)],
                 batch=job.batch_frames,
@@ -113,16 +115,18 @@ class Outlook:
 
     def oldest_wait_s(self) -> float:
         """How long the job that was received first has waited, of those that are here."""
-        received_ns = min((entry.job.received_ns for entry in self._lane.queue), default=None)
-        return 0.0 if received_ns is None else (self._parts.clock.now_ns() - received_ns) / 1e9
+        received_ns = min(
+            (scheduled.job.received_ns for scheduled in self._dispatcher.queue), default=None
+        )
+        return 0.0 if received_ns is None else (self._context.clock.now_ns() - received_ns) / 1e9
 
     def oldest_waits_s(self) -> dict[Tier, float]:
         """The same by tier, 0 for one of which none is here."""
-        now_ns = self._parts.clock.now_ns()
+        now_ns = self._context.clock.now_ns()
         received_ns = dict.fromkeys(Tier, now_ns)
-        for entry in self._lane.queue:
-            tier = entry.job.tier
-            received_ns[tier] = min(received_ns[tier], entry.job.received_ns)
+        for scheduled in self._dispatcher.queue:
+            tier = scheduled.job.tier
+            received_ns[tier] = min(received_ns[tier], scheduled.job.received_ns)
         return {tier: (now_ns - since_ns) / 1e9 for tier, since_ns in received_ns.items()}
 
     # --- newcomers ---
@@ -134,7 +138,7 @@ class Outlook:
 
     def ttfts_ms(self) -> tuple[dict[Tier, float], dict[Tier, dict[str, float]]]:
         """The same, and for tenants that have jobs waiting, if it is longer for them."""
-        workers = list(self._parts.fleet.of_model(self._lane.model))
+        workers = list(self._context.fleet.of_model(self._dispatcher.model))
         if not workers:
             return {}, {}
         forecast = self._forecast()
@@ -160,78 +164,94 @@ class Outlook:
         tiers_ms, tenants_ms = self.ttfts_ms()
         return tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier))
 
+    def model_state(self, tier: Tier, tenant: str) -> ModelState:
+        """How the model stands for a tenant, for whoever chooses one."""
+        fleet, model = self._context.fleet, self._dispatcher.model
+        return ModelState(
+            num_workers=fleet.num_accepting(model),
+            ttft_ms=self.ttft_ms_of(tier, tenant),
+            is_full=self.num_queued >= self._context.config.max_queued_jobs,
+            context_window_tokens=placement.longest_tokens(fleet.of_model(model)),
+        )
+
     def per_s(self) -> float:
         """Jobs a second that will be ended while there are as many as the workers can run; 0:
         nobody can say."""
-        per_s = self._lane.throughput.per_s(self._parts.clock.monotonic())
+        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
         return max(per_s, self._possible_per_s())
 
     def _wait_s(self, tier: Tier, forecast: Forecast | None) -> float | None:
         """Until a newcomer would be in a batch."""
         rank = TIER_RANKS[tier]
-        num_before = sum(self._lane.queue.num_of(one) for one in Tier if TIER_RANKS[one] <= rank)
+        num_before = sum(
+            self._dispatcher.queue.num_of(one) for one in Tier if TIER_RANKS[one] <= rank
+        )
         if self._num_free(rank) > num_before:
             return 0.0
         if forecast is not None:
             return forecast.tiers_s[tier]
-        per_s = self._lane.throughput.per_s(self._parts.clock.monotonic())
-        return eta_s(len(self._lane.queue) + 1, per_s)
+        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
+        return eta_s(len(self._dispatcher.queue) + 1, per_s)
 
     def _served_s(self, tier: Tier, workers: list[WorkerView], *, is_at_once: bool) -> float:
         """From then on, until its first token."""
-        need = _TYPICAL._replace(tier=tier)
+        resources = _TYPICAL._replace(tier=tier)
         if is_at_once:
-            return min(placement.predicted_ttft_s(worker, need, 0) for worker in workers)
+            return min(placement.predicted_ttft_s(worker, resources, 0) for worker in workers)
         return min(
-            need.num_context_tokens * worker.prefill_token_s + worker.decode_step_s
+            resources.num_context_tokens * worker.prefill_token_s + worker.decode_step_s
             for worker in workers
         )
 
     def _num_free(self, rank: int) -> int:
         """Slots that requests of a rank could have now."""
-        workers = self._parts.fleet.of_model(self._lane.model)
+        workers = self._context.fleet.of_model(self._dispatcher.model)
         return sum(
             max(0, worker.status.max_num_sequences - worker.num_ahead(rank)) for worker in workers
         )
 
     def _forecast(self) -> Forecast | None:
         """None: nobody waits, or the workers have measured nothing so far."""
-        is_any_waiting = len(self._lane.queue) or any(self.waiting.values())
+        is_any_waiting = len(self._dispatcher.queue) or any(self.waiting.values())
         if not is_any_waiting and self._num_free(TIER_RANKS[Tier.BATCH]):
             return None
         workers = [
             worker
-            for worker in self._parts.fleet.of_model(self._lane.model)
+            for worker in self._context.fleet.of_model(self._dispatcher.model)
             if worker.is_measured and not worker.status.draining
         ]
         if not workers:
             return None
-        slots = Slots(workers, self._parts.clock.monotonic(), self._lane.estimates.spread())
-        forecaster = Forecaster(self._lane.queue, self._all_waiting(), self._parts.config.tiers)
+        slots = Slots(
+            workers, self._context.clock.monotonic(), self._dispatcher.output_lengths.spread()
+        )
+        forecaster = Forecaster(
+            self._dispatcher.queue, self._all_waiting(), self._context.config.tiers
+        )
         return forecaster.run(slots)
 
     def _all_waiting(self) -> dict[Tenant, Waiting]:
         """Whoever waits, or may come while they do."""
-        here = self._lane.queue.by_tenant()
-        rates = self._lane.arrivals.rates(self._parts.clock.monotonic())
+        here = self._dispatcher.queue.by_tenant()
+        rates = self._dispatcher.arrivals.rates(self._context.clock.monotonic())
         found: dict[Tenant, Waiting] = {}
         for tenant in here.keys() | self.waiting.keys() | rates.keys():
-            entries = here.get(tenant, [])
-            size = _mean_size(entries) if entries else self._typical_size(tenant)
+            scheduled_jobs = here.get(tenant, [])
+            size = _mean_size(scheduled_jobs) if scheduled_jobs else self._typical_size(tenant)
             num_more = self.waiting.get(tenant, 0)
-            found[tenant] = Waiting(entries, num_more, size, rates.get(tenant, 0.0))
+            found[tenant] = Waiting(scheduled_jobs, num_more, size, rates.get(tenant, 0.0))
         return found
 
     def _typical_size(self, tenant: Tenant) -> JobSize:
-        known = self._lane.arrivals.size_of(tenant)
+        known = self._dispatcher.arrivals.size_of(tenant)
         if known is not None:
             return known
         prompt_tokens = _TYPICAL.num_context_tokens
-        expected = self._lane.estimates.expected_output(tenant.name, _LONGEST_TOKENS)
-        weight = self._parts.config.output_weight
+        expected = self._dispatcher.output_lengths.expected_output(tenant.name, _LONGEST_TOKENS)
+        weight = self._context.config.output_weight
         return JobSize(prompt_tokens, expected, prompt_tokens + weight * expected)
 
 
-def _mean_size(entries: list[Entry]) -> JobSize:
-    sizes = [size_of(entry) for entry in entries]
+def _mean_size(scheduled_jobs: list[ScheduledJob]) -> JobSize:
+    sizes = [size_of(scheduled) for scheduled in scheduled_jobs]
     return JobSize(*(sum(values) / len(sizes) for values in zip(*sizes, strict=True)))

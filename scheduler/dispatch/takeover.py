@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from scheduler.dispatch.context import Parts
+from scheduler.dispatch.context import SchedulerContext
 from schemas.control import WorkerStatus
 from schemas.errors import BusUnavailableError, MillraceError
 
@@ -28,9 +28,12 @@ class Takeover:
     """
 
     def __init__(
-        self, parts: Parts, on_silent: Callable[[str], None], on_released: Callable[[], None]
+        self,
+        context: SchedulerContext,
+        on_silent: Callable[[str], None],
+        on_released: Callable[[], None],
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._on_silent = on_silent
         self._on_released = on_released
         self._unheard: dict[str, int] = {}
@@ -52,15 +55,15 @@ class Takeover:
     async def run(self) -> None:
         """Listen, and take over what is nobody's. Time in which we stood still, or were cut off,
         does not count, and then nothing is known of the time before."""
-        parts = self._parts
-        timeout_s = parts.config.heartbeat_timeout_s
+        context = self._context
+        timeout_s = context.config.heartbeat_timeout_s
         silences_s = await self._silences_s()
         heard_s = 0.0
         while self._unheard:
-            before_s = parts.clock.monotonic()
-            await parts.clock.sleep(_LOOK_S)
-            passed_s = parts.clock.monotonic() - before_s
-            if parts.bus.connected and passed_s <= timeout_s / 2:
+            before_s = context.clock.monotonic()
+            await context.clock.sleep(_LOOK_S)
+            passed_s = context.clock.monotonic() - before_s
+            if context.bus.connected and passed_s <= timeout_s / 2:
                 heard_s += passed_s
             else:
                 heard_s, silences_s = 0.0, {}
@@ -77,14 +80,14 @@ class Takeover:
 
     async def _silences_s(self) -> dict[str, float]:
         try:
-            return await self._parts.bus.workers.silences_s() if self._unheard else {}
+            return await self._context.bus.workers.silences_s() if self._unheard else {}
         except MillraceError as error:
             logger.warning("how long workers were silent is unknown", extra={"code": error.code})
             return {}
 
     async def _release(self, worker_id: str) -> int:
         """Give back what a silent worker holds; how many jobs that were."""
-        leases = await self._parts.generations.held_by(worker_id)
+        leases = await self._context.running_requests.held_by(worker_id)
         released = await asyncio.gather(
             *(
                 self._release_one(worker_id, request_id, lease)
@@ -99,12 +102,12 @@ class Takeover:
         return sum(released)
 
     async def _release_one(self, worker_id: str, request_id: str, lease: str) -> bool:
-        known = await self._parts.generations.lookup(request_id)
-        is_held = known is not None and known.worker_id == worker_id and not known.finished
-        if not is_held or self._parts.table.get(request_id) is not None:
+        known = await self._context.running_requests.lookup(request_id)
+        holds_lease = known is not None and known.worker_id == worker_id and not known.finished
+        if not holds_lease or self._context.job_table.get(request_id) is not None:
             return False
         try:
-            await self._parts.bus.jobs.release(lease)
+            await self._context.bus.jobs.release(lease)
         except BusUnavailableError:
             return False  # it lapses by itself
         return True

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
-from scheduler.jobs.resource_request import Need
+from scheduler.jobs.resource_request import ResourceRequest
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 
@@ -145,13 +145,13 @@ class Fleet:
         self,
         worker_id: str,
         request_id: str,
-        need: Need,
+        resources: ResourceRequest,
         expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
         num_cached_tokens: int = 0,
     ) -> None:
         """A request is about to be sent to a live worker, which has so much of it cached."""
         worker = self._workers[worker_id]
-        worker.reserve(request_id, need, expected_output_tokens, num_cached_tokens)
+        worker.reserve(request_id, resources, expected_output_tokens, num_cached_tokens)
 
     def confirm(self, worker_id: str, request_id: str) -> None:
         """The worker has taken it: the next heartbeat counts it."""
@@ -183,15 +183,15 @@ class Fleet:
     def num_workers(self, model: str) -> int:
         return len(self._by_model.get(model, ()))
 
-    def room(self, model: str, tier: Tier = Tier.BATCH) -> int:
+    def capacity(self, model: str, tier: Tier = Tier.BATCH) -> int:
         """How many more requests of a tier the workers of a model would take now."""
-        return sum([worker.room_for(tier) for worker in self.of_model(model)])
+        return sum([worker.capacity_for(tier) for worker in self.of_model(model)])
 
     def num_held(self, model: str) -> int:
         """Requests that the workers of a model run or have waiting."""
         return sum([worker.num_held for worker in self.of_model(model)])
 
-    def num_taking(self, model: str) -> int:
+    def num_accepting(self, model: str) -> int:
         """Workers of a model that do not drain."""
         return sum(not worker.status.draining for worker in self.of_model(model))
 

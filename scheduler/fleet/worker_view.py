@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.fleet.step_times import StepTimes
-from scheduler.jobs.resource_request import TIER_RANKS, Need
+from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 
@@ -42,11 +42,11 @@ class _Run:
     seen: bool = False
 
 
-class _Places(NamedTuple):
+class _Capacities(NamedTuple):
     """By rank: how many more requests are taken, and free blocks with those of lower tiers, which
     would make way."""
 
-    room: tuple[int, ...]
+    capacity: tuple[int, ...]
     free_blocks: tuple[int, ...]
 
 
@@ -77,7 +77,7 @@ class WorkerView:
         self._expected_output_tokens = 0.0
         self._promised_blocks = self._unseen_blocks = self._freed_blocks = 0
         self._short_since_s: float | None = None
-        self._places: _Places | None = None
+        self._capacities: _Capacities | None = None
         self.observe(status, now_s)
 
     @property
@@ -137,15 +137,15 @@ class WorkerView:
     def reserve(
         self,
         request_id: str,
-        need: Need,
+        resources: ResourceRequest,
         expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
         num_cached_tokens: int = 0,
     ) -> None:
         """A request goes there, which has so many tokens of it in its cache."""
         assert request_id not in self.runs, "a worker runs a request once"
-        blocks = need.num_blocks(self.status.block_size_tokens)
-        prompt_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
-        run = _Run(blocks, prompt_tokens, need.rank, expected_output_tokens, self._advanced_s)
+        blocks = resources.num_blocks(self.status.block_size_tokens)
+        prompt_tokens = max(resources.num_context_tokens - num_cached_tokens, 1)
+        run = _Run(blocks, prompt_tokens, resources.rank, expected_output_tokens, self._advanced_s)
         self.runs[request_id] = run
         self.last_turn = next(_turns)
         self._expected_output_tokens += expected_output_tokens
@@ -183,12 +183,12 @@ class WorkerView:
         """It turned a request of this tier down: it takes none like it before it is heard again, or
         a run of ours has ended."""
         self._refused_rank = min(self._refused_rank, TIER_RANKS[tier])
-        self._places = None
+        self._capacities = None
 
     def _recount(self) -> None:
         self._num_held = sum(self._own) + sum(self._others)
         self.decode_step_s = self._steps.at(min(self._num_held + 1, self.status.max_num_sequences))
-        self._places = None
+        self._capacities = None
 
     # --- what it holds, and takes ---
 
@@ -227,24 +227,24 @@ class WorkerView:
         used = status.num_blocks - status.num_free_blocks - self._freed_blocks + self._unseen_blocks
         return status.num_blocks - max(used, self._promised_blocks, 0)
 
-    def room_for(self, tier: Tier) -> int:
+    def capacity_for(self, tier: Tier) -> int:
         """How many more requests of a tier it would take now; those of lower tiers make way."""
-        return (self._places or self._find_places()).room[TIER_RANKS[tier]]
+        return (self._capacities or self._count_capacities()).capacity[TIER_RANKS[tier]]
 
     def free_blocks_for(self, tier: Tier) -> int:
         """Free blocks, with those that lower tiers would give up."""
-        return (self._places or self._find_places()).free_blocks[TIER_RANKS[tier]]
+        return (self._capacities or self._count_capacities()).free_blocks[TIER_RANKS[tier]]
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many more requests of any tier it would take now."""
-        return self.room_for(Tier.BATCH)
+        return self.capacity_for(Tier.BATCH)
 
-    def _find_places(self) -> _Places:
+    def _count_capacities(self) -> _Capacities:
         status, held = self.status, self._num_held
         limit = status.max_num_sequences + self._num_worth_waiting()
         free = self.num_free_blocks
-        room: list[int] = []
+        capacity: list[int] = []
         free_blocks: list[int] = []
         for rank in range(_NUM_TIERS):
             ahead = self.num_ahead(rank)
@@ -255,11 +255,11 @@ class WorkerView:
             is_short = bool(status.num_blocks and held and blocks <= 0)
             takes_none = status.draining or status.engine_down or is_short
             if takes_none or rank >= self._refused_rank:
-                room.append(0)
+                capacity.append(0)
             else:
-                room.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
-        self._places = _Places(tuple(room), tuple(free_blocks))
-        return self._places
+                capacity.append(max(0, min(limit - ahead, _MAX_HELD_FACTOR * limit - held)))
+        self._capacities = _Capacities(tuple(capacity), tuple(free_blocks))
+        return self._capacities
 
     def _num_worth_waiting(self) -> int:
         """How many requests beyond its slots keep it from running dry until it can be sent more.
@@ -271,20 +271,22 @@ class WorkerView:
         each_s = (self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS) * step_s
         return min(status.max_num_waiting, 1 + int(_REFILL_S * num_running / each_s))
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, resources: ResourceRequest) -> bool:
         """There is a place and blocks for this request now; an idle worker has all its blocks."""
-        places = self._places or self._find_places()
-        rank = TIER_RANKS[need.tier]
-        if places.room[rank] == 0 or not self.could_hold(need):
+        placement_round = self._capacities or self._count_capacities()
+        rank = TIER_RANKS[resources.tier]
+        if placement_round.capacity[rank] == 0 or not self.could_hold(resources):
             return False
         if not self.status.num_blocks or self._num_held == 0:
             return True
-        return need.num_blocks(self.status.block_size_tokens) <= places.free_blocks[rank]
+        return (
+            resources.num_blocks(self.status.block_size_tokens) <= placement_round.free_blocks[rank]
+        )
 
-    def could_hold(self, need: Need) -> bool:
+    def could_hold(self, resources: ResourceRequest) -> bool:
         """The request would fit if the worker were empty."""
         limit = self.status.max_tokens_per_request
-        return limit == 0 or need.num_context_tokens + need.num_new_tokens <= limit
+        return limit == 0 or resources.num_context_tokens + resources.num_new_tokens <= limit
 
     # --- when it has a slot ---
 

@@ -22,7 +22,7 @@ class Preparer(Protocol):
     def prepare(self, job: Job, seed_source: random.Random) -> Job: ...
 
 
-class Shelf:
+class ModelCache:
     """Loads each model once. ``load`` may block: it runs in a thread. Owns the threads that read
     long prompts; ``close`` ends them."""
 

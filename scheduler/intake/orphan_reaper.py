@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection
 
 from bus.api import LeasedJob
-from scheduler.dispatch.context import Parts
-from scheduler.jobs.entry import Entry
-from scheduler.jobs.tenant_queues import TenantQueueCounts
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.jobs.scheduled_job import ScheduledJob
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from scheduler.jobs.terminal_status import refused
 from schemas.errors import BusUnavailableError, ModelNotFoundError
 
@@ -18,28 +18,28 @@ _INTERVAL_S = 2.0
 _MAX_AT_ONCE = 64
 
 
-class Strays:
+class OrphanReaper:
     """Looks through the queue now and then; ``known_models`` is the whole catalogue."""
 
-    def __init__(self, parts: Parts, known_models: Collection[str]) -> None:
-        self._parts = parts
+    def __init__(self, context: SchedulerContext, known_models: Collection[str]) -> None:
+        self._context = context
         self._known_models = frozenset(known_models)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            if self._parts.bus.connected:
+            if self._context.bus.connected:
                 try:
                     await self.look()
                 except BusUnavailableError as error:
                     logger.warning(
                         "the queue cannot be looked through", extra={"reason": error.message}
                     )
-            await self._parts.clock.sleep(_INTERVAL_S)
+            await self._context.clock.sleep(_INTERVAL_S)
 
     async def look(self) -> None:
         """Refuse what waits for unknown models now. Raises BusUnavailableError."""
-        jobs = self._parts.bus.jobs
+        jobs = self._context.bus.jobs
         for line in await jobs.lines():
             if line.model not in self._known_models:
                 for leased in await jobs.pull(line, _MAX_AT_ONCE, 0.0):
@@ -51,5 +51,5 @@ class Strays:
         error = ModelNotFoundError(
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )
-        entry = Entry.of(leased, TenantQueueCounts(), self._parts.clock.monotonic())
-        await self._parts.endings.end(entry, refused(error))
+        scheduled = ScheduledJob.of(leased, TenantQueueCounts(), self._context.clock.monotonic())
+        await self._context.finalizer.finish(scheduled, refused(error))

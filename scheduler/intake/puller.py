@@ -1,4 +1,4 @@
-"""Pulls jobs when there is room for them or too few to choose from, and makes them ready."""
+"""Pulls jobs when there is capacity for them or too few to choose from."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import NamedTuple
 
 from bus.api import LeasedJob, Line
 from runtime.tasks import Tasks
-from scheduler.dispatch.context import Parts
-from scheduler.dispatch.dispatcher import Lane
-from scheduler.dispatch.sender import Sender
-from scheduler.intake.model_cache import Shelf
-from scheduler.jobs.entry import Entry, State
-from scheduler.jobs.terminal_status import Verdict, failed, refused
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.intake.preparation import Preparation
+from scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
 from scheduler.queues.backlog import Backlog, Pullable
-from scheduler.queues.fair_queue import Tenant
-from schemas.errors import BusUnavailableError, MillraceError
+from schemas.errors import BusUnavailableError
 from schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
@@ -40,35 +37,34 @@ class _Limits(NamedTuple):
     """For one tier: how many jobs could be sent at once beside those that are here, and how many
     the window of the tier takes."""
 
-    room: int
+    capacity: int
     window: int
 
 
-class Intake:
+class Puller:
     """Pulls from the lines of one model, those who were served least first, for its lane, or for
     the first of several that its jobs may go to."""
 
     def __init__(
         self,
-        parts: Parts,
+        context: SchedulerContext,
         model: str,
-        lanes: Mapping[str, Lane],
+        dispatchers: Mapping[str, Dispatcher],
         models: Collection[str],
-        shelf: Shelf,
+        preparation: Preparation,
     ) -> None:
-        """``lanes`` are all that there are, by model; ``models`` those that these jobs may go
+        """``dispatchers`` are all that there are, by model; ``models`` those that these jobs may go
         to."""
         self.model = model
         self.backlog = Backlog()
-        self._parts = parts
-        self._by_model = lanes
-        self._lanes = [lanes[one] for one in models]
-        self._shelf = shelf
+        self._context = context
+        self._by_model = dispatchers
+        self._dispatchers = [dispatchers[one] for one in models]
+        self._preparation = preparation
         self._wake = asyncio.Event()
         self._is_counted = False
-        for lane in self._lanes:
-            lane.wakes.append(self._wake)
-        self._sender = Sender(parts)
+        for dispatcher in self._dispatchers:
+            dispatcher.wakes.append(self._wake)
         self._pulls = Tasks()
         self._waits = Tasks()
         self._num_asked = dict.fromkeys(Tier, 0)
@@ -76,10 +72,10 @@ class Intake:
         self._failure: BaseException | None = None
 
     @property
-    def lane(self) -> Lane:
+    def dispatcher(self) -> Dispatcher:
         """The one that its jobs wait for while they are in the queue: one that is served, if any
         is."""
-        return next((lane for lane in self._lanes if lane.is_served), self._lanes[0])
+        return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
 
     def published(self, line: Line) -> None:
         """A job has come."""
@@ -87,7 +83,7 @@ class Intake:
             self._want(line)
             self._wake.set()
 
-    def leases_released(self) -> None:
+    def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
         for line in self.backlog.lines():
@@ -96,7 +92,7 @@ class Intake:
 
     def counted(self, totals: dict[Line, int]) -> None:
         """What the queue has of each line."""
-        self.backlog.counted(totals, self._parts.clock.monotonic())
+        self.backlog.counted(totals, self._context.clock.monotonic())
         self._is_counted = True
         for line in self.backlog.lines():
             self._want(line)
@@ -117,18 +113,19 @@ class Intake:
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
-        if spare <= 0 or not self._parts.bus.connected or self._is_resting():
+        if spare <= 0 or not self._context.bus.connected or self._is_resting():
             return
-        if not any(lane.is_served for lane in self._lanes):
+        if not any(dispatcher.is_served for dispatcher in self._dispatchers):
             return
-        least = 0 if self._is_counted else self._parts.config.window_jobs // _REFILL_SHARE
+        least = 0 if self._is_counted else self._context.config.window_jobs // _REFILL_SHARE
         self._is_counted = False
         limits = {tier: self._limits(tier) for tier in Tier}
-        queue = self._lanes[0].queue
+        queue = self._dispatchers[0].queue
         ranks = {
             tier: (*queue.rank_of(tier), queue.counters(tier))
             for tier in Tier
-            if limits[tier].window > 0 and (limits[tier].room > 0 or limits[tier].window >= least)
+            if limits[tier].window > 0
+            and (limits[tier].capacity > 0 or limits[tier].window >= least)
         }
 
         def rank(pullable: Pullable) -> tuple[bool, float, float]:
@@ -155,71 +152,72 @@ class Intake:
             self._wake.set()
 
     def _is_resting(self) -> bool:
-        return self._parts.clock.monotonic() < self._resting_until_s
+        return self._context.clock.monotonic() < self._resting_until_s
 
     def _limits(self, tier: Tier) -> _Limits:
         is_batch = tier is Tier.BATCH
         num_asked = sum([n for of, n in self._num_asked.items() if (of is Tier.BATCH) is is_batch])
-        room = max([lane.spare_room(tier) for lane in self._lanes]) - num_asked
-        room = max(room, 0)
-        num_here = sum([lane.num_of(tier) for lane in self._lanes])
-        window = self._parts.config.window_jobs + room - num_here - self._num_asked[tier]
-        return _Limits(room, window)
+        spare = max([one.spare_capacity(tier) for one in self._dispatchers])
+        capacity = max(spare - num_asked, 0)
+        num_here = sum([one.queue.num_here(tier) for one in self._dispatchers])
+        window = self._context.config.window_jobs + capacity - num_here - self._num_asked[tier]
+        return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
         """How many jobs of a line to pull now: as many as there is room for beside what is here
         already, and a few to choose from."""
-        of_tenant = self._parts.config.window_jobs_per_tenant + limits.room - pullable.num_here
+        per_tenant = self._context.config.window_jobs_per_tenant
+        of_tenant = per_tenant + limits.capacity - pullable.num_here
         return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
 
     async def _pull(self, line: Line, num_wanted: int) -> None:
-        parts = self._parts
+        context = self._context
         pulled: list[LeasedJob] | None = None
         try:
-            pulled = await parts.bus.jobs.pull(line, num_wanted, 0.0)
+            pulled = await context.bus.jobs.pull(line, num_wanted, 0.0)
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
-            self._resting_until_s = parts.clock.monotonic() + _RETRY_S
+            self._resting_until_s = context.clock.monotonic() + _RETRY_S
         finally:
             self._num_asked[line.tier] -= num_wanted
-            if pulled or (pulled is not None and parts.bus.connected):
-                self.backlog.pulled(line, num_wanted, len(pulled), parts.clock.monotonic())
+            if pulled or (pulled is not None and context.bus.connected):
+                self.backlog.pulled(line, num_wanted, len(pulled), context.clock.monotonic())
             else:
                 self.backlog.pull_failed(line)
-        self._took(line, pulled or [])
+        self._accept_all(line, pulled or [])
         if pulled is not None and len(self._waits) < _MAX_WAITS and self._may_wait(line):
             wait = self._waits.spawn(self._wait_for_next(line), f"wait for {line}")
             wait.add_done_callback(self._note_failure)
 
     def _may_wait(self, line: Line) -> bool:
         """Nothing of the line is in the queue, and a job that came now would be sent at once."""
-        if self.backlog.num_waiting(line) or not self._parts.bus.connected:
+        if self.backlog.num_waiting(line) or not self._context.bus.connected:
             return False
-        return self._limits(line.tier).room > 0
+        return self._limits(line.tier).capacity > 0
 
     async def _wait_for_next(self, line: Line) -> None:
         """Have a pull out when the next job is stored, which saves it the news and the pull."""
-        parts = self._parts
-        had_job_s = parts.clock.monotonic()
-        while self._may_wait(line) and parts.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S:
+        context = self._context
+        had_job_s = context.clock.monotonic()
+        while self._may_wait(line) and context.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S:
             self.backlog.pulling(line)
             pulled: list[LeasedJob] | None = None
             try:
-                pulled = await parts.bus.jobs.pull(line, 1, _WAIT_S)
+                pulled = await context.bus.jobs.pull(line, 1, _WAIT_S)
             except BusUnavailableError:
                 return  # a pull that somebody needs says so
             finally:
-                if pulled or (pulled is not None and parts.bus.connected):
-                    self.backlog.waited(line, len(pulled), parts.clock.monotonic())
+                if pulled or (pulled is not None and context.bus.connected):
+                    self.backlog.waited(line, len(pulled), context.clock.monotonic())
                 else:
                     self.backlog.pull_failed(line)
             if pulled:
-                had_job_s = parts.clock.monotonic()
-            self._took(line, pulled)
+                had_job_s = context.clock.monotonic()
+            self._accept_all(line, pulled)
 
-    def _took(self, line: Line, pulled: list[LeasedJob]) -> None:
+    def _accept_all(self, line: Line, pulled: list[LeasedJob]) -> None:
         for leased in pulled:
-            self.admit(leased)
+            self.accept(leased)
         self._want(line)
         self._wake.set()
 
@@ -228,86 +226,35 @@ class Intake:
         if line.tenant is None:
             return
         num_waiting = self.backlog.num_waiting(line) + self.backlog.num_waiting(line.twin)
-        for lane in self._lanes:
+        for dispatcher in self._dispatchers:
             is_more = bool(num_waiting)
-            lane.queue.want(_tenant_of(line), is_more, self.model)
+            dispatcher.queue.want(_tenant_of(line), is_more, self.model)
 
     # --- what was pulled ---
 
-    def admit(self, leased: LeasedJob) -> None:
+    def accept(self, leased: LeasedJob) -> None:
         """Answer for a delivered job from now on."""
-        now_s = self._parts.clock.monotonic()
-        entry = self._parts.table.get(leased.job.request_id)
-        if entry is not None and entry.stream_sequence == leased.stream_sequence:
-            entry.take_over(leased, now_s)
-            if entry.state is State.RUNNING:
-                self._by_model[entry.job.model].continue_where_it_runs(entry, entry.worker_id)
+        context = self._context
+        scheduled = context.job_table.get(leased.job.request_id)
+        if scheduled is None:
+            self._accept_new(leased)
             return
-        if entry is not None:
+        dispatcher = self._by_model[scheduled.job.model]
+        if scheduled.lease.stream_sequence != leased.stream_sequence:
             # The same id was published anew, so the former job had ended.
-            self._by_model[entry.job.model].ended(entry)
-        self._take(self._entry(leased), self._lanes[0])
-
-    def _entry(self, leased: LeasedJob) -> Entry:
-        return Entry.of(leased, self.backlog.of(leased.line), self._parts.clock.monotonic())
-
-    def _take(self, entry: Entry, lane: Lane) -> None:
-        lane.took(entry)
-        if self._parts.traces is not None:
-            entry.job, entry.trace = self._parts.traces.start(
-                entry.job, entry.num_deliveries, entry.stored_ns
-            )
-        self._parts.tasks.spawn(self._prepare(entry, lane), f"prepare {entry.request_id}")
-
-    async def _refuse(self, entry: Entry, verdict: Verdict) -> None:
-        try:
-            await self._parts.endings.end(entry, verdict)
-        except BusUnavailableError as error:
-            logger.warning("a job will be refused later", extra={"reason": error.message})
-
-    async def _prepare(self, entry: Entry, lane: Lane) -> None:
-        try:
-            await self._make_ready(entry, lane)
-        except MillraceError as error:
-            lane.end(entry, refused(error))
-        except Exception as error:
-            logger.exception("a job could not be prepared", extra={"request_id": entry.request_id})
-            message = f"The job could not be prepared: {type(error).__name__}."
-            lane.end(entry, failed(MillraceError.code, message, retryable=False))
-        finally:
-            lane.pump()
-
-    async def _make_ready(self, entry: Entry, lane: Lane) -> None:
-        parts = self._parts
-        verdict = parts.unwanted(entry)
-        if verdict is None:
-            entry.job = await self._shelf.prepare(entry.job)
-            verdict = parts.unwanted(entry)
-        if entry.is_ended:
+            dispatcher.runner.complete(scheduled)
+            self._accept_new(leased)
             return
-        if verdict is None and entry.uncertain and not entry.ran_before:
-            entry.ran_before = await self._sender.is_known(entry)
-        if verdict is None and parts.door is not None:
-            verdict = await parts.door.let_in(entry)
-        if verdict is not None:
-            lane.end(entry, verdict)
-        elif entry.ran_before:
-            await self._make_ready_again(entry, lane)
-        elif entry.state is State.PREPARING:
-            lane.enqueue(entry)
+        scheduled.renew_lease(leased, context.clock.monotonic())
+        if scheduled.phase is Phase.RUNNING:
+            dispatcher.continue_where_it_runs(scheduled, scheduled.worker_id)
 
-    async def _make_ready_again(self, entry: Entry, lane: Lane) -> None:
-        """A job that was delivered before may be answered, or run somewhere still."""
-        holder = await self._sender.last_holder(entry)
-        if entry.is_ended:
-            return
-        entry.interrupted = bool(holder)
-        if holder is None:
-            lane.answered(entry)
-        elif holder and self._parts.fleet.get(holder) is not None:
-            lane.continue_where_it_runs(entry, holder)
-        else:
-            lane.enqueue(entry)
+    def _accept_new(self, leased: LeasedJob) -> None:
+        self._preparation.start(self._scheduled_job(leased), self._dispatchers[0])
+
+    def _scheduled_job(self, leased: LeasedJob) -> ScheduledJob:
+        now_s = self._context.clock.monotonic()
+        return ScheduledJob.of(leased, self.backlog.of(leased.line), now_s)
 
 
 def _tenant_of(line: Line) -> Tenant:

@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping
 
 from bus.api import Line
 from runtime.tasks import Tasks
-from scheduler.dispatch.context import Parts
-from scheduler.dispatch.dispatcher import Lane
-from scheduler.dispatch.queue_estimate import Outlook
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.dispatch.queue_estimate import QueueEstimate
 from scheduler.fleet.autoscaler import Autoscaler, Signals
-from scheduler.intake.puller import Intake
+from scheduler.intake.puller import Puller
+from scheduler.jobs.scheduled_job import Tenant
 from scheduler.jobs.terminal_status import shed
-from scheduler.queues.fair_queue import Tenant, weights_of
+from scheduler.queues.fair_queue import weights_of
 from scheduler.queues.throughput import eta_s, retry_after_s
 from schemas.control import QueueStatus
 from schemas.errors import BusUnavailableError
@@ -37,26 +38,26 @@ class QueueWatch:
 
     def __init__(
         self,
-        parts: Parts,
-        intakes: Mapping[str, Intake],
-        lanes: Mapping[str, Lane],
-        outlooks: Mapping[str, Outlook],
+        context: SchedulerContext,
+        pullers: Mapping[str, Puller],
+        dispatchers: Mapping[str, Dispatcher],
+        queue_estimates: Mapping[str, QueueEstimate],
         answers: Tasks,
     ) -> None:
-        self._parts = parts
-        self._intakes = intakes
-        self._lanes = lanes
+        self._context = context
+        self._pullers = pullers
+        self._dispatchers = dispatchers
         self._answers = answers
-        self._outlooks = outlooks
-        self._weights = weights_of(parts.config.tiers)
-        self._autoscalers = {model: Autoscaler(parts.config.autoscale) for model in lanes}
+        self._queue_estimates = queue_estimates
+        self._weights = weights_of(context.config.tiers)
+        self._autoscalers = {model: Autoscaler(context.config.autoscale) for model in dispatchers}
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         failing = False
         while True:
             is_too_much = False
-            if self._parts.bus.connected:
+            if self._context.bus.connected:
                 try:
                     is_too_much = await self.look()
                     failing = False
@@ -66,66 +67,71 @@ class QueueWatch:
                             "the queue cannot be watched", extra={"reason": error.message}
                         )
                     failing = True
-            interval_s = self._parts.config.status_interval_s
-            await self._parts.clock.sleep(0.0 if is_too_much else interval_s)
+            interval_s = self._context.config.status_interval_s
+            await self._context.clock.sleep(0.0 if is_too_much else interval_s)
 
     async def look(self) -> bool:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
         shed. Raises BusUnavailableError."""
-        totals = await self._parts.bus.jobs.lines()
-        for model, intake in self._intakes.items():
+        totals = await self._context.bus.jobs.lines()
+        for model, puller in self._pullers.items():
             own = {line: count for line, count in totals.items() if line.model == model}
-            intake.counted(own)
+            puller.counted(own)
         is_too_much = False
-        for model, lane in self._lanes.items():
+        for model, dispatcher in self._dispatchers.items():
             total = sum(count for line, count in totals.items() if line.model == model)
-            is_too_much |= await self._look_at(model, lane, total)
+            is_too_much |= await self._look_at(model, dispatcher, total)
         await self._forget_idle()
         return is_too_much
 
-    async def _look_at(self, model: str, lane: Lane, total: int) -> bool:
-        parts, bound = self._parts, self._parts.config.max_queued_jobs
-        waiting = self._intakes[model].backlog.waiting()
-        num_queued = max(0, total - parts.fleet.num_held(model))
-        for name, intake in self._intakes.items():
-            if name not in self._lanes and intake.lane is lane:
+    async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:
+        context, bound = self._context, self._context.config.max_queued_jobs
+        waiting = self._pullers[model].backlog.waiting()
+        num_queued = max(0, total - context.fleet.num_held(model))
+        for name, puller in self._pullers.items():
+            if name not in self._dispatchers and puller.dispatcher is dispatcher:
                 # What leaves the model open waits for this one, as far as anybody knows.
-                unrouted = intake.backlog.waiting()
+                unrouted = puller.backlog.waiting()
                 waiting |= unrouted
                 num_queued += sum(unrouted.values())
-        outlook = self._outlooks[model]
-        outlook.waiting = _by_tenant(waiting)
-        per_s = outlook.per_s()
+        queue_estimate = self._queue_estimates[model]
+        queue_estimate.waiting = _by_tenant(waiting)
+        per_s = queue_estimate.per_s()
         num_shed = 0
         if num_queued > bound:
             num_shed = await self._shed(model, waiting, num_queued, per_s)
             num_queued -= num_shed
-        outlook.num_queued = num_queued
-        outlook.look()
-        (ttft_ms, tenant_ttft_ms), oldest_wait_s = outlook.ttfts_ms(), outlook.oldest_wait_s()
+        queue_estimate.num_queued = num_queued
+        queue_estimate.look()
+        (ttft_ms, tenant_ttft_ms), oldest_wait_s = (
+            queue_estimate.ttfts_ms(),
+            queue_estimate.oldest_wait_s(),
+        )
         signals = Signals(
-            num_workers=parts.fleet.num_taking(model),
+            num_workers=context.fleet.num_accepting(model),
             num_queued=num_queued,
-            num_held=parts.fleet.num_held(model),
-            num_slots=parts.fleet.num_slots(model),
-            kv_share=parts.fleet.kv_share(model),
+            num_held=context.fleet.num_held(model),
+            num_slots=context.fleet.num_slots(model),
+            kv_share=context.fleet.kv_share(model),
             per_s=per_s,
             wait_s=eta_s(num_queued, per_s),
             oldest_wait_s=oldest_wait_s,
         )
-        await parts.bus.control.publish_queue_status(
+        await context.bus.control.publish_queue_status(
             QueueStatus(
                 model=model,
                 num_queued=num_queued,
                 bound=bound,
                 retry_after_s=retry_after_s(num_queued, bound, per_s),
-                num_workers=parts.fleet.num_workers(model),
+                num_workers=context.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
                 ttft_ms=ttft_ms,
                 tenant_ttft_ms=tenant_ttft_ms,
                 oldest_wait_s=oldest_wait_s,
-                desired_workers=self._autoscalers[model].desired(signals, parts.clock.monotonic()),
-                sent_ns=parts.clock.now_ns(),
+                desired_workers=self._autoscalers[model].desired(
+                    signals, context.clock.monotonic()
+                ),
+                sent_ns=context.clock.now_ns(),
             )
         )
         return num_shed > 0 and num_queued > bound
@@ -136,16 +142,18 @@ class QueueWatch:
         self, model: str, waiting: dict[Line, int], num_queued: int, per_s: float
     ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
-        parts, bound = self._parts, self._parts.config.max_queued_jobs
+        context, bound = self._context, self._context.config.max_queued_jobs
         num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
         while waiting and num_shed < num_to_shed:
             line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
             count = min(num_to_shed - num_shed, waiting[line])
-            jobs = await parts.bus.jobs.shed_newest(line, count)
-            verdict = shed(retry_after_s(num_queued, bound, per_s))
+            jobs = await context.bus.jobs.shed_newest(line, count)
+            terminal_status = shed(retry_after_s(num_queued, bound, per_s))
             for job in jobs:
-                self._answers.spawn(parts.endings.end_taken(job, verdict), f"shed {job.request_id}")
+                self._answers.spawn(
+                    context.finalizer.finish_shed(job, terminal_status), f"shed {job.request_id}"
+                )
             num_shed += len(jobs)
             waiting[line] -= len(jobs)
             if not jobs or not waiting[line]:
@@ -154,15 +162,15 @@ class QueueWatch:
         return num_shed
 
     async def _forget_idle(self) -> None:
-        now_s = self._parts.clock.monotonic()
-        for intake in self._intakes.values():
-            idle = intake.backlog.idle(now_s, _FORGET_AFTER_S)
-            await self._forget(intake, idle[:_MAX_FORGOTTEN_AT_ONCE])
+        now_s = self._context.clock.monotonic()
+        for puller in self._pullers.values():
+            idle = puller.backlog.idle(now_s, _FORGET_AFTER_S)
+            await self._forget(puller, idle[:_MAX_FORGOTTEN_AT_ONCE])
 
-    async def _forget(self, intake: Intake, lines: Collection[Line]) -> None:
+    async def _forget(self, puller: Puller, lines: Collection[Line]) -> None:
         for line in lines:
-            if await self._parts.bus.jobs.forget_line(line):
-                intake.backlog.forget(line)
+            if await self._context.bus.jobs.forget_line(line):
+                puller.backlog.forget(line)
 
 
 def _by_tenant(waiting: Mapping[Line, int]) -> dict[Tenant, int]:

@@ -1,106 +1,131 @@
-"""The runs of a job before the one that goes on, for its record."""
+"""The attempts to run a job: their epochs, where each ran, and what it took there."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from schemas.control import Served
-from schemas.records import Life
+from schemas.records import Attempt
 
-# Beyond this many, the two oldest are told of as one.
-MAX_LIVES = 16
-
-
-class _Run(NamedTuple):
-    """``is_taken``: its worker said so; ``is_told``: it said what the run took, too."""
-
-    life: Life
-    is_taken: bool = False
-    is_told: bool = False
+# Beyond this many, the two oldest are kept as one.
+MAX_ATTEMPTS_KEPT = 16
 
 
-class Lives:
-    """What is known of a job's runs, by epoch. Workers tell of a run when it is over there; what it
-    took on one that was killed nobody knows."""
+class _KnownAttempt(NamedTuple):
+    """``is_accepted``: its worker said so; ``is_reported``: it said what the attempt took, too."""
 
-    def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
-        self._has_heard = asyncio.Event()
+    attempt: Attempt
+    is_accepted: bool = False
+    is_reported: bool = False
+
+
+@dataclass(slots=True)
+class AttemptHistory:
+    """What is known of a job's attempts.
+
+    ``epoch`` is that of the last one that began or may have begun, 0 before the first;
+    ``epoch_floor`` the highest that somebody else is known to have run at, ``claimed_epoch`` the
+    last below which we told everybody to stop. ``num_started`` were sent by this scheduler,
+    ``num_lost`` with their workers, which ``max_attempts`` bounds.
+
+    A worker reports an attempt when it is over there; what it took on a worker that was killed
+    nobody knows.
+    """
+
+    epoch: int = 0
+    epoch_floor: int = 0
+    claimed_epoch: int = 0
+    num_started: int = 0
+    num_lost: int = 0
+    _by_epoch: dict[int, _KnownAttempt] = field(default_factory=dict)
+    _reported: asyncio.Event | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._runs)
+        return bool(self._by_epoch)
 
-    def sent(self, epoch: int, worker_id: str, sent_ns: int, *, is_taken: bool) -> None:
-        """A dispatch went to a worker, which took it or did not answer: it began then at the
-        earliest."""
-        if epoch not in self._runs:
-            life = Life(epoch=epoch, worker_id=worker_id, started_ns=sent_ns)
-            self._add(_Run(life, is_taken))
+    @property
+    def highest_epoch(self) -> int:
+        """That we ran it at, or told others to stop below."""
+        return max(self.epoch, self.claimed_epoch)
 
-    def found(self, epoch: int, worker_id: str) -> None:
-        """The index knows of a run that another scheduler sent."""
-        if epoch not in self._runs and worker_id:
-            self._add(_Run(Life(epoch=epoch, worker_id=worker_id)))
+    def add_sent(self, worker_id: str, sent_ns: int, *, is_accepted: bool) -> None:
+        """A dispatch of ``epoch`` went to a worker, which accepted it or did not answer: it began
+        then at the earliest."""
+        if self.epoch not in self._by_epoch:
+            attempt = Attempt(epoch=self.epoch, worker_id=worker_id, started_ns=sent_ns)
+            self._add(_KnownAttempt(attempt, is_accepted))
 
-    def told(self, served: Served, worker_id: str, now_ns: int) -> None:
-        """A worker says what a run took that is over there. Earlier ones there that it says nothing
-        of were the same, under other epochs."""
+    def add_found(self, epoch: int, worker_id: str) -> None:
+        """The index knows of an attempt that another scheduler sent."""
+        if epoch not in self._by_epoch and worker_id:
+            self._add(_KnownAttempt(Attempt(epoch=epoch, worker_id=worker_id)))
+
+    def add_report(self, served: Served, worker_id: str, now_ns: int) -> None:
+        """A worker says what an attempt took that is over there. Earlier ones there that it says
+        nothing of were the same, under other epochs."""
         if not served.epoch:
             return
         same = [
             epoch
-            for epoch, run in self._runs.items()
-            if epoch <= served.epoch and run.life.worker_id == worker_id and not run.is_told
+            for epoch, one in self._by_epoch.items()
+            if epoch <= served.epoch and one.attempt.worker_id == worker_id and not one.is_reported
         ]
         for epoch in same:
-            del self._runs[epoch]
-        life = Life(
+            del self._by_epoch[epoch]
+        attempt = Attempt(
             epoch=served.epoch,
             worker_id=worker_id,
             started_ns=served.started_ns,
             ended_ns=now_ns,
             device_us=served.device_us,
         )
-        self._add(_Run(life, is_taken=True, is_told=True))
-        self._has_heard.set()
+        self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
+        if self._reported is not None:
+            self._reported.set()
 
-    def end(self, now_ns: int) -> None:
+    def close(self, now_ns: int) -> None:
         """None of them goes on."""
-        for epoch, run in self._runs.items():
-            if not run.life.ended_ns:
-                self._runs[epoch] = run._replace(life=replace(run.life, ended_ns=now_ns))
+        for epoch, one in self._by_epoch.items():
+            if not one.attempt.ended_ns:
+                self._by_epoch[epoch] = one._replace(attempt=replace(one.attempt, ended_ns=now_ns))
 
-    def before(self, worker_id: str = "") -> tuple[Life, ...]:
-        """All of them, by epoch; for a worker without those that it may still go on with."""
-        runs = sorted(self._runs.items())
-        return tuple(run.life for _, run in runs if run.is_told or run.life.worker_id != worker_id)
+    def earlier(self, worker_id: str = "") -> tuple[Attempt, ...]:
+        """All of them, by epoch; for a worker without those that it may still continue."""
+        known = sorted(self._by_epoch.items())
+        return tuple(
+            one.attempt for _, one in known if one.is_reported or one.attempt.worker_id != worker_id
+        )
 
     @property
-    def awaited_worker_id(self) -> str:
-        """The worker that took the last run, if it has not told of it so far; else empty."""
-        if not self._runs:
+    def unreported_worker_id(self) -> str:
+        """The worker that accepted the last attempt, if it has not reported it so far; else
+        empty."""
+        if not self._by_epoch:
             return ""
-        last = self._runs[max(self._runs)]
-        return last.life.worker_id if last.is_taken and not last.is_told else ""
+        last = self._by_epoch[max(self._by_epoch)]
+        return last.attempt.worker_id if last.is_accepted and not last.is_reported else ""
 
-    async def hear(self, timeout_s: float) -> None:
-        """Wait until a worker tells of a run, as long as one may; it may be never."""
-        self._has_heard.clear()
+    async def wait_for_report(self, timeout_s: float) -> None:
+        """Wait until the last attempt is reported, if it may be; ``timeout_s`` at most."""
+        self._reported = asyncio.Event()
         try:
             async with asyncio.timeout(timeout_s):
-                while self.awaited_worker_id:
-                    await self._has_heard.wait()
-                    self._has_heard.clear()
+                while self.unreported_worker_id:
+                    await self._reported.wait()
+                    self._reported.clear()
         except TimeoutError:
             return
 
-    def _add(self, run: _Run) -> None:
-        self._runs[run.life.epoch] = run
-        if len(self._runs) > MAX_LIVES:
-            first, second = (self._runs.pop(epoch).life for epoch in sorted(self._runs)[:2])
+    def _add(self, known: _KnownAttempt) -> None:
+        self._by_epoch[known.attempt.epoch] = known
+        if len(self._by_epoch) > MAX_ATTEMPTS_KEPT:
+            first, second = (
+                self._by_epoch.pop(epoch).attempt for epoch in sorted(self._by_epoch)[:2]
+            )
             device_us = first.device_us + second.device_us
             both = replace(first, ended_ns=second.ended_ns, device_us=device_us)
-            self._runs[first.epoch] = _Run(both, is_taken=True, is_told=True)
+            self._by_epoch[first.epoch] = _KnownAttempt(both, is_accepted=True, is_reported=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from bus import codec, subjects
 from bus.api import Bus
-from bus.jobs import decoding as intake
+from bus.jobs import decoding
 from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, device_cost
 from runtime.clock import Clock
-from scheduler.jobs.entry import Entry
-from scheduler.jobs.limits import Door
-from scheduler.jobs.terminal_status import Verdict
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.running_requests import RunningRequests
+from scheduler.jobs.scheduled_job import ScheduledJob
+from scheduler.jobs.terminal_status import TerminalStatus
 from scheduler.jobs.tracing import JobTraces
 from schemas.errors import BusUnavailableError, ModelNotFoundError
 from schemas.jobs import DeadJob, Job, JobResult
@@ -30,13 +30,7 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 
-class Generations(Protocol):
-    """What is written into the index of who runs what."""
-
-    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
-
-
-class Endings:
+class Finalizer:
     """Record, stored result, terminal frame, a note in the index, then the ack. Until the ack the
     queue has the job: if we die before, it is delivered and answered again, and its record is known
     by then. The frame comes after what the bus confirms, because nobody could send it again: it
@@ -47,89 +41,93 @@ class Endings:
         self,
         bus: Bus,
         clock: Clock,
-        generations: Generations,
+        running_requests: RunningRequests,
         prices: Callable[[str], PriceBook],
         traces: JobTraces | None = None,
-        door: Door | None = None,
+        admission: JobAdmission | None = None,
     ) -> None:
         """``prices`` of a model."""
         self._bus = bus
         self._clock = clock
-        self._generations = generations
+        self._running_requests = running_requests
         self._prices = prices
         self._traces = traces
-        self._door = door
+        self._admission = admission
         self.num_ended: Counter[tuple[str, Status, str]] = Counter()
 
-    async def end(self, entry: Entry, verdict: Verdict) -> None:
+    async def finish(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
         """Answer a job whose lease is ours. Raises BusUnavailableError: it will be delivered
         again."""
-        await self._answer(entry, verdict)
-        await self._bus.jobs.ack(entry.lease)
+        await self._answer(scheduled, terminal_status)
+        await self._bus.jobs.ack(scheduled.lease.token)
 
-    async def give_up(self, entry: Entry, verdict: Verdict) -> None:
+    async def finish_dead(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
         """Answer a job that cannot be run, and keep it among the dead letters."""
-        await self._answer(entry, verdict)
+        await self._answer(scheduled, terminal_status)
         dead = DeadJob(
-            reason=verdict.code,
-            message=verdict.message,
-            subject=subjects.job(entry.line),
-            payload=codec.encode(entry.job),
-            request_id=entry.request_id,
-            num_deliveries=entry.num_deliveries,
+            reason=terminal_status.code,
+            message=terminal_status.message,
+            subject=subjects.job(scheduled.lease.line),
+            payload=codec.encode(scheduled.job),
+            request_id=scheduled.request_id,
+            num_deliveries=scheduled.lease.num_deliveries,
             died_ns=self._clock.now_ns(),
         )
-        await self._bus.jobs.bury(dead, entry.lease)
+        await self._bus.jobs.bury(dead, scheduled.lease.token)
 
-    async def end_taken(self, job: Job, verdict: Verdict) -> None:
+    async def finish_shed(self, job: Job, terminal_status: TerminalStatus) -> None:
         """Answer a job that was taken out of the queue: it exists nowhere but here, so each step
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
-        self._count(job, verdict)
-        record = record_of(job, verdict.status, verdict.code, 0, now_ns)
+        self._count(job, terminal_status)
+        record = record_of(job, terminal_status.status, terminal_status.code, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
         if job.store_result:
-            result = _result(job, verdict, now_ns)
+            result = _result(job, terminal_status, now_ns)
             await self._insist(lambda: self._bus.results.store(result))
-        await self._insist(lambda: self._tell(job, verdict, 0))
-        await self._generations.finish(job.request_id, NOBODY, 0)
+        await self._insist(lambda: self._publish_frame(job, terminal_status, 0))
+        await self._running_requests.finish(job.request_id, NOBODY, 0)
 
-    async def _answer(self, entry: Entry, verdict: Verdict) -> None:
-        job, epoch = entry.job, entry.next_epoch
+    async def _answer(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
+        job, epoch = scheduled.job, scheduled.next_epoch
         now_ns = self._clock.now_ns()
-        await self._bus.outbox.publish(self._record(entry, verdict, now_ns))
+        await self._bus.outbox.publish(self._record(scheduled, terminal_status, now_ns))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
         if job.store_result:
-            await self._bus.results.store(_result(job, verdict, now_ns))
-        if self._door is not None:
-            await self._door.give_back(entry)
-        await self._tell(job, verdict, epoch)
-        await self._generations.finish(job.request_id, NOBODY, epoch)
-        self._count(job, verdict)
+            await self._bus.results.store(_result(job, terminal_status, now_ns))
+        if self._admission is not None:
+            await self._admission.release(scheduled)
+        await self._publish_frame(job, terminal_status, epoch)
+        await self._running_requests.finish(job.request_id, NOBODY, epoch)
+        self._count(job, terminal_status)
         logger.info(
             "ended without a worker",
             extra={
                 "request_id": job.request_id,
                 "model": job.model,
-                "status": verdict.status.value,
-                "code": verdict.code,
+                "status": terminal_status.status.value,
+                "code": terminal_status.code,
             },
         )
 
-    def _record(self, entry: Entry, verdict: Verdict, now_ns: int) -> RequestRecord:
+    def _record(
+        self, scheduled: ScheduledJob, terminal_status: TerminalStatus, now_ns: int
+    ) -> RequestRecord:
         """Nobody knows for sure how many tokens its lost runs made, so its tenant is charged for
         none; what is known of the time that they took was ours to pay."""
-        job = entry.job
-        record = record_of(job, verdict.status, verdict.code, entry.next_epoch, now_ns)
-        if verdict.limit:
-            record = replace(record, error_code=verdict.code)
-        if not entry.lives:
+        job = scheduled.job
+        record = record_of(
+            job, terminal_status.status, terminal_status.code, scheduled.next_epoch, now_ns
+        )
+        if terminal_status.limit:
+            record = replace(record, error_code=terminal_status.code)
+        if not scheduled.attempts:
             return record
-        entry.lives.end(now_ns)
-        lives, prices = entry.lives.before(), self._prices(job.model)
+        scheduled.attempts.close(now_ns)
+        lives, prices = scheduled.attempts.earlier(), self._prices(job.model)
         device_us = sum(life.device_us for life in lives)
         return replace(
             record,
@@ -140,16 +138,16 @@ class Endings:
             price_version=prices.version,
         )
 
-    def _count(self, job: Job, verdict: Verdict) -> None:
+    def _count(self, job: Job, terminal_status: TerminalStatus) -> None:
         """By model, but for names that nobody knows: anybody can make up more of them."""
-        model = "" if verdict.code == ModelNotFoundError.code else job.model
-        self.num_ended[model, verdict.status, verdict.code] += 1
+        model = "" if terminal_status.code == ModelNotFoundError.code else job.model
+        self.num_ended[model, terminal_status.status, terminal_status.code] += 1
 
-    async def _tell(self, job: Job, verdict: Verdict, epoch: int) -> None:
+    async def _publish_frame(self, job: Job, terminal_status: TerminalStatus, epoch: int) -> None:
         if job.reply:
             await self._bus.frames.publish(
                 job.reply,
-                [(job.request_id, verdict.frame(epoch))],
+                [(job.request_id, terminal_status.frame(epoch))],
                 batch=job.batch_frames,
                 as_json=job.frames_as_json,
             )
@@ -166,6 +164,8 @@ class Endings:
                 return
 
 
-def _result(job: Job, verdict: Verdict, now_ns: int) -> JobResult:
-    owner = intake.owner_of(job)
-    return result_of(owner, verdict.status, verdict.code, verdict.message, now_ns)
+def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult:
+    owner = decoding.owner_of(job)
+    return result_of(
+        owner, terminal_status.status, terminal_status.code, terminal_status.message, now_ns
+    )

@@ -14,7 +14,7 @@ HEADROOM_TOKENS = 64
 TIER_RANKS = {tier: rank for rank, tier in enumerate(Tier)}
 
 
-class Need(NamedTuple):
+class ResourceRequest(NamedTuple):
     """``num_context_tokens`` are to be prefilled (prompt and delivered tokens), at most
     ``num_new_tokens`` follow; none if it is an embedding that is asked for. Work of lower tiers
     than ``tier`` makes way for it."""

@@ -11,7 +11,7 @@ from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
 from schemas.records import Status
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
     the one of its tenant that it is over, if that is why."""
 
@@ -41,20 +41,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-EXPIRED = Verdict(
+EXPIRED = TerminalStatus(
     status=Status.EXPIRED, code="deadline_exceeded", message="The deadline passed before the end."
 )
 
 
-def cancelled(reason: CancelReason) -> Verdict:
+def cancelled(reason: CancelReason) -> TerminalStatus:
     """The owner does not want it any more."""
     if reason is CancelReason.DEADLINE:
         return EXPIRED
-    return Verdict(status=Status.CANCELLED, code="cancelled", message="The request was cancelled.")
+    return TerminalStatus(
+        status=Status.CANCELLED, code="cancelled", message="The request was cancelled."
+    )
 
 
-def shed(retry_after_s: float) -> Verdict:
-    return Verdict(
+def shed(retry_after_s: float) -> TerminalStatus:
+    return TerminalStatus(
         status=Status.SHED,
         code="queue_full",
         message=f"The queue is full. Try again in {retry_after_s:.1f} s.",
@@ -63,9 +65,9 @@ def shed(retry_after_s: float) -> Verdict:
     )
 
 
-def over_limit(error: RateLimitError) -> Verdict:
+def over_limit(error: RateLimitError) -> TerminalStatus:
     """Its tenant uses as much as it may: for now, or for this month, or for ever."""
-    return Verdict(
+    return TerminalStatus(
         status=Status.SHED if error.comes_back else Status.FAILED,
         code=error.code,
         message=error.message,
@@ -75,9 +77,9 @@ def over_limit(error: RateLimitError) -> Verdict:
     )
 
 
-def too_slow(predicted_s: float, bound_s: float) -> Verdict:
+def too_slow(predicted_s: float, bound_s: float) -> TerminalStatus:
     """The first token would come later than the tier's bound."""
-    return Verdict(
+    return TerminalStatus(
         status=Status.SHED,
         code="overloaded",
         message=f"The first token is predicted in {predicted_s:.1f} s, later than the "
@@ -87,9 +89,9 @@ def too_slow(predicted_s: float, bound_s: float) -> Verdict:
     )
 
 
-def poisonous() -> Verdict:
+def poison_pill() -> TerminalStatus:
     """Workers died of it."""
-    return Verdict(
+    return TerminalStatus(
         status=Status.FAILED,
         code="poison",
         message="The workers that ran this request died before its next token, so it is not run "
@@ -97,12 +99,12 @@ def poisonous() -> Verdict:
     )
 
 
-def refused(error: MillraceError) -> Verdict:
+def refused(error: MillraceError) -> TerminalStatus:
     """The job itself is at fault, or its model cannot be served at all."""
-    return Verdict(
+    return TerminalStatus(
         status=Status.FAILED, code=error.code, message=error.message, retryable=error.retryable
     )
 
 
-def failed(code: str, message: str, *, retryable: bool) -> Verdict:
-    return Verdict(status=Status.FAILED, code=code, message=message, retryable=retryable)
+def failed(code: str, message: str, *, retryable: bool) -> TerminalStatus:
+    return TerminalStatus(status=Status.FAILED, code=code, message=message, retryable=retryable)

@@ -72,13 +72,13 @@ class JobTrace:
         self._run: _Run | None = None
         self._last_run: TraceContext | None = None
 
-    def placed(self, worker_id: str, num_cached_tokens: int) -> None:
+    def start_run(self, worker_id: str, num_cached_tokens: int) -> None:
         """It waits no more; of its prompt so many tokens are thought to be in the worker's
         cache."""
         self._stop_waiting()
         self._run = _Run(self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens)
 
-    def sent(self, epoch: int, num_resumed_tokens: int) -> str:
+    def mark_sent(self, epoch: int, num_resumed_tokens: int) -> str:
         """It goes out to the worker now; the ``traceparent`` of what the worker tells."""
         run = self._run
         assert run is not None
@@ -92,22 +92,22 @@ class JobTrace:
         if run is not None and began:
             life = life_span(run.context, self._request_id, run.epoch)
             sent_ns = run.events[0].at_ns
-            self._tell_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
-        self.run_over(_WORKER_LOST)
+            self._record_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
+        self.finish_run(_WORKER_LOST)
 
-    def run_over(self, error: str = "") -> None:
+    def finish_run(self, error: str = "") -> None:
         """The worker has it no more; it waits again, unless it is ``over``."""
         run, self._run = self._run, None
         if run is None:
             return
         links = () if self._last_run is None else (self._last_run,)
-        self._tell_run(
+        self._record_run(
             f"run {self._name}", run, run.context, self._above, run.since_ns, links, error
         )
         self._last_run = run.context
         self._waits_since_ns = self._clock.now_ns()
 
-    def _tell_run(
+    def _record_run(
         self,
         name: str,
         run: _Run,
@@ -138,15 +138,15 @@ class JobTrace:
             )
         )
 
-    def left(self) -> None:
+    def stop(self) -> None:
         """This scheduler ends; the next one that gets it goes on telling."""
         self._is_first = False
-        self.over("scheduler_stopped")
+        self.finish("scheduler_stopped")
 
-    def over(self, error: str = "") -> None:
+    def finish(self, error: str = "") -> None:
         """It is not ours any more: it has ended, or somebody else has it."""
         if self._run is not None:
-            self.run_over(error)
+            self.finish_run(error)
             self._waits_since_ns = None
         else:
             self._stop_waiting(error)

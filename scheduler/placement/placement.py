@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
-from scheduler.jobs.resource_request import TIER_RANKS, Need
+from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
 
 Policy = Literal["affine", "least_loaded"]
 
@@ -68,7 +68,7 @@ class _Soon(NamedTuple):
 
 def choose(
     workers: Iterable[WorkerView],
-    need: Need,
+    resources: ResourceRequest,
     cached: Mapping[str, int] = _NONE_CACHED,
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
     policy: Policy = "affine",
@@ -87,8 +87,8 @@ def choose(
     workers = list(workers)
     if policy == "least_loaded":
         cached = _NONE_CACHED
-    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
-    fitting = [worker for worker in workers if worker.fits(need)]
+    expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
+    fitting = [worker for worker in workers if worker.fits(resources)]
     if now_s is not None:
         for worker in fitting:
             worker.advance(now_s)
@@ -97,7 +97,7 @@ def choose(
     speeds = _speeds_of(workers)
     found: list[tuple[float, WorkerView]] = []
     for worker in fitting:
-        soon = _predict(worker, need, cached.get(worker.worker_id, 0), expected, speeds)
+        soon = _predict(worker, resources, cached.get(worker.worker_id, 0), expected, speeds)
         done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s + expected * soon.step_s
         found.append((done_s, worker))
     best_s = min([done_s for done_s, _ in found])
@@ -120,14 +120,14 @@ def _order_of_equals(worker: WorkerView) -> tuple[float, int, str]:
 
 def predicted_ttft_s(
     worker: WorkerView,
-    need: Need,
+    resources: ResourceRequest,
     num_cached_tokens: int = 0,
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
 ) -> float:
     """When a worker would have the first token of a request that is sent to it now: those before it
     are prefilled, a slot comes free if there is none, its own prompt is prefilled."""
-    expected = min(max(expected_output_tokens, 1.0), max(need.num_new_tokens, 1))
-    soon = _predict(worker, need, num_cached_tokens, expected, _speeds_of([worker]))
+    expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
+    soon = _predict(worker, resources, num_cached_tokens, expected, _speeds_of([worker]))
     return soon.prefill_s + soon.slot_s + soon.step_s
 
 
@@ -138,7 +138,7 @@ def prompts_ahead_s(worker: WorkerView) -> float:
 
 def _predict(
     worker: WorkerView,
-    need: Need,
+    resources: ResourceRequest,
     num_cached_tokens: int,
     expected_output_tokens: float,
     speeds: _Speeds,
@@ -147,10 +147,10 @@ def _predict(
     num_slots = status.max_num_sequences
     num_held = worker.num_held
     token_s, step_s = speeds.prefill_token_s_of(worker), speeds.decode_step_s_of(worker)
-    own_tokens = max(need.num_context_tokens - num_cached_tokens, 1)
+    own_tokens = max(resources.num_context_tokens - num_cached_tokens, 1)
     slot_s = 0.0
     if num_held >= num_slots:
-        num_over = worker.num_ahead(TIER_RANKS[need.tier]) - num_slots + 1
+        num_over = worker.num_ahead(TIER_RANKS[resources.tier]) - num_slots + 1
         if num_over > 0:
             # A slot comes free when one of the batch has ended.
             output_tokens = worker.mean_output_tokens or expected_output_tokens
@@ -176,12 +176,16 @@ def _are_equal(seconds: float, least_s: float) -> bool:
     return seconds <= _EQUAL_SPEED_RATIO * least_s
 
 
-def soonest(workers: Iterable[WorkerView], need: Need) -> WorkerView | None:
+def soonest(workers: Iterable[WorkerView], resources: ResourceRequest) -> WorkerView | None:
     """The worker that will probably have the blocks first for a request that fits nowhere now:
     that with the most of them free, of those that could ever hold it and do not drain."""
     return max(
-        (worker for worker in workers if worker.could_hold(need) and not worker.status.draining),
-        key=lambda worker: (worker.free_blocks_for(need.tier), worker.worker_id),
+        (
+            worker
+            for worker in workers
+            if worker.could_hold(resources) and not worker.status.draining
+        ),
+        key=lambda worker: (worker.free_blocks_for(resources.tier), worker.worker_id),
         default=None,
     )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-from scheduler.jobs.entry import Entry
-from scheduler.queues.fair_queue import Tenant, tenant_of
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 
 _WINDOW_S = 20.0
 _LEAST_S = 1.0
@@ -24,9 +23,11 @@ class JobSize(NamedTuple):
     tokens: float
 
 
-def size_of(entry: Entry) -> JobSize:
+def size_of(scheduled: ScheduledJob) -> JobSize:
     return JobSize(
-        entry.need.num_context_tokens, entry.expected_output_tokens, entry.expected_tokens
+        scheduled.resources.num_context_tokens,
+        scheduled.service.output_tokens,
+        scheduled.service.tokens,
     )
 
 
@@ -45,9 +46,9 @@ class Arrivals:
         self._begun_s = now_s
         self._tenants: OrderedDict[Tenant, _Asked] = OrderedDict()
 
-    def note(self, entry: Entry, now_s: float) -> None:
+    def note(self, scheduled: ScheduledJob, now_s: float) -> None:
         """A job has come, and is prepared."""
-        tenant, size = tenant_of(entry), size_of(entry)
+        tenant, size = scheduled.tenant, size_of(scheduled)
         asked = self._tenants.get(tenant)
         if asked is None:
             asked = self._tenants[tenant] = _Asked(size)

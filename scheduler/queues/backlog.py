@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from bus.api import Line
-from scheduler.jobs.tenant_queues import TenantQueueCounts
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Tier
 
 # All jobs of a line seem to be held: a lease may have lapsed, so it is tried now and then.

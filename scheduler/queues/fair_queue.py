@@ -6,10 +6,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from scheduler.jobs.entry import Entry
 from scheduler.jobs.resource_request import TIER_RANKS
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 from scheduler.queues.lazy_min import LazyMin
 from scheduler.queues.virtual_tokens import VirtualTokens
 from schemas.config import SchedulerConfig, TierPolicies
@@ -19,19 +18,12 @@ INTERACTIVE = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
 _NEVER_NS = 2**63
 
 
-class Tenant(NamedTuple):
-    """A tenant in one tier: whom service is shared among."""
-
-    tier: Tier
-    name: str
-
-
-class _Shelf:
+class _TenantJobs:
     """The jobs of one tenant in one tier, the most urgent first. ``count`` are here, of which
     ``num_passed`` were passed over."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[tuple[float, int], int, Entry]] = []
+        self.heap: list[tuple[tuple[float, int], int, ScheduledJob]] = []
         self.count = 0
         self.num_passed = 0
 
@@ -51,25 +43,27 @@ class FairQueue:
         self._ageing_s = config.ageing_s
         self._tiers: VirtualTokens[Tier] = VirtualTokens()
         self._tenants: dict[Tier, VirtualTokens[str]] = {tier: VirtualTokens() for tier in Tier}
-        self._num_wanting = dict.fromkeys(Tier, 0)
+        self._num_active_tenants = dict.fromkeys(Tier, 0)
         self._wanted: dict[Tenant, set[str]] = {}
-        self._shelves: dict[Tenant, _Shelf] = {}
+        self._tenant_jobs: dict[Tenant, _TenantJobs] = {}
         self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
-        self._returning: list[tuple[bool, int, int, Entry]] = []
+        self._returning: list[tuple[bool, int, int, ScheduledJob]] = []
         self._numbers = itertools.count()
         # What is left in a heap under another number is no member any more.
-        self._members: dict[Entry, int] = {}
-        self._on_shelf: set[Entry] = set()
-        self._passed: dict[Entry, None] = {}
+        self._members: dict[ScheduledJob, int] = {}
+        self._queued: set[ScheduledJob] = set()
+        self._passed: dict[ScheduledJob, None] = {}
         self._num_of = dict.fromkeys(Tier, 0)
+        self._expected: set[ScheduledJob] = set()
+        self._num_expected = dict.fromkeys(Tier, 0)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, entry: Entry) -> bool:
-        return entry in self._members
+    def __contains__(self, scheduled: ScheduledJob) -> bool:
+        return scheduled in self._members
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ScheduledJob]:
         """A snapshot, in no order."""
         return iter(list(self._members))
 
@@ -89,94 +83,108 @@ class FairQueue:
 
     def _begin(self, tenant: Tenant) -> None:
         tenants = self._tenants[tenant.tier]
-        if not self._wants(tenant):
-            self._num_wanting[tenant.tier] += 1
+        if not self._is_active(tenant):
+            self._num_active_tenants[tenant.tier] += 1
             if tenant.tier is not Tier.BATCH:
                 # It is never charged as a tier, so it would be the least served for ever.
                 self._tiers.begin(tenant.tier)
             tenants.begin(tenant.name)
-            self._shelves[tenant] = _Shelf()
+            self._tenant_jobs[tenant] = _TenantJobs()
 
-    def _wants(self, tenant: Tenant) -> bool:
-        return tenant in self._shelves
+    def _is_active(self, tenant: Tenant) -> bool:
+        return tenant in self._tenant_jobs
 
     def _end_if_idle(self, tenant: Tenant) -> None:
-        shelf = self._shelves.get(tenant)
-        if shelf is None or shelf.count or tenant in self._wanted:
+        model_cache = self._tenant_jobs.get(tenant)
+        if model_cache is None or model_cache.count or tenant in self._wanted:
             return
-        del self._shelves[tenant]
+        del self._tenant_jobs[tenant]
         self._tenants[tenant.tier].end(tenant.name)
-        self._num_wanting[tenant.tier] -= 1
-        if not self._num_wanting[tenant.tier]:
+        self._num_active_tenants[tenant.tier] -= 1
+        if not self._num_active_tenants[tenant.tier]:
             self._tiers.end(tenant.tier)
 
     # --- in and out ---
 
-    def push(self, entry: Entry) -> None:
-        self._members[entry] = next(self._numbers)
-        tenant = tenant_of(entry)
-        self._num_of[tenant.tier] += 1
-        if not entry.interrupted:
-            self._begin(tenant)
-            self._shelves[tenant].count += 1
-            self._on_shelf.add(entry)
-        self._line_up(entry)
+    def expect(self, scheduled: ScheduledJob) -> None:
+        """It is made ready, and will be pushed unless it is removed before."""
+        self._expected.add(scheduled)
+        self._num_expected[scheduled.job.tier] += 1
 
-    def _line_up(self, entry: Entry) -> None:
+    def _expect_no_more(self, scheduled: ScheduledJob) -> None:
+        if scheduled in self._expected:
+            self._expected.remove(scheduled)
+            self._num_expected[scheduled.job.tier] -= 1
+
+    def push(self, scheduled: ScheduledJob) -> None:
+        self._expect_no_more(scheduled)
+        self._members[scheduled] = next(self._numbers)
+        tenant = scheduled.tenant
+        self._num_of[tenant.tier] += 1
+        if not scheduled.interrupted:
+            self._begin(tenant)
+            self._tenant_jobs[tenant].count += 1
+            self._queued.add(scheduled)
+        self._insert(scheduled)
+
+    def _insert(self, scheduled: ScheduledJob) -> None:
         """Among those that ``head`` looks at."""
-        tenant, number = tenant_of(entry), self._members[entry]
-        if entry in self._on_shelf:
-            shelf = self._shelves[tenant]
-            heapq.heappush(shelf.heap, (self._urgency(entry), number, entry))
+        tenant, number = scheduled.tenant, self._members[scheduled]
+        if scheduled in self._queued:
+            model_cache = self._tenant_jobs[tenant]
+            heapq.heappush(model_cache.heap, (self._urgency(scheduled), number, scheduled))
             self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
         else:
             is_batch = tenant.tier is Tier.BATCH
-            heapq.heappush(self._returning, (is_batch, entry.stream_sequence, number, entry))
+            heapq.heappush(
+                self._returning, (is_batch, scheduled.lease.stream_sequence, number, scheduled)
+            )
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, scheduled: ScheduledJob) -> None:
         """It waits here no more, whether it was sent or is over."""
-        if self._members.pop(entry, None) is None:
+        self._expect_no_more(scheduled)
+        if self._members.pop(scheduled, None) is None:
             return
-        self._num_of[entry.job.tier] -= 1
-        if entry not in self._on_shelf:
+        self._num_of[scheduled.job.tier] -= 1
+        if scheduled not in self._queued:
             return
-        self._on_shelf.remove(entry)
-        tenant = tenant_of(entry)
-        shelf = self._shelves[tenant]
-        shelf.count -= 1
-        if entry in self._passed:
-            del self._passed[entry]
-            shelf.num_passed -= 1
-        if shelf.count == shelf.num_passed:
-            shelf.heap.clear()
+        self._queued.remove(scheduled)
+        tenant = scheduled.tenant
+        model_cache = self._tenant_jobs[tenant]
+        model_cache.count -= 1
+        if scheduled in self._passed:
+            del self._passed[scheduled]
+            model_cache.num_passed -= 1
+        if model_cache.count == model_cache.num_passed:
+            model_cache.heap.clear()
             self._ready[tenant.tier].discard(tenant.name)
             self._end_if_idle(tenant)
 
-    def pass_over(self, entry: Entry) -> None:
-        """The head cannot be sent just now: others come before it until ``look_again``. It waits
-        here all the same."""
-        self._passed[entry] = None
-        if entry not in self._on_shelf:
-            self._returning = [item for item in self._returning if item[3] is not entry]
+    def pass_over(self, scheduled: ScheduledJob) -> None:
+        """The head cannot be sent just now: others come before it until ``restore_passed``. It is
+        still a member."""
+        self._passed[scheduled] = None
+        if scheduled not in self._queued:
+            self._returning = [item for item in self._returning if item[3] is not scheduled]
             heapq.heapify(self._returning)
             return
-        tenant = tenant_of(entry)
-        shelf = self._shelves[tenant]
-        heapq.heappop(shelf.heap)
-        shelf.num_passed += 1
-        if shelf.count == shelf.num_passed:
+        tenant = scheduled.tenant
+        model_cache = self._tenant_jobs[tenant]
+        heapq.heappop(model_cache.heap)
+        model_cache.num_passed += 1
+        if model_cache.count == model_cache.num_passed:
             self._ready[tenant.tier].discard(tenant.name)
 
-    def look_again(self) -> None:
+    def restore_passed(self) -> None:
         """Those who were passed over have their places back."""
         passed, self._passed = self._passed, {}
-        for entry in passed:
-            if entry in self._on_shelf:
-                self._shelves[tenant_of(entry)].num_passed = 0
-            if entry in self._members:
-                self._line_up(entry)
+        for scheduled in passed:
+            if scheduled in self._queued:
+                self._tenant_jobs[scheduled.tenant].num_passed = 0
+            if scheduled in self._members:
+                self._insert(scheduled)
 
-    def head(self, above: Tier | None = None) -> Entry | None:
+    def head(self, above: Tier | None = None) -> ScheduledJob | None:
         """Who is next, or would be if there were none but the tiers above one; it stays until it
         is removed."""
         returning = self._top_returning() if above is None else self._returning_above(above)
@@ -190,7 +198,7 @@ class FairQueue:
             return returning
         return self._top(Tier.BATCH) if len(self._ready[Tier.BATCH]) else None
 
-    def _returning_above(self, tier: Tier) -> Entry | None:
+    def _returning_above(self, tier: Tier) -> ScheduledJob | None:
         valid = [
             item
             for item in self._returning
@@ -199,30 +207,31 @@ class FairQueue:
         ]
         return min(valid)[3] if valid else None
 
-    def _top_returning(self) -> Entry | None:
+    def _top_returning(self) -> ScheduledJob | None:
         while self._returning:
-            _, _, number, entry = self._returning[0]
-            if self._members.get(entry) == number:
-                return entry
+            _, _, number, scheduled = self._returning[0]
+            if self._members.get(scheduled) == number:
+                return scheduled
             heapq.heappop(self._returning)
         return None
 
-    def _top(self, tier: Tier) -> Entry | None:
+    def _top(self, tier: Tier) -> ScheduledJob | None:
         name = self._ready[tier].least()
         if name is None:
             return None
-        heap = self._shelves[Tenant(tier, name)].heap
+        heap = self._tenant_jobs[Tenant(tier, name)].heap
         while self._members.get(heap[0][2]) != heap[0][1]:
             heapq.heappop(heap)
         return heap[0][2]
 
-    def _urgency(self, entry: Entry) -> tuple[float, int]:
+    def _urgency(self, scheduled: ScheduledJob) -> tuple[float, int]:
+        number = scheduled.lease.stream_sequence
         if self._shortest:
             # Length halves with every ``ageing_s`` of waiting; what has passed is the same for all.
-            length = math.log2(max(entry.expected_output_tokens, 1.0))
-            return length + entry.pulled_s / self._ageing_s, entry.stream_sequence
-        deadline_ns = entry.job.deadline_ns
-        return float(_NEVER_NS if deadline_ns is None else deadline_ns), entry.stream_sequence
+            length = math.log2(max(scheduled.service.output_tokens, 1.0))
+            return length + scheduled.timing.pulled_s / self._ageing_s, number
+        deadline_ns = scheduled.job.deadline_ns
+        return float(_NEVER_NS if deadline_ns is None else deadline_ns), number
 
     # --- service ---
 
@@ -234,6 +243,18 @@ class FairQueue:
             self._tiers.charge(tier, tokens / self._weights[tier])
         if name in self._ready[tier]:
             self._ready[tier].set(name, self._counter(tenant))
+
+    def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
+        """It was sent to a worker that has so much of it cached."""
+        scheduled.service.charged_tokens = scheduled.service.tokens - num_cached_tokens
+        self.charge(scheduled.tenant, scheduled.service.charged_tokens)
+
+    def refund_attempt(self, scheduled: ScheduledJob) -> None:
+        """The attempt that its tenant was charged for is over; what it really took is charged when
+        a worker tells."""
+        if scheduled.service.charged_tokens:
+            self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
+            scheduled.service.charged_tokens = 0.0
 
     def _counter(self, tenant: Tenant) -> float:
         return self._tenants[tenant.tier].counter(tenant.name)
@@ -248,32 +269,36 @@ class FairQueue:
 
     def lead(self, tier: Tier, over: Tier) -> float:
         """Tokens that a tier was served more than another one, each for its weight."""
-        return self.standing(tier) - self.standing(over)
+        return self.floored_counter(tier) - self.floored_counter(over)
 
-    def num_wanting(self, tier: Tier) -> int:
+    def num_active_tenants(self, tier: Tier) -> int:
         """Tenants of a tier with jobs here or in the queue."""
-        return self._num_wanting[tier]
+        return self._num_active_tenants[tier]
 
     def num_of(self, tier: Tier) -> int:
         """Jobs of a tier that wait here."""
         return self._num_of[tier]
 
+    def num_here(self, tier: Tier) -> int:
+        """The same, with those that are made ready."""
+        return self._num_of[tier] + self._num_expected[tier]
+
     # --- what will be ---
 
-    def in_order(self) -> list[Entry]:
+    def in_order(self) -> list[ScheduledJob]:
         """All that wait here, in the order in which they would be sent if nothing else came and
         each took what is expected of it."""
         returning = self.returning()
-        first = [entry for entry in returning if entry.job.tier is not Tier.BATCH]
-        last = [entry for entry in returning if entry.job.tier is Tier.BATCH]
+        first = [scheduled for scheduled in returning if scheduled.job.tier is not Tier.BATCH]
+        last = [scheduled for scheduled in returning if scheduled.job.tier is Tier.BATCH]
         return [*first, *self._rounds(INTERACTIVE), *last, *self._rounds((Tier.BATCH,))]
 
-    def returning(self) -> list[Entry]:
+    def returning(self) -> list[ScheduledJob]:
         """Those whose run was interrupted, in their order."""
         found = [item for item in self._returning if self._members.get(item[3]) == item[2]]
-        return [entry for _, _, _, entry in sorted(found)]
+        return [scheduled for _, _, _, scheduled in sorted(found)]
 
-    def by_tenant(self) -> dict[Tenant, list[Entry]]:
+    def by_tenant(self) -> dict[Tenant, list[ScheduledJob]]:
         """The others, of each tenant in its order."""
         return {
             Tenant(tier, name): self._in_line(Tenant(tier, name))
@@ -281,16 +306,16 @@ class FairQueue:
             for name in self._ready[tier]
         }
 
-    def _in_line(self, tenant: Tenant) -> list[Entry]:
-        heap = self._shelves[tenant].heap
+    def _in_line(self, tenant: Tenant) -> list[ScheduledJob]:
+        heap = self._tenant_jobs[tenant].heap
         found = sorted(item for item in heap if self._members.get(item[2]) == item[1])
-        return [entry for _, _, entry in found]
+        return [scheduled for _, _, scheduled in found]
 
-    def standing(self, tier: Tier) -> float:
+    def floored_counter(self, tier: Tier) -> float:
         """Tokens that a tier was served for its weight, or where it would begin now."""
-        return self._tiers.standing(tier)
+        return self._tiers.floored_counter(tier)
 
-    def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[Entry]:
+    def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[ScheduledJob]:
         by_tier = [
             (self._tiers.counter(tier), number, self._merged(tier))
             for number, tier in enumerate(tiers)
@@ -298,47 +323,45 @@ class FairQueue:
         ]
         heapq.heapify(by_tier)
         while by_tier:
-            counter, number, entries = by_tier[0]
-            entry = next(entries, None)
-            if entry is None:
+            counter, number, scheduled_jobs = by_tier[0]
+            scheduled = next(scheduled_jobs, None)
+            if scheduled is None:
                 heapq.heappop(by_tier)
                 continue
-            yield entry
-            counter += entry.expected_tokens / self._weights[entry.job.tier]
-            heapq.heapreplace(by_tier, (counter, number, entries))
+            yield scheduled
+            counter += scheduled.service.tokens / self._weights[scheduled.job.tier]
+            heapq.heapreplace(by_tier, (counter, number, scheduled_jobs))
 
-    def _merged(self, tier: Tier) -> Iterator[Entry]:
-        tenants: list[tuple[float, int, Iterator[Entry]]] = []
+    def _merged(self, tier: Tier) -> Iterator[ScheduledJob]:
+        tenants: list[tuple[float, int, Iterator[ScheduledJob]]] = []
         for number, name in enumerate(self._ready[tier]):
             tenant = Tenant(tier, name)
             tenants.append((self._counter(tenant), number, iter(self._in_line(tenant))))
         heapq.heapify(tenants)
         while tenants:
-            counter, number, entries = tenants[0]
-            entry = next(entries, None)
-            if entry is None:
+            counter, number, scheduled_jobs = tenants[0]
+            scheduled = next(scheduled_jobs, None)
+            if scheduled is None:
                 heapq.heappop(tenants)
                 continue
-            yield entry
-            heapq.heapreplace(tenants, (counter + entry.expected_tokens, number, entries))
+            yield scheduled
+            heapq.heapreplace(tenants, (counter + scheduled.service.tokens, number, scheduled_jobs))
 
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
-        waiting = self._on_shelf
+        waiting = self._queued
         assert not self._passed, "somebody is passed over for good"
         assert waiting <= self._members.keys(), "what is gone is on a shelf"
-        for tenant, shelf in self._shelves.items():
-            count = sum(tenant_of(entry) == tenant for entry in waiting)
-            assert shelf.count == count, f"{tenant} counts {shelf.count} jobs of {count}"
+        for tenant, model_cache in self._tenant_jobs.items():
+            count = sum(scheduled.tenant == tenant for scheduled in waiting)
+            assert model_cache.count == count, (
+                f"{tenant} counts {model_cache.count} jobs of {count}"
+            )
             assert (tenant.name in self._ready[tenant.tier]) == bool(count), (
                 f"{tenant} is not ready"
             )
             assert count or tenant in self._wanted, f"{tenant} wants nothing"
-        assert sum(shelf.count for shelf in self._shelves.values()) == len(waiting)
-
-
-def tenant_of(entry: Entry) -> Tenant:
-    return Tenant(entry.job.tier, entry.job.tenant)
+        assert sum(model_cache.count for model_cache in self._tenant_jobs.values()) == len(waiting)
 
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:

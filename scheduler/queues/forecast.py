@@ -9,9 +9,9 @@ from itertools import chain, cycle, repeat
 from typing import NamedTuple
 
 from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.entry import Entry
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 from scheduler.queues.arrivals import JobSize, size_of
-from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, Tenant, weights_of
+from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
 from schemas.config import TierPolicies
 from schemas.jobs import Tier
 
@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
     """Of one tenant: the jobs that are here, in their order, how many more are in the queue behind
     them, each like ``size``, and how many like that it sends in a second."""
 
-    entries: list[Entry]
+    scheduled_jobs: list[ScheduledJob]
     num_more: int
     size: JobSize
     per_s: float = 0.0
@@ -38,7 +38,7 @@ class Forecast:
     one would be that came now from a tenant without others, ``tenants_s`` from a tenant with others
     before it."""
 
-    starts_s: dict[Entry, float] = field(default_factory=dict)
+    starts_s: dict[ScheduledJob, float] = field(default_factory=dict)
     tiers_s: dict[Tier, float] = field(default_factory=dict)
     tenants_s: dict[Tenant, float] = field(default_factory=dict)
 
@@ -99,9 +99,9 @@ class Forecaster:
         first_s = slots.next_s
         returning = self._queue.returning()
         for tiers in (INTERACTIVE, (Tier.BATCH,)):
-            for entry in returning:
-                if entry.job.tier in tiers:
-                    found.starts_s[entry] = slots.take(size_of(entry))
+            for scheduled in returning:
+                if scheduled.job.tier in tiers:
+                    found.starts_s[scheduled] = slots.take(size_of(scheduled))
             num_left = self._send(tiers, slots, found, num_left)
         num_sent = _MAX_JOBS - num_left
         gap_s = (slots.next_s - first_s) / max(num_sent, 1)
@@ -131,18 +131,18 @@ class Forecaster:
             item = line.next(found.tenants_s, now_s)
             if item is None:
                 continue
-            entry, size = item
+            scheduled, size = item
             num_turns[number] += 1
             num_left -= 1
             at_s = slots.take(size)
-            if entry is not None:
-                found.starts_s[entry] = at_s
+            if scheduled is not None:
+                found.starts_s[scheduled] = at_s
         return num_left
 
     def _guess_the_rest(self, found: Forecast, last_s: float, gap_s: float) -> None:
         """Of those behind the last that was looked at."""
         rest = {tenant: of for tenant, of in self._waiting.items() if tenant not in found.tenants_s}
-        num_rest = sum(len(of.entries) + of.num_more for of in rest.values())
+        num_rest = sum(len(of.scheduled_jobs) + of.num_more for of in rest.values())
         num_behind = max(0, num_rest - _MAX_JOBS)
         for tenant in rest:
             found.tenants_s[tenant] = last_s + gap_s * num_behind
@@ -158,12 +158,12 @@ class _TierLine:
         self, queue: FairQueue, tier: Tier, waiting: Mapping[Tenant, Waiting], weight: float
     ) -> None:
         self.tier = tier
-        self.counter = queue.standing(tier)
+        self.counter = queue.floored_counter(tier)
         self._weight = weight
         self._waiting = {tenant: of for tenant, of in waiting.items() if tenant.tier is tier}
         counters = queue.counters(tier)
         self._turns: list[_Turn] = [
-            _Turn(counters.standing(tenant.name), number, tenant, _jobs(of), is_now=True)
+            _Turn(counters.floored_counter(tenant.name), number, tenant, _jobs(of), is_now=True)
             for number, (tenant, of) in enumerate(self._waiting.items())
         ]
         heapq.heapify(self._turns)
@@ -191,7 +191,7 @@ class _TierLine:
 
     def next(
         self, tenants_s: dict[Tenant, float], now_s: float
-    ) -> tuple[Entry | None, JobSize] | None:
+    ) -> tuple[ScheduledJob | None, JobSize] | None:
         """Who is next; a tenant whose turn it is without a job left would start one ``now_s``."""
         turn = self._turns[0]
         item = next(turn.jobs, None)
@@ -230,11 +230,11 @@ class _Turn(NamedTuple):
     counter: float
     number: int
     tenant: Tenant
-    jobs: Iterator[tuple[Entry | None, JobSize]]
+    jobs: Iterator[tuple[ScheduledJob | None, JobSize]]
     is_now: bool
     due_s: float = 0.0
 
 
-def _jobs(of: Waiting) -> Iterator[tuple[Entry | None, JobSize]]:
-    here = ((entry, size_of(entry)) for entry in of.entries)
+def _jobs(of: Waiting) -> Iterator[tuple[ScheduledJob | None, JobSize]]:
+    here = ((scheduled, size_of(scheduled)) for scheduled in of.scheduled_jobs)
     return chain(here, repeat((None, of.size), of.num_more))

@@ -16,7 +16,7 @@ _NUM_SHARES = 8
 _LOG_FACTOR = math.log(_BUCKET_FACTOR)
 
 
-class Estimates:
+class OutputLengths:
     """Running estimates of the length of completions, by tenant, of one model.
 
     A tenant of whom little is known is taken to be like all others, and these to be like

@@ -66,7 +66,7 @@ class VirtualTokens(Generic[Member]):
             return self._wanting.value(member)
         return self._idle.get(member, self._floor())
 
-    def standing(self, member: Member) -> float:
+    def floored_counter(self, member: Member) -> float:
         """Where it stands among those who want, or would if it began to want now."""
         return max(self.counter(member), self._floor())
 

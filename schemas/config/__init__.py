@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Config(Section, frozen=True, kw_only=True):
-    """Everything that a Millrace process can be told."""
+    """Every setting of a Millrace process."""
 
     catalogue: str = ""
     """Path of a models.yaml; empty: the built-in catalogue with the demo model."""

@@ -9,7 +9,7 @@ from schemas.config.section import Section
 
 class SimulationConfig(Section, frozen=True, kw_only=True):
     """The simulated engine computes nothing and takes the time that a real one would. Its tokens
-    follow from the seed and their index, whoever makes them. A step that decodes takes ``step_ms +
+    follow from the seed and their index alone. A step that decodes takes ``step_ms +
     step_ms_per_sequence * sequences + step_ms_per_kv_token * KV tokens``."""
 
     prefill_tokens_per_s: float = 20_000.0
@@ -91,7 +91,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Let prompts begin with what earlier ones left in the KV cache."""
 
     host_cache_bytes: int = 1 << 30
-    """Main memory for blocks of preempted requests and for blocks that nobody used for
+    """Main memory for blocks of preempted requests and for blocks unused for
     ``idle_offload_s``, until they are needed again; 0: none."""
 
     idle_offload_s: float = 30.0
@@ -135,7 +135,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """How often load and memory are recorded for analytics."""
 
     drain_timeout_s: float = 8.0
-    """How long a worker that stops finishes what nobody takes over."""
+    """How long a worker that stops finishes what no other worker takes over."""
 
     prefix_scope: Literal["tenant", "shared"] = "tenant"
     """Whose prompts may begin with cached blocks of another: with ``tenant`` only those of the same
@@ -143,10 +143,10 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     what others' prompts begin with."""
 
     prefix_report_s: float = 0.1
-    """How often the schedulers are told what has changed in the prefix cache; 0: never."""
+    """How often changes of the prefix cache are reported to the schedulers; 0: never."""
 
     prefix_whole_s: float = 10.0
-    """How often they are told all of it."""
+    """How often all of it is reported."""
 
     max_reported_prefixes: int = 16_384
     """Blocks that such a report names at most."""

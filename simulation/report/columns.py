@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from schemas.jobs import Tier
 from schemas.records import Status
-from simulation.report.outcomes import NEVER_S, Outcome
+from simulation.outcomes import NEVER_S, RequestOutcome
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -98,7 +98,7 @@ def _up_to(events_s: Floats, times_s: Floats) -> Floats:
     return np.searchsorted(known, times_s, side="right").astype(np.float64)
 
 
-def columns_of(outcomes: Sequence[Outcome]) -> Columns:
+def columns_of(outcomes: Sequence[RequestOutcome]) -> Columns:
     """Of all requests that were sent."""
     sent = [one for one in outcomes if one.sent_s != NEVER_S]
     taken_s = _times([one.taken_s for one in sent])

@@ -10,7 +10,7 @@ from bus.api import Bus
 from runtime.clock import Clock
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, QueueStatus
-from simulation.report.outcomes import Ledger
+from simulation.outcomes import Outcomes
 from simulation.settings import Settings
 from simulation.workers.heartbeats import Heartbeats
 from simulation.workers.leaps import LeapingBatch
@@ -63,7 +63,7 @@ class Fleet:
         clock: Clock,
         settings: Settings,
         models: list[str],
-        ledger: Ledger,
+        outcomes: Outcomes,
         spawn: Spawn,
         start_s: float,
     ) -> None:
@@ -75,7 +75,7 @@ class Fleet:
         self._settings = settings
         self._config: WorkerConfig = settings.config.worker
         self._latency = LatencyModel(self._config.engine.simulation)
-        self._ledger = ledger
+        self._outcomes = outcomes
         self._spawn = spawn
         self._start_s = start_s
         self._places: dict[str, list[_Place]] = {model: [] for model in models}
@@ -154,7 +154,7 @@ class Fleet:
             self._config,
             batch,
             heartbeats,
-            self._ledger,
+            self._outcomes,
             self._spawn,
             lambda worker: self._on_idle(place, worker),
         )

@@ -12,7 +12,7 @@ from schemas.control import Dispatch, Served
 from schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Started, Usage
 from schemas.jobs import Tier
 from schemas.records import RequestRecord, Status
-from simulation.report.outcomes import Outcome
+from simulation.outcomes import RequestOutcome
 from workers.simulated.batch import SimulatedSequence
 
 # As the real worker ranks tiers for its engine.
@@ -27,7 +27,7 @@ class Run:
     for what did not happen."""
 
     dispatch: Dispatch
-    outcome: Outcome
+    outcome: RequestOutcome
     sequence: SimulatedSequence | None = None
     epoch: int = 0
     lease: str = ""
@@ -36,7 +36,7 @@ class Run:
     expiry: TimerHandle | None = None
 
     @classmethod
-    def of(cls, dispatch: Dispatch, outcome: Outcome, *, apart: bool) -> Run:
+    def of(cls, dispatch: Dispatch, outcome: RequestOutcome, *, apart: bool) -> Run:
         """``apart``: tenants do not share what is cached of their prompts."""
         run = cls(dispatch, outcome, epoch=dispatch.epoch, lease=dispatch.lease)
         job = dispatch.job

@@ -24,7 +24,7 @@ from schemas.control import (
 from schemas.frames import Delta, Frame
 from schemas.jobs import Tier
 from schemas.records import Status
-from simulation.report.outcomes import REPLY, Ledger
+from simulation.outcomes import REPLY, Outcomes
 from simulation.workers.heartbeats import Heartbeats
 from simulation.workers.leaps import LeapingBatch
 from simulation.workers.runs import Run
@@ -50,7 +50,7 @@ class SimulatedWorker:
         config: WorkerConfig,
         batch: LeapingBatch,
         heartbeats: Heartbeats,
-        ledger: Ledger,
+        outcomes: Outcomes,
         spawn: Spawn,
         on_idle: Callable[[SimulatedWorker], None],
     ) -> None:
@@ -64,7 +64,7 @@ class SimulatedWorker:
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._heartbeats = heartbeats
-        self._ledger = ledger
+        self._outcomes = outcomes
         self._spawn = spawn
         self._on_idle = on_idle
         self._capacity = batch.max_num_sequences + config.max_num_waiting
@@ -149,7 +149,7 @@ class SimulatedWorker:
         if veto is not None:
             return veto
         apart = self._config.prefix_scope == "tenant"
-        self._start(Run.of(dispatch, self._ledger[dispatch.job.request_id], apart=apart))
+        self._start(Run.of(dispatch, self._outcomes[dispatch.job.request_id], apart=apart))
         return WorkerReply(ok=True)
 
     def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
@@ -163,7 +163,7 @@ class SimulatedWorker:
         if above >= self._capacity or len(self.runs) >= _MAX_HELD_FACTOR * self._capacity:
             return _no("full", f"{len(self.runs)} requests are held here")
         num_known = len(job.prompt_token_ids or ()) + len(dispatch.resume_token_ids)
-        outcome = self._ledger[job.request_id]
+        outcome = self._outcomes[job.request_id]
         if max(num_known + 1, outcome.request.total_tokens) > self.batch.capacity_tokens:
             return _no("bad_request", "the request does not fit the KV cache")
         return None
@@ -171,7 +171,7 @@ class SimulatedWorker:
     def _start(self, run: Run) -> None:
         outcome, sequence = run.outcome, run.sequence
         self.runs[run.request_id] = run
-        outcome.begin_run(self.worker_id, lambda: self._num_tokens(run), self._ledger.now_s())
+        outcome.begin_run(self.worker_id, lambda: self._num_tokens(run), self._outcomes.now_s())
         deadline_ns = run.dispatch.job.deadline_ns
         if deadline_ns is not None:
             left_s = (deadline_ns - self._clock.now_ns()) / 1e9

@@ -10,8 +10,8 @@ import msgspec
 
 from schemas.errors import MalformedMessageError
 from schemas.records import (
+    Attempt,
     DeliveryRecord,
-    Life,
     Record,
     RefusalRecord,
     RequestRecord,
@@ -91,8 +91,8 @@ def check(record: Record) -> None:
     fields = _FIELDS[type(record)]
     _check_counts(record, fields.counts)
     if isinstance(record, RequestRecord):
-        for life in record.lives:
-            _check_counts(life, _LIFE_COUNTS, "lives.")
+        for attempt in record.lives:
+            _check_counts(attempt, _ATTEMPT_COUNTS, "lives.")
     for name in fields.measures:
         measure = getattr(record, name)
         if not -_MAX_MEASURE < measure < _MAX_MEASURE:
@@ -114,7 +114,7 @@ def _identity(record: Record) -> str:
 
 
 def _check_counts(
-    part: Record | Life, counts: tuple[tuple[str, int], ...], prefix: str = ""
+    part: Record | Attempt, counts: tuple[tuple[str, int], ...], prefix: str = ""
 ) -> None:
     for name, limit in counts:
         count = getattr(part, name)
@@ -132,7 +132,7 @@ class _Fields(msgspec.Struct, frozen=True):
     amounts: tuple[str, ...]
 
     @classmethod
-    def of(cls, kind: type[Record | Life]) -> _Fields:
+    def of(cls, kind: type[Record | Attempt]) -> _Fields:
         types = {field.name: field.type for field in msgspec.structs.fields(kind)}
         return cls(
             counts=tuple((name, _limit(name)) for name in types if types[name] is int),
@@ -153,7 +153,7 @@ _FIELDS = {
     kind: _Fields.of(kind)
     for kind in (RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord, RefusalRecord)
 }
-_LIFE_COUNTS = _Fields.of(Life).counts
+_ATTEMPT_COUNTS = _Fields.of(Attempt).counts
 
 
 def _micros(name: str) -> Callable[[Any], int]:
@@ -171,13 +171,13 @@ def _amount(name: str) -> Callable[[Any], Decimal]:
 def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None, int]]:
     return [
         (
-            life.epoch,
-            life.worker_id,
-            life.started_ns // 1000 or None,
-            life.ended_ns // 1000 or None,
-            life.device_us,
+            attempt.epoch,
+            attempt.worker_id,
+            attempt.started_ns // 1000 or None,
+            attempt.ended_ns // 1000 or None,
+            attempt.device_us,
         )
-        for life in record.lives
+        for attempt in record.lives
     ]
 
 

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_a_smoke_run_times_every_query() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.analytics", "--smoke"],
+        [sys.executable, "-m", "benchmarks.telemetry.analytics", "--smoke"],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_clients import Answer, Arrivals, Choice, PartsAnswer
-from benchmarks.chaos_faults import EVENTS
-from benchmarks.chaos_loads import LOADS
-from benchmarks.chaos_round import is_other
+from benchmarks.chaos.clients import Answer, Arrivals, Choice, PartsAnswer
+from benchmarks.chaos.faults import EVENTS
+from benchmarks.chaos.loads import LOADS
+from benchmarks.chaos.rounds import is_other
 
 _ROOT = Path(__file__).resolve().parents[2]
 # What freezes, and what else is hard to move, takes as long again: tests/e2e has it piece by piece.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, LlamaShape, write_llama
-from benchmarks.closed_loop import run_closed_loop
-from benchmarks.prompts import distinct_prompts
+from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.support.prompts import distinct_prompts
 from registry.checkpoints.checkpoint import read_model_config
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.config import EngineConfig

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figures import Figures, RequestTimes, figures_of, medians, percentile
+from benchmarks.support.figures import Figures, RequestTimes, figures_of, medians, percentile
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN
 from benchmarks.peers.loads import LOADS, Load
-from benchmarks.prompts import (
+from benchmarks.support.prompts import (
     distinct_prompts,
     gain_of_continuous,
     shared_prefix_prompts,

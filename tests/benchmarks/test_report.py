@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.ceilings import Ceilings, lines
-from benchmarks.figures import Figures
 from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.start import import_times_ms
+from benchmarks.support.figures import Figures
 
 CEILINGS = Ceilings(
     num_threads=2,

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from benchmarks.simulated_worker import MODEL, WORKER_ID, SimulatedWorker
+from benchmarks.support.simulated_worker import MODEL, WORKER_ID, SimulatedWorker
 from bus.memory import MemoryBroker, MemoryBus
 from schemas.control import Cancel, Replay
 from schemas.frames import Cancelled, Delta, Done, Frame, Started, Usage

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.soak_checks import problems
-from benchmarks.soak_requests import LONGEST_TOKENS, Expected
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak.checks import problems
+from benchmarks.soak.requests import LONGEST_TOKENS, Expected
 
 
 @pytest.mark.timeout(180)

@@ -13,8 +13,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {
     "sink": ("the whole sink", "rows/s of one core"),
     "sink_outage": ("ClickHouse is back", "caught up in", "0 missing, 0 double"),
-    "telemetry_chaos": ("telemetry killed", "kafka killed", "0 missing, 0 double"),
-    "telemetry_cost": ("of the worker's CPU", "of a core (goal 1%)"),
+    "chaos": ("telemetry killed", "kafka killed", "0 missing, 0 double"),
+    "cost": ("of the worker's CPU", "of a core (goal 1%)"),
 }
 
 
@@ -23,7 +23,7 @@ _SAID = {
 @pytest.mark.parametrize("name", _SAID)
 def test_a_smoke_run_says_everything(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--smoke"],
+        [sys.executable, "-m", f"benchmarks.telemetry.{name}", "--smoke"],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from bus.memory.jobs import MemoryJobQueue
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.jobs import DeadJob
-from tests.support.nats_streams import delete_streams
+from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer
 
 ACK_WAIT_S = 0.4

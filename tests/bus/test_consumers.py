@@ -14,7 +14,7 @@ from bus.api import Bus, Line
 from bus.nats import connect, topology
 from schemas.config import NatsConfig
 from schemas.jobs import Job
-from tests.support.nats_streams import delete_streams
+from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 

@@ -20,7 +20,7 @@ from schemas.errors import BusUnavailableError
 from schemas.frames import Accepted, Frame
 from schemas.jobs import Job, JobResult, Tier
 from schemas.records import RequestRecord
-from tests.support.nats_streams import delete_streams
+from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 

@@ -20,7 +20,7 @@ from schemas.errors import (
     UntrustedServerError,
 )
 from tests.support.certificates import Authority, Pair, encrypt_key
-from tests.support.nats_accounts import Operator, make_keys
+from tests.support.nats.accounts import Operator, make_keys
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 

@@ -18,7 +18,7 @@ from bus.nats.permissions import Part, inbox_of, service_inbox
 from schemas.control import Cancel, NameLease
 from schemas.errors import BusForbiddenError
 from schemas.jobs import Job, JobResult, Tier
-from tests.support.nats_users import ACME, NatsWithUsers, nats_with_users
+from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
 from tests.support.waiting import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"

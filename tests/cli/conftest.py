@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import pytest
 
 from bus import nats
 from bus.api import Bus
-from cli.answers import StreamPrinter
 from cli.main import main
+from cli.requests.answers import StreamPrinter
 from schemas.config import NatsConfig
 from schemas.control import Replay, WorkerCommand, WorkerReply
 from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame, Started, Usage

@@ -8,9 +8,10 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from tests.support.repository import ROOT
 from tests.telemetry.reaching_out import REACHING_OUT
 
-_READER = Path(__file__).parents[2] / "deploy" / "clickhouse" / "reader.xml"
+_READER = ROOT / "deploy" / "clickhouse" / "reader.xml"
 # An engine has one user, and a process one engine: here it is the reader.
 _ASK = """
 import json, sys, urllib.parse

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,9 +13,9 @@ from runtime.settings import load_config
 from schemas.config import Config
 from schemas.control import QueueStatus
 from schemas.jobs import Tier
+from tests.support.repository import ROOT
 from tests.support.running_gateway import running_gateway
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 
 

@@ -19,8 +19,8 @@ from runtime.settings import load_config
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
 from tests.deploy.known_metrics import Known, known_metrics
 from tests.deploy.promql import SyntaxProblemError, named_in
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DOCUMENT = ROOT / "docs" / "monitoring.md"
 # What Prometheus itself adds to a sample, and what our file of targets and our relabelling do.

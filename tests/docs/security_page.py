@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 TEXT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 KEPT_HEADING = "What lies where, and for how long"
 _UNITS_S = {"second": 1.0, "minute": 60.0, "hour": 3_600.0, "day": 86_400.0}

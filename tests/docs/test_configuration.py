@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from runtime import settings_reference
 from runtime.settings import load_config
 from schemas.errors import ConfigError
+from tests.support.repository import ROOT
 
-CHECKED_IN = Path(__file__).parents[2] / "docs" / "configuration.md"
+CHECKED_IN = ROOT / "docs" / "configuration.md"
 
 
 def rows() -> list[tuple[str, str, str]]:

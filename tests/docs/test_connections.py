@@ -18,8 +18,9 @@ from schemas.config import (
     NatsConfig,
     RedisConfig,
 )
+from tests.support.repository import ROOT
 
-TEXT = (Path(__file__).parents[2] / "docs" / "connections.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "connections.md").read_text(encoding="utf-8")
 _SETTING = re.compile(r"`((?:nats|redis|kafka|clickhouse|gateway)\.\w+)`")
 # What of the sections is no matter of connecting.
 _OTHERWISE = {

@@ -12,8 +12,8 @@ import pytest
 
 from cli.main import build_parser
 from schemas.config import EngineConfig
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -28,6 +28,15 @@ def _ids(path: Path) -> str:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
+def test_headings_that_are_linked_exist(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
+        page = (document.parent / target) if target else document
+        headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_ids)
@@ -59,16 +68,20 @@ def test_python_of_the_readme_compiles() -> None:
         compile(block, "README.md", "exec")
 
 
-def test_the_doors_of_the_readme_are_those_that_are_served() -> None:
+def test_the_endpoints_of_the_readme_are_those_that_are_served() -> None:
     section = (ROOT / "README.md").read_text().split("## What is served")[1].split("\n- **")[0]
-    told = {door.rstrip("/") for door in re.findall(r"`(?:[A-Z]+ )?(/[a-z0-9_./]*)", section)}
+    told = {
+        endpoint.rstrip("/") for endpoint in re.findall(r"`(?:[A-Z]+ )?(/[a-z0-9_./]*)", section)
+    }
     served = set(json.loads((ROOT / "docs" / "openapi.json").read_text())["paths"])
     undocumented = {"", "/ops", "/v1/ws"}  # pages, and what is no HTTP
     assert undocumented < told
-    for door in told - undocumented:
-        assert any(path == door or path.startswith(f"{door}/") for path in served), door
+    for endpoint in told - undocumented:
+        assert any(path == endpoint or path.startswith(f"{endpoint}/") for path in served), endpoint
     for path in served:
-        assert any(path == door or path.startswith(f"{door}/") for door in told - {""}), path
+        assert any(
+            path == endpoint or path.startswith(f"{endpoint}/") for endpoint in told - {""}
+        ), path
 
 
 def test_the_settings_of_an_engine_on_a_gpu_are_there() -> None:

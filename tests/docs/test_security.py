@@ -11,7 +11,8 @@ import pytest
 
 from bus.nats.topology import streams
 from schemas.config import Config, NatsConfig
-from tests.docs.security_page import ROOT, TEXT, kept_s, references, statements
+from tests.docs.security_page import TEXT, kept_s, references, statements
+from tests.support.repository import ROOT
 
 _SERVER_VERSION = (2, 15)
 

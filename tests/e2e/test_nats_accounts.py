@@ -26,7 +26,7 @@ from schemas.jobs import Tier
 from schemas.records import RequestRecord
 from schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.guarded_system import GuardedSystem, guarded_system
-from tests.support.nats_users import ACME
+from tests.support.nats.users import ACME
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -16,8 +16,8 @@ from playwright.async_api import async_playwright, expect
 from bus import nats
 from schemas.config import NatsConfig
 from tests.gateway.test_process import ready
-from tests.support.checkpoints_made import write_checkpoint
 from tests.support.echo_worker import EchoWorker
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import RedisServer, free_port
 
 _CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")

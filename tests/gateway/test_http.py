@@ -19,7 +19,7 @@ from registry.catalogue import load_catalogue
 from schemas.config import GatewayConfig
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from schemas.records import DeliveryRecord
-from tests.support.checkpoints_made import write_catalogue
+from tests.support.engine.checkpoints_made import write_catalogue
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

@@ -17,8 +17,8 @@ import pytest
 from bus import nats
 from bus.nats import NatsBus
 from schemas.config import NatsConfig
-from tests.support.checkpoints_made import write_checkpoint
 from tests.support.echo_worker import EchoWorker
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 

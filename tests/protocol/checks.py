@@ -30,10 +30,10 @@ def check_now(system: System) -> None:
         failure = scheduler.process.failure
         assert failure is None, f"{scheduler.process.name} ended with {failure!r}"
         if scheduler.process.is_alive:
-            scheduler.scheduler.parts.fleet.check_integrity()
-            scheduler.scheduler.parts.prefixes.check_integrity()
-            for lane in scheduler.scheduler.lanes.values():
-                lane.queue.check_integrity()
+            scheduler.scheduler.context.fleet.check_integrity()
+            scheduler.scheduler.context.prefixes.check_integrity()
+            for dispatcher in scheduler.scheduler.dispatchers.values():
+                dispatcher.queue.check_integrity()
     for worker in system.workers.values():
         if worker.process.is_alive:
             worker.engine.check_integrity()
@@ -130,16 +130,19 @@ def _left_behind(system: System) -> list[str]:
     for name, scheduler in system.schedulers.items():
         if not scheduler.process.is_alive:
             continue
-        parts = scheduler.scheduler.parts
-        left += [f"{name} has {entry.request_id} {entry.state.name}" for entry in parts.table]
-        for view in parts.fleet.of_model("demo"):
+        context = scheduler.scheduler.context
+        left += [
+            f"{name} has {scheduled.request_id} {scheduled.phase.name}"
+            for scheduled in context.job_table
+        ]
+        for view in context.fleet.of_model("demo"):
             left += [f"{name} thinks {view.worker_id} runs {runs}" for runs in view.runs]
-        for model, lane in scheduler.scheduler.lanes.items():
-            left += [f"{name} queues {entry.request_id}" for entry in lane.queue]
+        for model, dispatcher in scheduler.scheduler.dispatchers.items():
+            left += [f"{name} queues {scheduled.request_id}" for scheduled in dispatcher.queue]
             for is_batch in (True, False):
-                if lane.num_here(is_batch=is_batch):
-                    left.append(f"{name} prepares {lane.num_here(is_batch=is_batch)}")
-            backlog = scheduler.scheduler.intakes[model].backlog
+                if dispatcher.num_here(is_batch=is_batch):
+                    left.append(f"{name} prepares {dispatcher.num_here(is_batch=is_batch)}")
+            backlog = scheduler.scheduler.pullers[model].backlog
             left += [
                 f"{name} has a window of {line}"
                 for line in backlog.lines()

@@ -18,7 +18,7 @@ from bus.memory import MemoryBroker
 from registry.served import ServedModel
 from runtime.clock import Clock
 from runtime.virtual_time import VirtualClock, VirtualTimeLoop
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import (
     EngineConfig,
     NatsConfig,
@@ -36,7 +36,7 @@ from tests.protocol.gateways import Gateway
 from tests.protocol.links import FaultyBus, IndexLink, SharedIndex
 from tests.protocol.network import Weather
 from tests.protocol.processes import Process, task_factory
-from workers.host.output_text import TextStream
+from workers.host.generations.output_text import TextStream
 from workers.host.worker import Worker
 from workers.process.keeper import EngineKeeper
 from workers.simulated.engine import SimulatedEngine
@@ -52,7 +52,7 @@ _SCHEDULER = SchedulerConfig(
     models=(MODEL,),
     dispatch_timeout_s=0.3,
     resume_timeout_s=0.3,
-    # However long the parts are away, nobody is refused for that.
+    # However long the context are away, nobody is refused for that.
     tiers=TierPolicies(
         enterprise=TierPolicy(weight=8.0),
         pro=TierPolicy(weight=4.0),
@@ -216,7 +216,8 @@ class System:
 
     def _launch_scheduler(self, process: Process, bus: FaultyBus, index: IndexLink) -> None:
         config = msgspec.structs.replace(_SCHEDULER, scheduler_id=process.name)
-        scheduler = Scheduler(bus, config, self.clock, [MODEL], lambda _name: self.model, index)
+        catalogue = ModelCatalogue([MODEL], lambda _name: self.model)
+        scheduler = Scheduler(bus, config, self.clock, catalogue, index)
         life = self.schedulers[process.name] = SchedulerLife(process, scheduler)
         process.start(scheduler.run(life.stopping))
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from registry.chat_template import ChatTemplate
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
-from tests.support.tokenizers_made import byte_level
+from tests.support.engine.tokenizers_made import byte_level
 
 CHAT = [
     ChatMessage("system", "Be brief.\n"),

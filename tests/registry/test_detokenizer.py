@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from registry.tokenizers.detokenizer import IncrementalDetokenizer
 from registry.tokenizers.tokenizer import Tokenizer
-from tests.support.tokenizers_made import byte_fallback, byte_level, metaspace, write_tokenizer
+from tests.support.engine.tokenizers_made import (
+    byte_fallback,
+    byte_level,
+    metaspace,
+    write_tokenizer,
+)
 
 MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))

@@ -18,7 +18,7 @@ from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
 from schemas.errors import ContextLengthError
 from schemas.jobs import ChatMessage, Job
 from schemas.sampling import SamplingParams
-from tests.support.tokenizers_made import (
+from tests.support.engine.tokenizers_made import (
     TEXTS,
     byte_fallback,
     byte_level,

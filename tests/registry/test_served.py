@@ -16,7 +16,7 @@ from schemas.jobs import ChatMessage, Job, Tier
 from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from schemas.tools import ToolDefinition
-from tests.support.checkpoints_made import (
+from tests.support.engine.checkpoints_made import (
     CONTEXT_WINDOW_TOKENS,
     write_catalogue,
     write_checkpoint,

@@ -11,7 +11,7 @@ from tokenizers import decoders
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
-from tests.support.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
+from tests.support.engine.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
 
 
 def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:

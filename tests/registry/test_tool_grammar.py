@@ -26,7 +26,7 @@ from schemas.frames import FinishReason
 from schemas.jobs import ChatMessage
 from schemas.sampling import Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
-from tests.workers.engine.grammars import ask, load_engine, run
+from tests.workers.engine.grammar.grammars import ask, load_engine, run
 from workers.engine.grammar.library import GrammarLibrary
 from workers.engine.grammar.probe import GrammarProbe
 

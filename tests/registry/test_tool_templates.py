@@ -15,7 +15,7 @@ from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
 from schemas.errors import CheckpointError, ConfigError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolCall, ToolDefinition, ToolFormat
-from tests.support.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
+from tests.support.engine.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
 
 WEATHER = ToolDefinition(
     name="weather",

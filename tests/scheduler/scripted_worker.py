@@ -31,7 +31,7 @@ _lives = itertools.count(1)
 
 
 class ScriptedWorker:
-    """Holds up to ``num_slots`` requests. ``veto`` is the reason it gives for refusing, ``mute``
+    """Holds up to ``num_slots`` requests. ``rejection`` is why it refuses them, ``mute``
     makes it answer nothing. ``history`` is every dispatch that it accepted. With ``device_us`` it
     tells what runs took that others go on from, ``last_word_after_s`` they are over here."""
 
@@ -53,7 +53,7 @@ class ScriptedWorker:
         self.num_slots = num_slots
         self.num_blocks = num_blocks
         self.max_tokens_per_request = max_tokens_per_request
-        self.veto = ""
+        self.rejection = ""
         self.mute = False
         self.draining = False
         self.engine_down = False
@@ -158,7 +158,7 @@ class ScriptedWorker:
             completion_tokens=job.sampling.max_tokens or 0,
         )
 
-    async def give_back(self, request_id: str) -> None:
+    async def return_job(self, request_id: str) -> None:
         """Let others go on with a request, as a worker does that ends before it."""
         dispatch = self.running.pop(request_id)
         await self.bus.jobs.release(dispatch.lease)
@@ -188,8 +188,8 @@ class ScriptedWorker:
     async def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:
         if self.mute:
             await asyncio.Event().wait()
-        if self.veto:
-            return WorkerReply(ok=False, reason=self.veto, message="as told")
+        if self.rejection:
+            return WorkerReply(ok=False, reason=self.rejection, message="as told")
         known = self.running.get(dispatch.job.request_id)
         if known is not None and dispatch.epoch <= known.epoch:
             return WorkerReply(ok=False, reason="stale_epoch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bus.api import Line
 from scheduler.queues.backlog import Backlog
 from schemas.jobs import Tier
-from tests.scheduler.entries import entry
+from tests.scheduler.scheduled_jobs import scheduled_job
 
 LINE = Line("m", Tier.FREE, "t")
 
@@ -61,16 +61,16 @@ def test_leases_may_lapse_so_a_line_with_jobs_is_tried_now_and_then() -> None:
 def test_what_is_ours_is_not_pulled_again() -> None:
     backlog = Backlog()
     backlog.published(LINE)
-    mine = entry()
-    mine.line, mine.queue_counts = LINE, backlog.of(LINE)
+    mine = scheduled_job()
+    mine.lease.line, mine.queue_counts = LINE, backlog.of(LINE)
     backlog.pulled(LINE, 1, 1, 0.0)
     mine.queue_counts.num_ours += 1
-    mine.wait_here()
+    mine.start_waiting_here()
     backlog.counted({LINE: 1}, 0.5)
     assert to_pull(backlog) == 0
     assert backlog.of(LINE).num_here == 1
-    mine.wait_no_more()
-    mine.wait_no_more()
+    mine.stop_waiting_here()
+    mine.stop_waiting_here()
     mine.queue_counts.num_ours -= 1
     assert backlog.of(LINE).num_here == 0
 

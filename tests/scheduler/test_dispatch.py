@@ -12,7 +12,7 @@ import pytest
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
-from scheduler.intake.puller import Intake
+from scheduler.intake.puller import Puller
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Expired, Failed, Queued
 from schemas.jobs import JobResult, Tier
@@ -20,7 +20,7 @@ from schemas.pooling import Pooling
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, LINE, World, job
-from tests.support.checkpoints_made import write_catalogue
+from tests.support.engine.checkpoints_made import write_catalogue
 
 
 async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
@@ -33,8 +33,8 @@ async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
     assert dispatch.lease.endswith(f".{published.stream_sequence}")
     await worker.finish("r1")
     await world.until(lambda: world.num_stored == 0)
-    await world.until(lambda: len(world.schedulers[0].parts.table) == 0)
-    fleet = world.schedulers[0].parts.fleet
+    await world.until(lambda: len(world.schedulers[0].context.job_table) == 0)
+    fleet = world.schedulers[0].context.fleet
     view = fleet.get(worker.worker_id)
     assert view is not None
     assert not view.runs
@@ -62,8 +62,8 @@ async def test_with_room_the_next_job_of_a_line_is_waited_for(
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
     # Neither the news of it nor a count says that there is another one.
-    monkeypatch.setattr(Intake, "published", lambda _intake, _line: None)
-    monkeypatch.setattr(Intake, "counted", lambda _intake, _totals: None)
+    monkeypatch.setattr(Puller, "published", lambda _puller, _line: None)
+    monkeypatch.setattr(Puller, "counted", lambda _puller, _totals: None)
     await world.client.jobs.publish(job("r2"))
     await world.until(lambda: "r2" in worker.running, within_s=0.1)
 
@@ -104,7 +104,7 @@ async def test_the_less_loaded_worker_gets_the_next_job(world: World) -> None:
 
 async def test_a_veto_sends_the_job_to_another_worker(world: World) -> None:
     first = await world.add_worker("a")
-    first.veto = "full"
+    first.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.pass_s(1.0)
     second = await world.add_worker("b")
@@ -114,14 +114,14 @@ async def test_a_veto_sends_the_job_to_another_worker(world: World) -> None:
 
 async def test_a_vetoed_job_waits_for_room_and_is_told_so(world: World) -> None:
     worker = await world.add_worker()
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: bool(world.frames_of("r1")))
     assert isinstance(world.frames_of("r1")[0], Queued)
     await world.pass_s(20.0)
     assert world.num_stored == 1
     assert world.record("r1") is None
-    worker.veto = ""
+    worker.rejection = ""
     await world.until(lambda: "r1" in worker.running)
     assert worker.running["r1"].epoch == 1
     assert (await world.client.jobs.depth(LINE)).num_leased == 1
@@ -129,10 +129,10 @@ async def test_a_vetoed_job_waits_for_room_and_is_told_so(world: World) -> None:
 
 async def test_a_held_job_keeps_its_lease(world: World) -> None:
     worker = await world.add_worker()
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.pass_s(30.0)
-    worker.veto = ""
+    worker.rejection = ""
     await world.until(lambda: "r1" in worker.running)
     assert worker.running["r1"].lease.split(".")[1] == "1", "it was delivered once"
 
@@ -204,7 +204,7 @@ async def test_a_job_that_cannot_be_sent_is_answered_and_holds_no_room(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await world.add_worker(num_slots=1)
-    control = world.schedulers[0].parts.bus.control
+    control = world.schedulers[0].context.bus.control
     command = control.command
 
     async def fail_once(*args: Any) -> Any:
@@ -225,7 +225,7 @@ async def test_a_job_that_cannot_be_sent_is_answered_and_holds_no_room(
 async def test_a_scheduler_that_cannot_pull_any_more_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = world.schedulers[0].parts.bus.jobs
+    jobs = world.schedulers[0].context.bus.jobs
     monkeypatch.setattr(jobs, "pull", AsyncMock(side_effect=LookupError))
     await world.add_worker()
     await world.client.jobs.publish(job("r1"))
@@ -297,7 +297,7 @@ async def test_a_cancel_before_the_pull_ends_the_job_untouched(world: World) -> 
 
 async def test_a_cancel_ends_a_held_job_at_once(world: World) -> None:
     worker = await world.add_worker()
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: bool(world.frames_of("r1")))
     await world.client.control.cancel(Cancel(request_id="r1"))
@@ -310,7 +310,7 @@ async def test_a_late_job_expires_at_the_pull_and_while_held(world: World) -> No
     await world.client.jobs.publish(job("late", deadline_ns=now_ns - 1))
     worker = await world.add_worker()
     await world.until(lambda: isinstance(world.terminal("late"), Expired))
-    worker.veto = "full"
+    worker.rejection = "full"
     soon_ns = world.clock.now_ns() + 3_000_000_000
     await world.client.jobs.publish(job("soon", deadline_ns=soon_ns))
     await world.pass_s(2.5)
@@ -360,11 +360,11 @@ async def test_queue_status_tells_throughput(world: World) -> None:
 
 async def test_stopping_gives_back_what_waits(world: World) -> None:
     worker = await world.add_worker()
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: bool(world.frames_of("r1")))
     await world.stop_scheduler()
-    worker.veto = ""
+    worker.rejection = ""
     await world.add_scheduler()
     await world.until(lambda: "r1" in worker.running, within_s=3.0)
     assert worker.running["r1"].epoch == 65

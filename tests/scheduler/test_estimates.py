@@ -8,53 +8,53 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.queues.output_lengths import Estimates
+from scheduler.queues.output_lengths import OutputLengths
 
 
 def test_nothing_known_is_the_prior_within_what_is_asked_for() -> None:
-    estimates = Estimates(prior_tokens=100.0)
-    assert estimates.expected_output("a", 4_096) == 100
-    assert estimates.expected_output("a", 30) == 30
-    assert estimates.expected_output("a", 0) == 0
-    assert estimates.quantile("a", 0.9, 4_096) == 100
+    output_lengths = OutputLengths(prior_tokens=100.0)
+    assert output_lengths.expected_output("a", 4_096) == 100
+    assert output_lengths.expected_output("a", 30) == 30
+    assert output_lengths.expected_output("a", 0) == 0
+    assert output_lengths.quantile("a", 0.9, 4_096) == 100
 
 
 def test_tenants_are_told_apart_and_newcomers_are_like_all() -> None:
-    estimates = Estimates()
+    output_lengths = OutputLengths()
     for _ in range(200):
-        estimates.observe("brief", 10)
-        estimates.observe("long", 1_000)
-    assert estimates.expected_output("brief", 4_096) == pytest.approx(10, rel=5.0, abs=40)
-    assert estimates.expected_output("long", 4_096) == pytest.approx(1_000, rel=0.1)
-    assert 300 < estimates.expected_output("new", 4_096) < 700
+        output_lengths.observe("brief", 10)
+        output_lengths.observe("long", 1_000)
+    assert output_lengths.expected_output("brief", 4_096) == pytest.approx(10, rel=5.0, abs=40)
+    assert output_lengths.expected_output("long", 4_096) == pytest.approx(1_000, rel=0.1)
+    assert 300 < output_lengths.expected_output("new", 4_096) < 700
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    estimates = Estimates()
+    output_lengths = OutputLengths()
     for _ in range(100):
-        estimates.observe("a", 1_000)
+        output_lengths.observe("a", 1_000)
     for _ in range(400):
-        estimates.observe("a", 50)
-    assert estimates.expected_output("a", 4_096) < 100
+        output_lengths.observe("a", 50)
+    assert output_lengths.expected_output("a", 4_096) < 100
 
 
 def test_quantiles_are_within_a_bucket() -> None:
-    estimates, generator = Estimates(), random.Random(5)
+    output_lengths, generator = OutputLengths(), random.Random(5)
     lengths = [generator.randrange(1, 1_000) for _ in range(2_000)]
     for length in lengths:
-        estimates.observe("a", length)
+        output_lengths.observe("a", length)
     for share in (0.5, 0.9):
         exact = share * 1_000
-        assert exact / 2 < estimates.quantile("a", share, 4_096) < 2 * exact
-    assert estimates.quantile("a", 0.9, 64) == 64
+        assert exact / 2 < output_lengths.quantile("a", share, 4_096) < 2 * exact
+    assert output_lengths.quantile("a", 0.9, 64) == 64
 
 
 def test_the_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
-    estimates = Estimates(max_tenants=2)
+    output_lengths = OutputLengths(max_tenants=2)
     for tenant in ("a", "b", "a", "c"):
-        estimates.observe(tenant, 10)
-    assert len(estimates) == 2
-    assert set(estimates._tenants) == {"a", "c"}
+        output_lengths.observe(tenant, 10)
+    assert len(output_lengths) == 2
+    assert set(output_lengths._tenants) == {"a", "c"}
 
 
 @settings(max_examples=60)
@@ -62,8 +62,8 @@ def test_the_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
 def test_estimates_stay_within_what_can_be(
     lengths: list[int], max_tokens: int, share: float
 ) -> None:
-    estimates = Estimates()
+    output_lengths = OutputLengths()
     for length in lengths:
-        estimates.observe("a", length)
-    assert 1 <= estimates.expected_output("a", max_tokens) <= max_tokens
-    assert 0 < estimates.quantile("a", share, max_tokens) <= max_tokens
+        output_lengths.observe("a", length)
+    assert 1 <= output_lengths.expected_output("a", max_tokens) <= max_tokens
+    assert 0 < output_lengths.quantile("a", share, max_tokens) <= max_tokens

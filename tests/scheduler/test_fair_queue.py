@@ -8,59 +8,59 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.jobs.entry import Entry
-from scheduler.queues.fair_queue import FairQueue, Tenant, tenant_of
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from scheduler.queues.fair_queue import FairQueue
 from schemas.config import SchedulerConfig
 from schemas.jobs import Tier
-from tests.scheduler.entries import entry
+from tests.scheduler.scheduled_jobs import scheduled_job
 
 CONFIG = SchedulerConfig()
 
 
-def queue_of(*entries: Entry, config: SchedulerConfig = CONFIG) -> FairQueue:
+def queue_of(*scheduled_jobs: ScheduledJob, config: SchedulerConfig = CONFIG) -> FairQueue:
     queue = FairQueue(config)
-    for one in entries:
+    for one in scheduled_jobs:
         queue.push(one)
     queue.check_integrity()
     return queue
 
 
-def send(queue: FairQueue) -> Entry:
+def send(queue: FairQueue) -> ScheduledJob:
     """Take the head out as a dispatch does."""
     head = queue.head()
     assert head is not None
     queue.remove(head)
-    queue.charge(tenant_of(head), head.expected_tokens)
+    queue.charge(head.tenant, head.service.tokens)
     return head
 
 
-def send_all(queue: FairQueue) -> list[Entry]:
+def send_all(queue: FairQueue) -> list[ScheduledJob]:
     return [send(queue) for _ in range(len(queue))]
 
 
 def test_a_backlog_of_one_does_not_delay_another_tenant() -> None:
-    queue = queue_of(*(entry("heavy") for _ in range(1_000)))
+    queue = queue_of(*(scheduled_job("heavy") for _ in range(1_000)))
     send(queue)
-    light = entry("light")
+    light = scheduled_job("light")
     queue.push(light)
     assert light in (send(queue), send(queue)), "its first goes within a round"
 
 
 def test_equal_tenants_share_tokens_not_requests() -> None:
-    long = [entry("long", tokens=100) for _ in range(40)]
-    short = [entry("short", tokens=10) for _ in range(400)]
+    long = [scheduled_job("long", tokens=100) for _ in range(40)]
+    short = [scheduled_job("short", tokens=10) for _ in range(400)]
     queue = queue_of(*long, *short)
     served: Counter[str] = Counter()
     for _ in range(220):
         sent = send(queue)
-        served[sent.job.tenant] += round(sent.expected_tokens)
+        served[sent.job.tenant] += round(sent.service.tokens)
         assert abs(served["long"] - served["short"]) <= 2 * 100
     assert served["long"] > 1_500
 
 
 def test_tiers_share_by_weight() -> None:
     tiers = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
-    queue = queue_of(*(entry(tier, tier) for tier in tiers for _ in range(400)))
+    queue = queue_of(*(scheduled_job(tier, tier) for tier in tiers for _ in range(400)))
     served = Counter(send(queue).job.tier for _ in range(390))
     weights = {tier: getattr(CONFIG.tiers, tier.value).weight for tier in tiers}
     for tier in tiers:
@@ -69,49 +69,55 @@ def test_tiers_share_by_weight() -> None:
 
 
 def test_batch_work_goes_when_nothing_else_is_here() -> None:
-    batch = [entry("b", Tier.BATCH) for _ in range(3)]
-    queue = queue_of(*batch, *(entry("f") for _ in range(5)))
+    batch = [scheduled_job("b", Tier.BATCH) for _ in range(3)]
+    queue = queue_of(*batch, *(scheduled_job("f") for _ in range(5)))
     assert [one.job.tier for one in send_all(queue)] == [Tier.FREE] * 5 + [Tier.BATCH] * 3
 
 
 def test_batch_work_costs_its_tenant_nothing_elsewhere() -> None:
-    queue = queue_of(*(entry("a", Tier.BATCH, tokens=1_000) for _ in range(3)))
+    queue = queue_of(*(scheduled_job("a", Tier.BATCH, tokens=1_000) for _ in range(3)))
     send_all(queue)
-    queue.push(entry("b"))
-    queue.push(mine := entry("a"))
+    queue.push(scheduled_job("b"))
+    queue.push(mine := scheduled_job("a"))
     assert mine in (send(queue), send(queue))
 
 
 def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
     none, late, soon, later_none = (
-        entry(),
-        entry(deadline_ns=200),
-        entry(deadline_ns=100),
-        entry(),
+        scheduled_job(),
+        scheduled_job(deadline_ns=200),
+        scheduled_job(deadline_ns=100),
+        scheduled_job(),
     )
     assert send_all(queue_of(none, late, soon, later_none)) == [soon, late, none, later_none]
 
 
 def test_the_shortest_may_go_first_but_waiting_counts() -> None:
     config = SchedulerConfig(order="shortest", ageing_s=10.0)
-    long = entry(tokens=400, pulled_s=0.0)
-    short, late_short = entry(tokens=100, pulled_s=0.0), entry(tokens=100, pulled_s=30.0)
+    long = scheduled_job(tokens=400, pulled_s=0.0)
+    short, late_short = (
+        scheduled_job(tokens=100, pulled_s=0.0),
+        scheduled_job(tokens=100, pulled_s=30.0),
+    )
     sent = send_all(queue_of(long, late_short, short, config=config))
     # 30 s of waiting are worth a factor of 8 in length, and the long one is but 4 times as long.
     assert sent == [short, long, late_short]
 
 
 def test_who_was_interrupted_goes_first_but_no_batch_before_the_others() -> None:
-    new, old = entry(), entry(interrupted=True)
-    new_batch, old_batch = entry(tier=Tier.BATCH), entry(tier=Tier.BATCH, interrupted=True)
+    new, old = scheduled_job(), scheduled_job(interrupted=True)
+    new_batch, old_batch = (
+        scheduled_job(tier=Tier.BATCH),
+        scheduled_job(tier=Tier.BATCH, interrupted=True),
+    )
     assert send_all(queue_of(new, new_batch, old_batch, old)) == [old, new, old_batch, new_batch]
 
 
 def test_what_is_taken_back_keeps_its_place() -> None:
-    first, second = entry(), entry()
+    first, second = scheduled_job(), scheduled_job()
     queue = queue_of(first, second)
     sent = send(queue)
-    queue.charge(tenant_of(sent), -sent.expected_tokens)
+    queue.charge(sent.tenant, -sent.service.tokens)
     queue.push(sent)
     queue.check_integrity()
     assert send_all(queue) == [first, second]
@@ -123,14 +129,16 @@ def test_a_tenant_may_want_a_model_by_several_names() -> None:
     queue.want(tenant, True, "m")
     queue.want(tenant, True, "auto")
     queue.want(tenant, False, "m")
-    assert queue.num_wanting(Tier.FREE) == 1
+    assert queue.num_active_tenants(Tier.FREE) == 1
     queue.want(tenant, False, "auto")
-    assert queue.num_wanting(Tier.FREE) == 0
+    assert queue.num_active_tenants(Tier.FREE) == 0
 
 
 def test_who_is_passed_over_keeps_its_place() -> None:
-    queue = queue_of(large := entry("a"), small := entry("a"), other := entry("b"))
-    old, batch = entry(interrupted=True), entry(tier=Tier.BATCH)
+    queue = queue_of(
+        large := scheduled_job("a"), small := scheduled_job("a"), other := scheduled_job("b")
+    )
+    old, batch = scheduled_job(interrupted=True), scheduled_job(tier=Tier.BATCH)
     queue.push(old)
     queue.push(batch)
     order = [old, large, small, other, batch]
@@ -142,19 +150,19 @@ def test_who_is_passed_over_keeps_its_place() -> None:
     assert queue.head() is None
     assert len(queue) == len(order)
     queue.remove(small)
-    queue.look_again()
+    queue.restore_passed()
     queue.check_integrity()
     assert send_all(queue) == [old, large, other, batch]
 
 
 def test_a_tenant_with_jobs_in_the_queue_keeps_its_place_while_none_is_here() -> None:
-    queue = queue_of(*(entry("rich", tokens=100) for _ in range(20)))
+    queue = queue_of(*(scheduled_job("rich", tokens=100) for _ in range(20)))
     poor = Tenant(Tier.FREE, "poor")
     queue.want(poor, True)
     for _ in range(10):
         send(queue)
-    queue.push(first := entry("poor", tokens=100))
-    queue.push(second := entry("poor", tokens=100))
+    queue.push(first := scheduled_job("poor", tokens=100))
+    queue.push(second := scheduled_job("poor", tokens=100))
     assert [send(queue), send(queue)] == [first, second], "it is owed ten"
     queue.want(poor, False)
     queue.check_integrity()
@@ -170,11 +178,13 @@ _PUSHES = st.tuples(
 @given(st.lists(st.one_of(_PUSHES, st.just("send"), st.integers(0, 30)), max_size=60))
 def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
     queue = FairQueue(CONFIG)
-    here: list[Entry] = []
+    here: list[ScheduledJob] = []
     for operation in operations:
         if isinstance(operation, tuple):
             tenant, tier, tokens, interrupted, deadline_ns = operation
-            made = entry(tenant, tier, tokens, deadline_ns=deadline_ns, interrupted=interrupted)
+            made = scheduled_job(
+                tenant, tier, tokens, deadline_ns=deadline_ns, interrupted=interrupted
+            )
             queue.push(made)
             here.append(made)
         elif operation == "send" and here:
@@ -198,7 +208,7 @@ def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40)), min_size=20, max_size=60))
 def test_the_predicted_order_is_the_order(jobs: list[tuple[str, int]]) -> None:
-    queue = queue_of(*(entry(tenant, tokens=tokens) for tenant, tokens in jobs))
+    queue = queue_of(*(scheduled_job(tenant, tokens=tokens) for tenant, tokens in jobs))
     expected = queue.in_order()
     # Of equally served tenants either may go first, so compare what each position costs.
     sent = send_all(queue)

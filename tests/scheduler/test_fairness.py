@@ -110,7 +110,7 @@ async def test_what_would_come_too_late_for_its_tier_is_refused() -> None:
 
 
 async def test_one_tenant_may_not_fill_the_queue(world: World) -> None:
-    world.schedulers[0].parts.config = msgspec.structs.replace(CONFIG, max_queued_jobs=20)
+    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_queued_jobs=20)
     await world.add_worker(num_slots=1)
     for number in range(12):
         await world.client.jobs.publish(job(f"small-{number}", tenant="small"))
@@ -139,7 +139,7 @@ async def test_a_drained_worker_hands_its_streams_on(world: World) -> None:
     assert cancel.below_epoch == 2
     await second.finish(moved.job.request_id)
     await world.until(lambda: not first.running)
-    fleet = world.schedulers[0].parts.fleet
+    fleet = world.schedulers[0].context.fleet
     view = fleet.get(first.worker_id)
     assert view is not None
     assert not view.runs
@@ -174,7 +174,7 @@ async def test_what_a_worker_gives_back_goes_on_elsewhere_at_once(world: World) 
     first.draining = True
     await first.announce()
     await world.pass_s(1.0)
-    await first.give_back("r1")
+    await first.return_job("r1")
     await first.retire()
     second = await world.add_worker("b")
     await world.until(lambda: "r1" in second.running, within_s=2.0)
@@ -225,6 +225,6 @@ async def test_two_schedulers_share_the_work_and_lose_nothing(world: World) -> N
     ran = Counter(d.job.request_id for worker in workers for d in worker.history)
     assert set(ran) == set(names)
     for scheduler in world.schedulers:
-        await world.until(lambda scheduler=scheduler: not len(scheduler.parts.table))  # type: ignore[misc]
-        scheduler.lanes["m"].queue.check_integrity()
-        scheduler.parts.fleet.check_integrity()
+        await world.until(lambda scheduler=scheduler: not len(scheduler.context.job_table))  # type: ignore[misc]
+        scheduler.dispatchers["m"].queue.check_integrity()
+        scheduler.context.fleet.check_integrity()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bus.api import LeasedJob
 from scheduler.fleet.fleet import Departure, Fleet
-from scheduler.jobs.cancels import CancelMemory
-from scheduler.jobs.entry import Entry
-from scheduler.jobs.resource_request import Need
-from scheduler.jobs.tenant_queues import TenantQueueCounts
+from scheduler.jobs.cancel_memory import CancelMemory
+from scheduler.jobs.resource_request import ResourceRequest
+from scheduler.jobs.scheduled_job import ScheduledJob
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from scheduler.queues.throughput import Throughput, eta_s, retry_after_s
 from schemas.control import CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status
@@ -23,7 +23,7 @@ def fleet_of(*statuses: WorkerStatus) -> Fleet:
 
 def test_a_worker_is_gone_after_its_silence() -> None:
     fleet = fleet_of(status())
-    fleet.reserve("w-1", "r1", Need(10, 10))
+    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
     assert fleet.expire(1.9) == []
     (gone,) = fleet.expire(2.0)
     assert (gone.worker_id, gone.why, gone.request_ids) == ("w-1", Departure.SILENT, ("r1",))
@@ -93,7 +93,7 @@ def test_forgiven_workers_have_their_whole_time_again() -> None:
 
 def test_a_worker_that_reports_less_for_long_is_doubtful() -> None:
     fleet = fleet_of(status())
-    fleet.reserve("w-1", "r1", Need(10, 10))
+    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
     fleet.confirm("w-1", "r1")
     fleet.observe(status(), 0.5, NOW_NS)
     assert not list(fleet.doubtful())
@@ -128,18 +128,18 @@ def test_throughput_over_the_last_seconds() -> None:
 
 def test_epochs_rise_over_attempts_and_deliveries() -> None:
     leased = LeasedJob(job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1, line=LINE)
-    entry = Entry.of(leased, TenantQueueCounts(), 0.0)
+    scheduled = ScheduledJob.of(leased, TenantQueueCounts(), 0.0)
     epochs = []
     for _ in range(3):
-        entry.begin_run(0.0)
-        epochs.append(entry.epoch)
-    before = entry.epoch
-    entry.begin_run(0.0)
-    entry.undo_run(before)
-    assert entry.next_epoch == 4
-    entry.num_deliveries = 2
-    entry.begin_run(0.0)
-    epochs.append(entry.epoch)
-    entry.epoch_floor = 500
+        scheduled.start_attempt(0.0)
+        epochs.append(scheduled.attempts.epoch)
+    before = scheduled.attempts.epoch
+    scheduled.start_attempt(0.0)
+    scheduled.undo_attempt(before)
+    assert scheduled.next_epoch == 4
+    scheduled.lease.num_deliveries = 2
+    scheduled.start_attempt(0.0)
+    epochs.append(scheduled.attempts.epoch)
+    scheduled.attempts.epoch_floor = 500
     assert epochs == sorted(set(epochs)) == [1, 2, 3, 68]
-    assert entry.next_epoch == 501
+    assert scheduled.next_epoch == 501

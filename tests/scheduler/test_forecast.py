@@ -7,15 +7,16 @@ import pytest
 
 from benchmarks.prediction import LOADS, Load, run_load
 from registry.routing.router import Route, Router
+from scheduler.jobs.scheduled_job import Tenant
 from scheduler.queues.arrivals import Arrivals, JobSize
-from scheduler.queues.fair_queue import FairQueue, Tenant
+from scheduler.queues.fair_queue import FairQueue
 from scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
 from schemas.config import SchedulerConfig, TierPolicies, TierPolicy
 from schemas.control import QueueStatus
 from schemas.frames import Queued, Shed
 from schemas.jobs import Tier
 from schemas.sampling import SamplingParams
-from tests.scheduler.entries import entry
+from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.statuses import status, view
 from tests.scheduler.world import CONFIG, World, job
@@ -92,7 +93,7 @@ def test_a_part_of_very_many_workers_stands_for_all() -> None:
 
 def test_arrivals_are_counted_over_a_while_and_forgotten() -> None:
     arrivals = Arrivals(0.0)
-    one, tenant = entry("t"), Tenant(Tier.FREE, "t")
+    one, tenant = scheduled_job("t"), Tenant(Tier.FREE, "t")
     assert arrivals.size_of(tenant) is None
     for number in range(40):
         arrivals.note(one, 30.0 + number / 4)

@@ -7,7 +7,7 @@ import pytest
 
 from bus.api import LeasedJob, Line
 from registry.routing.router import Route, Router
-from scheduler.jobs.entry import State
+from scheduler.jobs.scheduled_job import Phase
 from scheduler.scheduler import Scheduler
 from schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
 from schemas.control import Cancel, CancelReason
@@ -21,21 +21,21 @@ _WORDS = {"prompt": "hello", "prompt_token_ids": None}
 
 def redelivered(scheduler: Scheduler, request_id: str) -> LeasedJob:
     """A job that the scheduler has, as the queue would deliver it once more."""
-    entry = scheduler.parts.table.get(request_id)
-    assert entry is not None
+    scheduled = scheduler.context.job_table.get(request_id)
+    assert scheduled is not None
     return LeasedJob(
-        job=entry.job,
-        lease=entry.lease,
-        num_deliveries=entry.num_deliveries + 1,
-        stream_sequence=entry.stream_sequence,
-        line=entry.line,
+        job=scheduled.job,
+        lease=scheduled.lease.token,
+        num_deliveries=scheduled.lease.num_deliveries + 1,
+        stream_sequence=scheduled.lease.stream_sequence,
+        line=scheduled.lease.line,
     )
 
 
 async def test_a_pull_that_failed_says_nothing_of_the_queue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = world.schedulers[0].parts.bus.jobs
+    jobs = world.schedulers[0].context.bus.jobs
     pull, failures = jobs.pull, [BusUnavailableError("away")]
 
     async def failing(line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
@@ -63,7 +63,7 @@ async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World
     for leased in others:
         await world.client.jobs.release(leased.lease)
     await world.until(lambda: len(worker.running) == 10, within_s=3.0)
-    scheduler.parts.fleet.check_integrity()
+    scheduler.context.fleet.check_integrity()
 
 
 async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) -> None:
@@ -71,15 +71,15 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
     scheduler = world.schedulers[0]
-    entry = scheduler.parts.table.get("r1")
-    assert entry is not None
-    await world.until(lambda: entry.state is State.RUNNING)
-    scheduler.intakes["m"].admit(redelivered(scheduler, "r1"))
+    scheduled = scheduler.context.job_table.get("r1")
+    assert scheduled is not None
+    await world.until(lambda: scheduled.phase is Phase.RUNNING)
+    scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     await worker.finish("r1")
     await world.pass_s(0.5)
-    view = scheduler.parts.fleet.get(worker.worker_id)
+    view = scheduler.context.fleet.get(worker.worker_id)
     assert view is not None
-    await world.until(lambda: not len(scheduler.parts.table))
+    await world.until(lambda: not len(scheduler.context.job_table))
     assert not view.runs, "nobody keeps room for it"
 
 
@@ -89,17 +89,17 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     await world.until(lambda: "r1" in first.running)
     second = await world.add_worker("b")
     scheduler = world.schedulers[0]
-    entry = scheduler.parts.table.get("r1")
-    assert entry is not None
-    await world.until(lambda: entry.state is State.RUNNING)
-    scheduler.intakes["m"].admit(redelivered(scheduler, "r1"))
+    scheduled = scheduler.context.job_table.get("r1")
+    assert scheduled is not None
+    await world.until(lambda: scheduled.phase is Phase.RUNNING)
+    scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     scheduler._on_status(first.status(retired=True))
     await first.kill()
     await world.until(lambda: "r1" in second.running)
     await world.pass_s(1.0)
     assert len(second.history) == 1
-    assert scheduler.lanes["m"].num_here(is_batch=False) == 0
-    scheduler.lanes["m"].queue.check_integrity()
+    assert scheduler.dispatchers["m"].num_here(is_batch=False) == 0
+    scheduler.dispatchers["m"].queue.check_integrity()
 
 
 async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would(
@@ -123,7 +123,7 @@ async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would
 
 async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: World) -> None:
     """A service that publishes by itself keeps the queue full; only its own jobs are refused."""
-    world.schedulers[0].parts.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
+    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
     await world.add_worker(num_slots=1)
     for second in range(8):
         for number in range(30):
@@ -134,7 +134,7 @@ async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: Wo
 
 
 def slow_down_shedding(world: World, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = scheduler.parts.bus.jobs
+    jobs = scheduler.context.bus.jobs
     shed_newest = jobs.shed_newest
 
     async def shed(line: Line, count: int) -> list[Job]:
@@ -151,14 +151,14 @@ async def test_our_own_claim_of_an_epoch_does_not_take_a_job_away(world: World) 
     await world.until(lambda: "r1" in first.running)
     await first.kill()
     second = await world.add_worker("b")
-    second.veto = "full"
+    second.rejection = "full"
     scheduler = world.schedulers[0]
     await world.pass_s(4.0)
     scheduler._on_cancel(Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2))
-    entry = scheduler.parts.table.get("r1")
-    assert entry is not None
-    assert entry.state is State.WAITING
-    second.veto = ""
+    scheduled = scheduler.context.job_table.get("r1")
+    assert scheduled is not None
+    assert scheduled.phase is Phase.WAITING
+    second.rejection = ""
     await world.until(lambda: "r1" in second.running, within_s=2.0)
     assert second.history[0].epoch == 2
 
@@ -247,7 +247,7 @@ async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
         router=Router({"auto": Route(small="small", large="large")}),
     )
     await world.open()
-    settle = world.generations.settle_model
+    settle = world.running_requests.settle_model
     is_away = True
 
     async def slow(request_id: str, model: str, reason: str) -> tuple[str, str]:
@@ -255,7 +255,7 @@ async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
             await world.clock.sleep(0.1)
         return await settle(request_id, model, reason)
 
-    monkeypatch.setattr(world.generations, "settle_model", slow)
+    monkeypatch.setattr(world.running_requests, "settle_model", slow)
     worker = await world.add_worker("s", num_slots=2, model="small")
     for number in range(400):
         await world.client.jobs.publish(job(f"r{number}", model="auto", **_WORDS))

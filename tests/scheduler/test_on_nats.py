@@ -16,10 +16,10 @@ import pytest
 from bus.api import Bus
 from bus.nats import connect
 from runtime.clock import SystemClock
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig
 from tests.scheduler.scripted_worker import ScriptedWorker
-from tests.scheduler.world import CONFIG, LINE, FakeGenerations, job, load_fake
+from tests.scheduler.world import CONFIG, LINE, FakeRunningRequests, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
 from tests.support.waiting import eventually
 
@@ -49,7 +49,8 @@ async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
     bus = await connect(config, "scheduler")
     # On the real clock of a busy machine an answer may take a while.
     settings = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
-    made = Scheduler(bus, settings, SystemClock(), ["m"], load_fake, FakeGenerations())
+    catalogue = ModelCatalogue(["m"], load_fake)
+    made = Scheduler(bus, settings, SystemClock(), catalogue, FakeRunningRequests())
     stopping = asyncio.Event()
     running = asyncio.create_task(made.run(stopping))
     await made.ready.wait()
@@ -92,7 +93,7 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
 
     await eventually(empty)
     assert [dispatch.job.request_id for dispatch in worker.history] == [f"r{n}" for n in range(6)]
-    await eventually(lambda: len(scheduler.parts.table) == 0)
+    await eventually(lambda: len(scheduler.context.job_table) == 0)
     await close(worker)
 
 
@@ -142,7 +143,7 @@ async def test_a_restart_of_the_server_loses_nothing(
     server.kill()
     await asyncio.sleep(0)
     server.start()
-    await eventually(lambda: bus.connected and scheduler.parts.bus.connected)
+    await eventually(lambda: bus.connected and scheduler.context.bus.connected)
     for number in range(4, 8):
         await bus.jobs.publish(job(f"r{number}", reply=""))
     await eventually(lambda: len(worker.running) == 8)
@@ -155,7 +156,7 @@ async def test_a_restart_of_the_server_loses_nothing(
     await eventually(all_answered, timeout_s=15.0)
     runs = [(dispatch.job.request_id, dispatch.epoch) for dispatch in worker.history]
     assert len(runs) == len(set(runs))
-    await eventually(lambda: len(scheduler.parts.table) == 0)
+    await eventually(lambda: len(scheduler.context.job_table) == 0)
     await close(worker)
 
 

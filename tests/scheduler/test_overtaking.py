@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.jobs.entry import Entry
-from scheduler.queues.fair_queue import FairQueue, Tenant, tenant_of
+from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from scheduler.queues.fair_queue import FairQueue
 from schemas.config import SchedulerConfig
 from schemas.control import Dispatch, WorkerReply
 from schemas.jobs import Tier
-from tests.scheduler.entries import entry
+from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 
 
-def queue_of(*entries: Entry) -> FairQueue:
+def queue_of(*scheduled_jobs: ScheduledJob) -> FairQueue:
     queue = FairQueue(SchedulerConfig())
-    for one in entries:
+    for one in scheduled_jobs:
         queue.push(one)
     return queue
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_head_of_the_tiers_above_one(interrupted: bool) -> None:
-    free = entry("f", interrupted=interrupted)
-    pro = entry("p", Tier.PRO)
-    enterprise = entry("e", Tier.ENTERPRISE)
-    queue = queue_of(free, entry("b", Tier.BATCH), pro, enterprise)
-    queue.charge(tenant_of(pro), 100.0)
-    queue.charge(tenant_of(enterprise), 1_000.0)
+    free = scheduled_job("f", interrupted=interrupted)
+    pro = scheduled_job("p", Tier.PRO)
+    enterprise = scheduled_job("e", Tier.ENTERPRISE)
+    queue = queue_of(free, scheduled_job("b", Tier.BATCH), pro, enterprise)
+    queue.charge(pro.tenant, 100.0)
+    queue.charge(enterprise.tenant, 1_000.0)
     assert queue.head() is free
     assert queue.head(Tier.FREE) is pro
     assert queue.head(Tier.PRO) is enterprise
@@ -36,8 +36,8 @@ def test_the_head_of_the_tiers_above_one(interrupted: bool) -> None:
 
 
 def test_a_lead_is_by_weight_over_where_a_tier_would_begin() -> None:
-    free = entry("f")
-    queue = queue_of(free, entry("p", Tier.PRO), entry("e", Tier.ENTERPRISE))
+    free = scheduled_job("f")
+    queue = queue_of(free, scheduled_job("p", Tier.PRO), scheduled_job("e", Tier.ENTERPRISE))
     queue.charge(Tenant(Tier.PRO, "p"), 100.0)
     queue.charge(Tenant(Tier.ENTERPRISE, "e"), 1_000.0)
     assert queue.lead(Tier.ENTERPRISE, over=Tier.FREE) == pytest.approx(1_000.0 / 8)
@@ -46,13 +46,13 @@ def test_a_lead_is_by_weight_over_where_a_tier_would_begin() -> None:
 
 
 def test_one_that_was_interrupted_is_passed_over_wherever_it_stands() -> None:
-    free, pro = entry("f", interrupted=True), entry("p", Tier.PRO, interrupted=True)
+    free, pro = scheduled_job("f", interrupted=True), scheduled_job("p", Tier.PRO, interrupted=True)
     queue = queue_of(free, pro)
     assert queue.head(Tier.FREE) is pro
     queue.pass_over(pro)
     assert queue.head(Tier.FREE) is None
     assert queue.head() is free
-    queue.look_again()
+    queue.restore_passed()
     assert queue.head(Tier.FREE) is pro
     queue.check_integrity()
 
@@ -89,7 +89,7 @@ async def test_a_free_job_without_room_holds_up_no_enterprise_job(world: World) 
         await worker.finish(name)
         await world.pass_s(0.5)
     assert sum(d.job.tier is Tier.FREE for d in worker.history) == 4, "none of them had room"
-    world.schedulers[0].lanes["m"].queue.check_integrity()
+    world.schedulers[0].dispatchers["m"].queue.check_integrity()
 
 
 async def test_an_interrupted_stream_without_room_holds_up_no_enterprise_job(world: World) -> None:
@@ -102,7 +102,7 @@ async def test_an_interrupted_stream_without_room_holds_up_no_enterprise_job(wor
     await world.client.jobs.publish(job("r1", tenant="f"))
     await world.until(lambda: "r1" in worker.running)
     await other.kill()
-    await world.until(lambda: len(world.schedulers[0].lanes["m"].queue) == 1)
+    await world.until(lambda: len(world.schedulers[0].dispatchers["m"].queue) == 1)
     await world.client.jobs.publish(job("urgent", tenant="e", tier=Tier.ENTERPRISE))
     await world.until(lambda: "urgent" in worker.running, within_s=1.0)
     assert "stream" not in worker.running

@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from scheduler.fleet.fleet import Fleet
 from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.resource_request import Need
+from scheduler.jobs.resource_request import ResourceRequest
 from scheduler.placement import placement
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view
 
-_NEED = Need(1_000, 100)
+_NEED = ResourceRequest(1_000, 100)
 _SPEEDS = {"prefill_tokens_per_s": 10_000.0, "decode_step_ms": 10.0}
 _SIZE = {"max_num_sequences": 64, "num_blocks": 10_000, "num_free_blocks": 10_000}
 
 
 def chosen(
     workers: list[WorkerView],
-    need: Need = _NEED,
+    resources: ResourceRequest = _NEED,
     cached: dict[str, int] | None = None,
     policy: placement.Policy = "affine",
 ) -> str:
-    worker = placement.choose(workers, need, cached or {}, 100.0, policy)
+    worker = placement.choose(workers, resources, cached or {}, 100.0, policy)
     assert worker is not None
     return worker.worker_id
 
@@ -41,7 +41,7 @@ def busier_by(num_more: int) -> list[WorkerView]:
     """Two workers, of whom the first decodes so many more."""
     workers = pair()
     for number in range(num_more):
-        workers[0].reserve(f"r{number}", Need(1, 100))
+        workers[0].reserve(f"r{number}", ResourceRequest(1, 100))
     workers[0].advance(1.0)
     return workers
 
@@ -71,7 +71,7 @@ def test_what_is_cached_is_worth_its_computation() -> None:
 
 def test_a_free_slot_is_worth_more_than_a_short_prefix() -> None:
     full = pair(num_running=64, max_num_waiting=8)
-    assert chosen(full, Need(1_000, 100), {"a-1": 16}) == "b-1"
+    assert chosen(full, ResourceRequest(1_000, 100), {"a-1": 16}) == "b-1"
 
 
 def test_waiting_room_is_used_after_free_slots() -> None:
@@ -84,35 +84,39 @@ def test_somebody_who_makes_way_is_the_second_choice() -> None:
     size = {"max_num_sequences": 4, **_SPEEDS}
     batch = view("a-1", num_running=4, num_held_by_tier={Tier.BATCH: 4}, **size)
     free = view("b-1", num_running=3, num_held_by_tier={Tier.FREE: 3}, **size)
-    assert chosen([batch, free], Need(100, 100, Tier.PRO)) == "b-1"
-    assert chosen([batch], Need(100, 100, Tier.PRO)) == "a-1"
-    assert placement.choose([batch], Need(100, 100, Tier.BATCH), {}, 100.0) is None
+    assert chosen([batch, free], ResourceRequest(100, 100, Tier.PRO)) == "b-1"
+    assert chosen([batch], ResourceRequest(100, 100, Tier.PRO)) == "a-1"
+    assert placement.choose([batch], ResourceRequest(100, 100, Tier.BATCH), {}, 100.0) is None
 
 
 def test_a_worker_without_measurements_is_taken_to_be_like_the_others() -> None:
     workers = pair(prefill_tokens_per_s=0.0, decode_step_ms=0.0)
     assert chosen(workers) == "a-1", "a tie, nearly"
-    workers[0].reserve("r1", Need(1_000, 100))
+    workers[0].reserve("r1", ResourceRequest(1_000, 100))
     assert chosen(workers) == "b-1"
 
 
 def test_what_workers_did_meanwhile_counts() -> None:
     workers = pair()
-    workers[0].reserve("r1", Need(1_000, 100))
-    worker = placement.choose(workers, Need(1_000, 100), {"a-1": 900}, 100.0, "affine", 0.05)
+    workers[0].reserve("r1", ResourceRequest(1_000, 100))
+    worker = placement.choose(
+        workers, ResourceRequest(1_000, 100), {"a-1": 900}, 100.0, "affine", 0.05
+    )
     assert worker is workers[0]
     assert worker.pending_prompt_tokens == pytest.approx(500)
 
 
 def test_the_first_token_is_predicted() -> None:
     idle = pair()[0]
-    alone_s = placement.predicted_ttft_s(idle, Need(1_000, 100))
+    alone_s = placement.predicted_ttft_s(idle, ResourceRequest(1_000, 100))
     assert 0.1 < alone_s < 0.15
-    assert placement.predicted_ttft_s(idle, Need(1_000, 100), 900) < 0.05
+    assert placement.predicted_ttft_s(idle, ResourceRequest(1_000, 100), 900) < 0.05
     busy = pair(outstanding_prompt_tokens=10_000)[0]
-    assert placement.predicted_ttft_s(busy, Need(1_000, 100)) == pytest.approx(alone_s + 1.0)
+    assert placement.predicted_ttft_s(busy, ResourceRequest(1_000, 100)) == pytest.approx(
+        alone_s + 1.0
+    )
     full = pair(num_running=64)[0]
-    assert placement.predicted_ttft_s(full, Need(1_000, 100)) > alone_s
+    assert placement.predicted_ttft_s(full, ResourceRequest(1_000, 100)) > alone_s
 
 
 def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> None:
@@ -122,10 +126,10 @@ def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> Non
     cached = {"w0": 2_000}
     counts: Counter[str] = Counter()
     for number in range(320):
-        need = Need(2_100, 200)
-        worker = placement.choose(workers, need, cached, 100.0, "affine", 0.0)
+        resources = ResourceRequest(2_100, 200)
+        worker = placement.choose(workers, resources, cached, 100.0, "affine", 0.0)
         assert worker is not None
-        worker.reserve(f"r{number}", need, 100.0, cached.get(worker.worker_id, 0))
+        worker.reserve(f"r{number}", resources, 100.0, cached.get(worker.worker_id, 0))
         cached[worker.worker_id] = 2_000
         counts[worker.worker_id] += 1
     assert len(counts) == 8
@@ -147,7 +151,7 @@ def test_equals_take_turns() -> None:
 
 def test_a_short_prefix_does_not_draw_requests_past_an_idle_worker() -> None:
     workers = pair()
-    short, cached = Need(100, 100), {"a-1": 96}
+    short, cached = ResourceRequest(100, 100), {"a-1": 96}
     assert chosen(workers, short, cached) == "a-1", "the first turn"
     workers[0].reserve("r1", short, 100.0, 96)
     assert chosen(workers, short, cached) == "b-1"
@@ -157,14 +161,14 @@ def test_a_short_prefix_does_not_draw_requests_past_an_idle_worker() -> None:
 
 def test_a_long_prefix_draws_requests_past_an_idle_worker() -> None:
     workers = pair()
-    workers[0].reserve("r1", Need(1, 100))
+    workers[0].reserve("r1", ResourceRequest(1, 100))
     assert chosen(workers, cached={"a-1": 512}) == "a-1"
 
 
 def test_among_those_at_work_a_short_prefix_counts() -> None:
     workers = pair()
     for number, worker in enumerate(workers):
-        worker.reserve(f"r{number}", Need(1, 100))
+        worker.reserve(f"r{number}", ResourceRequest(1, 100))
     assert chosen(workers, cached={"b-1": 80}) == "b-1"
     assert chosen(workers, cached={"a-1": 80}) == "a-1"
 
@@ -203,7 +207,9 @@ _STATUSES = st.builds(
     longest=st.sampled_from([0, 64, 512]),
     speed=st.integers(0, 4),
 )
-_NEEDS = st.builds(Need, st.integers(1, 600), st.integers(0, 600), st.sampled_from(list(Tier)))
+_NEEDS = st.builds(
+    ResourceRequest, st.integers(1, 600), st.integers(0, 600), st.sampled_from(list(Tier))
+)
 
 
 def named(statuses: list[WorkerStatus]) -> list[WorkerView]:
@@ -224,19 +230,19 @@ _FIELDS = [name for name in WorkerStatus.__struct_fields__ if name not in ("work
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 600)),
 )
 def test_the_choice_has_room_and_does_not_depend_on_the_order(
-    statuses: list[WorkerStatus], need: Need, cached: dict[str, int]
+    statuses: list[WorkerStatus], resources: ResourceRequest, cached: dict[str, int]
 ) -> None:
     workers = named(statuses)
-    worker = placement.choose(workers, need, cached, 100.0)
-    fitting = [one for one in workers if one.fits(need)]
+    worker = placement.choose(workers, resources, cached, 100.0)
+    fitting = [one for one in workers if one.fits(resources)]
     if worker is None:
         assert not fitting
         return
     assert worker in fitting
-    assert worker.room_for(need.tier) > 0
+    assert worker.capacity_for(resources.tier) > 0
     assert not worker.status.draining
-    assert worker.could_hold(need)
-    assert placement.choose(workers[::-1], need, cached, 100.0) is worker
+    assert worker.could_hold(resources)
+    assert placement.choose(workers[::-1], resources, cached, 100.0) is worker
 
 
 @settings(max_examples=80)
@@ -249,39 +255,40 @@ def test_the_choice_has_room_and_does_not_depend_on_the_order(
 )
 def test_more_in_its_cache_or_less_before_it_never_makes_a_worker_less_wanted(
     statuses: list[WorkerStatus],
-    need: Need,
+    resources: ResourceRequest,
     cached: dict[str, int],
     num_more: int,
     num_fewer: int,
 ) -> None:
     workers = named(statuses)
-    worker = placement.choose(workers, need, cached, 100.0)
+    worker = placement.choose(workers, resources, cached, 100.0)
     if worker is None:
         return
     more = cached | {worker.worker_id: cached.get(worker.worker_id, 0) + num_more}
-    assert placement.choose(workers, need, more, 100.0) is worker
+    assert placement.choose(workers, resources, more, 100.0) is worker
     worker.pending_prompt_tokens = max(0.0, worker.pending_prompt_tokens - num_fewer)
-    assert placement.choose(workers, need, cached, 100.0) is worker
-    before_s = placement.predicted_ttft_s(worker, need, 0)
-    assert placement.predicted_ttft_s(worker, need, num_more) <= before_s
+    assert placement.choose(workers, resources, cached, 100.0) is worker
+    before_s = placement.predicted_ttft_s(worker, resources, 0)
+    assert placement.predicted_ttft_s(worker, resources, num_more) <= before_s
 
 
 @settings(max_examples=50)
 @given(
     st.lists(
-        st.builds(Need, st.integers(1, 300), st.integers(1, 300), st.just(Tier.FREE)), max_size=40
+        st.builds(ResourceRequest, st.integers(1, 300), st.integers(1, 300), st.just(Tier.FREE)),
+        max_size=40,
     )
 )
-def test_placing_in_one_heartbeat_never_overfills(needs: list[Need]) -> None:
+def test_placing_in_one_heartbeat_never_overfills(needs: list[ResourceRequest]) -> None:
     fleet = Fleet(2.0)
     for one in (status("a-1"), status("b-1", num_blocks=40, num_free_blocks=40)):
         fleet.observe(one, 0.0, NOW_NS)
-    for number, need in enumerate(needs):
-        worker = placement.choose(fleet.of_model("m"), need)
+    for number, resources in enumerate(needs):
+        worker = placement.choose(fleet.of_model("m"), resources)
         if worker is None:
             continue
         was_idle = worker.num_held == 0
-        fleet.reserve(worker.worker_id, f"r{number}", need)
+        fleet.reserve(worker.worker_id, f"r{number}", resources)
         assert worker.num_held <= worker.status.max_num_sequences
         assert was_idle or worker.num_free_blocks >= 0
 
@@ -308,15 +315,15 @@ def test_equal_workers_get_equally_much(
     workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(num_workers)]
     cached: dict[str, int] = {}
     counts = dict.fromkeys([worker.worker_id for worker in workers], 0)
-    need = Need(min(num_prompt_tokens, 128), num_new_tokens)
+    resources = ResourceRequest(min(num_prompt_tokens, 128), num_new_tokens)
     running: list[tuple[WorkerView, str]] = []
     for number, num_ended in enumerate(ends):
-        worker = placement.choose(workers, need, cached, 100.0, "affine", number * 10.0)
+        worker = placement.choose(workers, resources, cached, 100.0, "affine", number * 10.0)
         assert worker is not None
         fewest = min(one.num_held for one in workers)
         assert fewest > 0 or worker.num_held == 0, "somebody had nothing to do"
-        worker.reserve(f"r{number}", need, 100.0, cached.get(worker.worker_id, 0))
-        cached[worker.worker_id] = need.num_context_tokens // 16 * 16
+        worker.reserve(f"r{number}", resources, 100.0, cached.get(worker.worker_id, 0))
+        cached[worker.worker_id] = resources.num_context_tokens // 16 * 16
         counts[worker.worker_id] += 1
         running.append((worker, f"r{number}"))
         for _ in range(min(num_ended, len(running))):

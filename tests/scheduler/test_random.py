@@ -49,7 +49,7 @@ async def _live_through(draw: random.Random) -> None:
             case 5:
                 await _replace(world, fleet, index, draw)
             case 6:
-                fleet[index].veto = draw.choice(["", "full", "draining"])
+                fleet[index].rejection = draw.choice(["", "full", "draining"])
             case 7:
                 fleet[index].tells_ends = draw.random() < 0.5
             case 8:
@@ -64,7 +64,7 @@ async def _live_through(draw: random.Random) -> None:
         f"r{number}" for number in range(published)
     }
     for scheduler in world.schedulers:
-        await world.until(lambda scheduler=scheduler: len(scheduler.parts.table) == 0, 60.0)  # type: ignore[misc]
+        await world.until(lambda scheduler=scheduler: len(scheduler.context.job_table) == 0, 60.0)  # type: ignore[misc]
     await world.close()
 
 
@@ -88,7 +88,7 @@ async def _replace(
 
 async def _let_all_finish(world: World, fleet: list[ScriptedWorker]) -> None:
     for worker in fleet:
-        worker.veto = ""
+        worker.rejection = ""
     deadline_s = world.clock.monotonic() + 120.0
     while world.num_stored:
         assert world.clock.monotonic() < deadline_s, "a job is stuck"
@@ -104,4 +104,4 @@ def _check(world: World) -> None:
     embeddings = [d for w in world.workers for d in w.history if d.job.pooling is not None]
     assert not any(d.resume_token_ids for d in embeddings), "tokens of an embedding"
     for scheduler in world.schedulers:
-        scheduler.parts.fleet.check_integrity()
+        scheduler.context.fleet.check_integrity()

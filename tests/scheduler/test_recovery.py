@@ -42,10 +42,10 @@ async def test_a_new_life_of_the_name_ends_the_former_at_once(world: World) -> N
 
 async def test_a_retired_worker_s_jobs_go_on_at_once(world: World) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
-    second.veto = "full"
+    second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in first.running)
-    second.veto = ""
+    second.rejection = ""
     await world.pass_s(0.6)
     await first.retire()
     await world.until(lambda: "r1" in second.running, within_s=0.3)
@@ -108,14 +108,14 @@ async def test_a_job_cancelled_while_its_worker_died_ends_as_cancelled(world: Wo
 
 async def test_a_cancel_that_overtook_the_dispatch_reaches_the_worker(world: World) -> None:
     worker = await world.add_worker()
-    lane = world.schedulers[0].lanes["m"]
-    accepted = lane._accepted
+    runner = world.schedulers[0].dispatchers["m"].runner
+    accepted = runner._accepted
 
-    def cancel_first(entry: object) -> None:
-        world.schedulers[0].parts.cancels.add("r1", CancelReason.CLIENT, 0.0)
-        accepted(entry)  # type: ignore[arg-type]
+    def cancel_first(scheduled: object) -> None:
+        world.schedulers[0].context.cancels.add("r1", CancelReason.CLIENT, 0.0)
+        accepted(scheduled)  # type: ignore[arg-type]
 
-    lane._accepted = cancel_first  # type: ignore[method-assign]
+    runner._accepted = cancel_first  # type: ignore[method-assign]
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: [cancel.request_id for cancel in worker.cancels] == ["r1"])
 
@@ -124,14 +124,16 @@ async def test_no_answer_counts_as_a_run_that_may_have_begun(world: World) -> No
     deaf = await world.add_worker("a")
     deaf.mute = True
     await world.client.jobs.publish(job("r1"))
-    await world.pass_real(lambda: any(e.num_failures for e in world.schedulers[0].parts.table))
+    await world.pass_real(
+        lambda: any(e.attempts.num_lost for e in world.schedulers[0].context.job_table)
+    )
     deaf.mute = False
     await world.pass_real(lambda: "r1" in deaf.running)
     assert deaf.running["r1"].epoch >= 2
 
 
 async def test_attempts_are_bounded(world: World) -> None:
-    world.schedulers[0].parts.config = msgspec.structs.replace(CONFIG, max_attempts=3)
+    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_attempts=3)
     read: list[int] = []
     await world.client.control.serve_resume_points(
         "client", lambda _id: ResumePoint(token_ids=tuple(read))
@@ -191,7 +193,7 @@ async def test_jobs_that_live_through_deaths_are_not_blamed(world: World) -> Non
 
 
 async def test_giving_up_says_that_asking_again_may_help(world: World) -> None:
-    world.schedulers[0].parts.config = msgspec.structs.replace(CONFIG, max_attempts=1)
+    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_attempts=1)
     worker = await world.add_worker("a")
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
@@ -220,7 +222,7 @@ async def test_a_redelivered_job_that_is_answered_is_not_run_again(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     await worker.kill()
-    world.generations.known["r1"] = Generation(worker_id="a", epoch=1, finished=True)
+    world.running_requests.known["r1"] = Generation(worker_id="a", epoch=1, finished=True)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: world.num_stored == 0, within_s=7.0)
@@ -233,7 +235,9 @@ async def test_a_redelivered_job_goes_on_at_the_worker_that_has_it(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     worker._tasks[1].cancel()
-    world.generations.known["r1"] = Generation(worker_id=worker.worker_id, epoch=70, finished=False)
+    world.running_requests.known["r1"] = Generation(
+        worker_id=worker.worker_id, epoch=70, finished=False
+    )
     await world.add_worker("b")
     await world.add_scheduler()
     await world.until(lambda: worker.running["r1"].epoch > 1, within_s=7.0)
@@ -270,8 +274,8 @@ async def test_a_lost_notice_leaks_nothing(world: World) -> None:
     await world.pass_s(1.0)
     await worker.finish_all()
     await world.until(lambda: set(worker.running) == {"r2", "r3"}, within_s=5.0)
-    table = world.schedulers[0].parts.table
-    assert {entry.request_id for entry in table} == {"r2", "r3"}
+    job_table = world.schedulers[0].context.job_table
+    assert {scheduled.request_id for scheduled in job_table} == {"r2", "r3"}
 
 
 async def test_an_answered_job_is_not_run_again_when_its_worker_dies(world: World) -> None:
@@ -282,7 +286,7 @@ async def test_an_answered_job_is_not_run_again_when_its_worker_dies(world: Worl
     await first.finish("r1")
     await first.kill()
     second = await world.add_worker("a")
-    await world.until(lambda: len(world.schedulers[0].parts.table) == 0)
+    await world.until(lambda: len(world.schedulers[0].context.job_table) == 0)
     assert not second.history
 
 
@@ -295,7 +299,7 @@ async def test_an_outage_of_the_bus_kills_no_worker(world: World) -> None:
     await world.pass_s(4.0)
     world.broker.start()
     await world.pass_s(1.0)
-    assert world.schedulers[0].parts.fleet.get(worker.worker_id) is not None
+    assert world.schedulers[0].context.fleet.get(worker.worker_id) is not None
     await worker.finish_all()
     await world.until(lambda: world.num_stored == 0)
     assert [dispatch.epoch for dispatch in worker.history] == [1, 1]
@@ -332,7 +336,7 @@ async def test_two_schedulers_and_a_dying_worker(world: World) -> None:
     assert len(runs) == len(set(runs)) == 8
     await second.finish_all()
     await world.until(lambda: world.num_stored == 0)
-    assert len(other.parts.table) == 0
+    assert len(other.context.job_table) == 0
 
 
 async def test_stop_is_quick(world: World) -> None:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import pytest
 
 from registry.routing.router import ModelState, Route, Router
-from scheduler.intake.routing import AutoRouter
+from scheduler.intake.model_choice import ModelChooser
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Job, Tier
 from schemas.pooling import Pooling
+from tests.scheduler.world import FakeRunningRequests
 
 HARD = "Prove that the wheel turns, step by step."
 THERE = ModelState(num_workers=1)
-
-
-class FakeChoices:
-    """The index without Redis."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, tuple[str, str]] = {}
-
-    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
-        return self.made.setdefault(request_id, (model, reason))
 
 
 class Models:
@@ -40,24 +31,26 @@ def models() -> Models:
 
 
 @pytest.fixture
-def router(models: Models) -> AutoRouter:
+def router(models: Models) -> ModelChooser:
     routes = Router({"auto": Route(small="s", large="l")})
-    return AutoRouter(routes, models.state_of, FakeChoices())
+    return ModelChooser(routes, models.state_of, FakeRunningRequests())
 
 
-def test_a_job_gets_a_model_and_says_what_it_asked_for(router: AutoRouter) -> None:
-    job = router.route(Job(request_id="r", model="auto", prompt=HARD))
+def test_a_job_gets_a_model_and_says_what_it_asked_for(router: ModelChooser) -> None:
+    job = router.choose(Job(request_id="r", model="auto", prompt=HARD))
     assert (job.model, job.model_requested, job.route_reason) == ("l", "auto", "reason")
     messages = (ChatMessage("user", "hi"),)
-    job = router.route(Job(request_id="r", model="auto", messages=messages, model_requested="best"))
+    job = router.choose(
+        Job(request_id="r", model="auto", messages=messages, model_requested="best")
+    )
     assert (job.model, job.model_requested, job.route_reason) == ("s", "best", "short")
     assert set(router.names) == {"auto"}
     assert router.models_of("auto") == ("s", "l")
 
 
-def test_a_job_with_a_model_is_left_as_it_is(router: AutoRouter) -> None:
+def test_a_job_with_a_model_is_left_as_it_is(router: ModelChooser) -> None:
     job = Job(request_id="r", model="l", prompt_token_ids=(1,))
-    assert router.route(job) is job
+    assert router.choose(job) is job
 
 
 @pytest.mark.parametrize(
@@ -67,21 +60,21 @@ def test_a_job_with_a_model_is_left_as_it_is(router: AutoRouter) -> None:
         (Job(request_id="r", model="auto", prompt="x", pooling=Pooling.MEAN), "model"),
     ],
 )
-def test_what_only_one_model_can_do_is_refused(router: AutoRouter, job: Job, param: str) -> None:
+def test_what_only_one_model_can_do_is_refused(router: ModelChooser, job: Job, param: str) -> None:
     with pytest.raises(ParameterError) as caught:
-        router.route(job)
+        router.choose(job)
     assert caught.value.param == param
 
 
 async def test_the_first_choice_holds_for_every_delivery(
-    router: AutoRouter, models: Models
+    router: ModelChooser, models: Models
 ) -> None:
     job = Job(request_id="r", model="auto", prompt=HARD)
-    first = await router.settled(router.route(job))
+    first = await router.settle(router.choose(job))
     models.states["l"] = ModelState()
-    changed = router.route(job)
+    changed = router.choose(job)
     assert (changed.model, changed.route_reason) == ("s", "reason:absent")
-    assert await router.settled(changed) == first
-    assert (await router.settled(router.route(Job(request_id="q", model="auto", prompt=HARD)))) == (
-        router.route(Job(request_id="q", model="auto", prompt=HARD))
+    assert await router.settle(changed) == first
+    assert (await router.settle(router.choose(Job(request_id="q", model="auto", prompt=HARD)))) == (
+        router.choose(Job(request_id="q", model="auto", prompt=HARD))
     )

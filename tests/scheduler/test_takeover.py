@@ -18,10 +18,10 @@ def _note_in_index(world: World, worker: ScriptedWorker) -> None:
     leases: dict[str, str] = {}
     for request_id, dispatch in worker.running.items():
         leases[request_id] = dispatch.lease
-        world.generations.known[request_id] = Generation(
+        world.running_requests.known[request_id] = Generation(
             worker_id=worker.worker_id, epoch=dispatch.epoch, finished=False
         )
-    world.generations.held[worker.worker_id] = leases
+    world.running_requests.held[worker.worker_id] = leases
 
 
 async def test_jobs_of_a_worker_that_died_with_the_scheduler_go_on_in_two_seconds(
@@ -70,7 +70,7 @@ async def test_what_others_took_over_or_answered_is_left_alone(world: World) -> 
     await _fill(world, worker, 3)
     await world.kill_scheduler()
     await worker.kill()
-    known = world.generations.known
+    known = world.running_requests.known
     known["r0"] = Generation(worker_id="elsewhere", epoch=2, finished=False)
     known["r1"] = Generation(worker_id=worker.worker_id, epoch=1, finished=True)
     second = await world.add_worker("b")
@@ -85,7 +85,7 @@ async def test_without_an_index_the_leases_lapse(world: World) -> None:
     await _fill(world, worker, 1)
     await world.kill_scheduler()
     await worker.kill()
-    world.generations.held.clear()
+    world.running_requests.held.clear()
     second = await world.add_worker("b")
     await world.add_scheduler()
     await world.pass_s(3.0)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from scheduler.fleet.fleet import Fleet
 from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.resource_request import Need
+from scheduler.jobs.resource_request import ResourceRequest
 from schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view
 
@@ -17,15 +17,15 @@ from tests.scheduler.statuses import NOW_NS, status, view
 def test_room_counts_what_was_sent_since_the_heartbeat() -> None:
     fleet = Fleet(2.0)
     fleet.observe(status(num_running=1), 0.0, NOW_NS)
-    assert fleet.room("m") == 3
-    fleet.reserve("w-1", "r1", Need(10, 10))
-    fleet.reserve("w-1", "r2", Need(10, 10))
-    assert fleet.room("m") == 1
+    assert fleet.capacity("m") == 3
+    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
+    fleet.reserve("w-1", "r2", ResourceRequest(10, 10))
+    assert fleet.capacity("m") == 1
     fleet.confirm("w-1", "r1")
     fleet.observe(status(num_running=3), 0.5, NOW_NS)
-    assert fleet.room("m") == 1, "one of them is another scheduler's"
+    assert fleet.capacity("m") == 1, "one of them is another scheduler's"
     fleet.release("w-1", "r1")
-    assert fleet.room("m") == 2
+    assert fleet.capacity("m") == 2
     fleet.check_integrity()
 
 
@@ -43,62 +43,62 @@ def test_no_more_wait_at_a_worker_than_keep_it_busy(
 ) -> None:
     worker = view(max_num_waiting=8, num_running=4, decode_step_ms=step_ms)
     for number in range(4):
-        worker.reserve(f"r{number}", Need(10, output_tokens), output_tokens)
+        worker.reserve(f"r{number}", ResourceRequest(10, output_tokens), output_tokens)
         worker.confirm(f"r{number}")
     worker.observe(status(max_num_waiting=8, num_running=4, decode_step_ms=step_ms), 0.5)
-    assert worker.room == waiting
+    assert worker.capacity == waiting
 
 
 def test_a_refusal_holds_until_the_next_heartbeat_for_that_tier_and_below() -> None:
     fleet = Fleet(2.0)
     fleet.observe(status(), 0.0, NOW_NS)
     fleet.refuse("w-1", Tier.FREE)
-    assert [fleet.room("m", tier) for tier in Tier] == [4, 4, 0, 0]
+    assert [fleet.capacity("m", tier) for tier in Tier] == [4, 4, 0, 0]
     fleet.refuse("w-1")
-    assert fleet.room("m", Tier.ENTERPRISE) == 0
+    assert fleet.capacity("m", Tier.ENTERPRISE) == 0
     fleet.observe(status(), 0.5, NOW_NS)
-    assert fleet.room("m") == 4
+    assert fleet.capacity("m") == 4
 
 
 def test_lower_tiers_make_way_up_to_twice_the_capacity() -> None:
     full = view(num_running=4, max_num_waiting=2, num_held_by_tier={Tier.FREE: 1, Tier.BATCH: 3})
-    assert [full.room_for(tier) for tier in Tier] == [6, 6, 5, 2]
+    assert [full.capacity_for(tier) for tier in Tier] == [6, 6, 5, 2]
     for number in range(6):
-        full.reserve(f"r{number}", Need(10, 10, Tier.BATCH))
-    assert full.room_for(Tier.BATCH) == 0
-    assert full.room_for(Tier.PRO) == 2, "there are ten of at most twelve"
+        full.reserve(f"r{number}", ResourceRequest(10, 10, Tier.BATCH))
+    assert full.capacity_for(Tier.BATCH) == 0
+    assert full.capacity_for(Tier.PRO) == 2, "there are ten of at most twelve"
 
 
 def test_nobody_makes_way_where_tiers_are_not_told() -> None:
     full = view(num_running=4)
-    assert full.room_for(Tier.ENTERPRISE) == 0
+    assert full.capacity_for(Tier.ENTERPRISE) == 0
 
 
 def test_blocks_of_lower_tiers_can_be_had() -> None:
     held = {Tier.BATCH: 2}
     short = view(num_running=2, num_free_blocks=0, num_held_by_tier=held)
-    assert short.room_for(Tier.BATCH) == 0
-    assert not short.fits(Need(100, 10, Tier.BATCH))
-    assert short.fits(Need(100, 10, Tier.PRO))
-    assert not short.fits(Need(1_600, 10, Tier.PRO)), "more than there are"
+    assert short.capacity_for(Tier.BATCH) == 0
+    assert not short.fits(ResourceRequest(100, 10, Tier.BATCH))
+    assert short.fits(ResourceRequest(100, 10, Tier.PRO))
+    assert not short.fits(ResourceRequest(1_600, 10, Tier.PRO)), "more than there are"
 
 
 def test_prompts_that_were_sent_are_pending_until_they_are_done() -> None:
     worker = view(prefill_tokens_per_s=1_000.0, outstanding_prompt_tokens=50)
-    worker.reserve("r1", Need(400, 10), num_cached_tokens=150)
+    worker.reserve("r1", ResourceRequest(400, 10), num_cached_tokens=150)
     assert worker.pending_prompt_tokens == 300
     worker.advance(0.2)
     assert worker.pending_prompt_tokens == pytest.approx(100)
     worker.advance(9.0)
     assert worker.pending_prompt_tokens == 0
-    worker.reserve("r2", Need(400, 10))
+    worker.reserve("r2", ResourceRequest(400, 10))
     assert worker.release("r2")
     assert worker.pending_prompt_tokens == 0
     worker.observe(status(prefill_tokens_per_s=1_000.0, outstanding_prompt_tokens=70), 10.0)
     assert worker.pending_prompt_tokens == 70 + 250, "the first was not confirmed so far"
 
 
-class Lives(RuleBasedStateMachine):
+class AttemptHistory(RuleBasedStateMachine):
     """Requests come and go, of every tier, and heartbeats tell less or more of it."""
 
     tiers = st.sampled_from(list(Tier))
@@ -111,12 +111,12 @@ class Lives(RuleBasedStateMachine):
 
     @rule(tier=tiers, context=st.integers(1, 400))
     def send(self, tier: Tier, context: int) -> None:
-        need = Need(context, 20, tier)
-        if self.worker.fits(need):
-            room = self.worker.room_for(tier)
+        resources = ResourceRequest(context, 20, tier)
+        if self.worker.fits(resources):
+            capacity = self.worker.capacity_for(tier)
             self.number += 1
-            self.worker.reserve(f"r{self.number}", need)
-            assert self.worker.room_for(tier) < room
+            self.worker.reserve(f"r{self.number}", resources)
+            assert self.worker.capacity_for(tier) < capacity
 
     @rule(index=st.integers(0, 20), confirm=st.booleans())
     def follow(self, index: int, confirm: bool) -> None:
@@ -143,11 +143,11 @@ class Lives(RuleBasedStateMachine):
     def agrees(self) -> None:
         worker = self.worker
         worker.check_integrity()
-        rooms = [worker.room_for(tier) for tier in Tier]
+        rooms = [worker.capacity_for(tier) for tier in Tier]
         assert rooms == sorted(rooms, reverse=True), "a higher tier never has less room"
-        assert worker.room == rooms[-1]
+        assert worker.capacity == rooms[-1]
         assert worker.pending_prompt_tokens >= 0
 
 
-Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
-TestLives = Lives.TestCase
+AttemptHistory.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+TestLives = AttemptHistory.TestCase

@@ -16,7 +16,7 @@ from registry.pricing import UNPRICED
 from registry.routing.router import Router
 from runtime.clock import ManualClock
 from scheduler.intake.model_cache import Preparer
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig, SchedulerConfig
 from schemas.control import QueueStatus
 from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
@@ -63,7 +63,7 @@ def load_fake(model: str) -> FakeModel:
     return FakeModel()
 
 
-class FakeGenerations:
+class FakeRunningRequests:
     """What Redis would know."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class World:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
-        self.generations = FakeGenerations()
+        self.running_requests = FakeRunningRequests()
         self.frames: list[tuple[str, Frame]] = []
         self.statuses: list[QueueStatus] = []
         self.workers: list[ScriptedWorker] = []
@@ -129,13 +129,11 @@ class World:
             MemoryBus(self.broker),
             self.config,
             self.clock,
-            self._models,
-            self._load,
-            self.generations,
-            self._router,
+            ModelCatalogue(self._models, self._load, self._router),
+            self.running_requests,
         )
         for model in self._models:
-            await scheduler.shelf.warm(model)
+            await scheduler.model_cache.warm(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
@@ -152,7 +150,7 @@ class World:
         """Without a word to anybody."""
         scheduler = self.schedulers.pop(index)
         _, task = self._running.pop(index)
-        await scheduler.parts.tasks.close()
+        await scheduler.context.tasks.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -33,7 +33,7 @@ from schemas.config import (
 )
 from schemas.control import WorkerStatus
 from telemetry.kafka.embedded import EmbeddedKafka
-from tests.support.nats_users import NatsWithUsers, nats_with_users
+from tests.support.nats.users import NatsWithUsers, nats_with_users
 from tests.support.servers import RedisServer, die_with_parent, free_port
 from tests.support.waiting import eventually
 

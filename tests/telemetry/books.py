@@ -10,7 +10,7 @@ from registry.catalogue import Catalogue, ModelEntry
 from registry.pricing import PriceBook, cost, device_cost
 from runtime.clock import SystemClock
 from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
+from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
 from telemetry.rollups.prices import record_prices
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import Store
@@ -149,7 +149,7 @@ REQUEST_ROWS = [
         epoch=2,
         status=Status.FAILED,
         error_code="worker_lost",
-        lives=(Life(epoch=1, worker_id="w-9", started_ns=1, ended_ns=2),),
+        lives=(Attempt(epoch=1, worker_id="w-9", started_ns=1, ended_ns=2),),
     ),
     shed("r5", "globex/eve", "large", 90, 40),
     served(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from runtime.clock import SystemClock
-from schemas.records import Life, RequestRecord, Status
+from schemas.records import Attempt, RequestRecord, Status
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import Store
 from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
@@ -41,7 +41,7 @@ def _request(number: int, done_ns: int) -> RequestRecord:
     record = request_record(number, done_ns=done_ns)
     if number % 10:
         return record
-    life = Life(epoch=1, worker_id="w-9", started_ns=done_ns - 10**9, ended_ns=done_ns)
+    life = Attempt(epoch=1, worker_id="w-9", started_ns=done_ns - 10**9, ended_ns=done_ns)
     return msgspec.structs.replace(
         record, status=Status.FAILED, error_code="engine_failed", lives=(life,)
     )

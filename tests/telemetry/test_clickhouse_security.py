@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cli.store import ask_server
+from cli.analytics.store import ask_server
 from schemas.config import ClickHouseConfig
 from schemas.errors import (
     ConfigError,

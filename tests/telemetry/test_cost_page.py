@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from cli.analytics.rows import parse_rows, table
 from cli.main import build_parser
-from cli.rows import parse_rows, table
 from registry.pricing import PriceBook, cost, device_cost
 from runtime.clock import SystemClock
 from schemas.jobs import Source, Tier
-from schemas.records import Life, Record, RequestRecord, Status, WorkerSample
+from schemas.records import Attempt, Record, RequestRecord, Status, WorkerSample
 from telemetry.http.answers import load_queries
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import PlainTable, Store
@@ -109,7 +109,9 @@ def samples() -> Iterator[WorkerSample]:
 async def fill(store: Store) -> None:
     """Each row twice: nothing on the page may notice."""
     requests = [request(*row) for row in REQUESTS]
-    moved = Life(epoch=1, worker_id="worker-2", started_ns=DONE_NS - _NS_PER_S, device_us=120_000)
+    moved = Attempt(
+        epoch=1, worker_id="worker-2", started_ns=DONE_NS - _NS_PER_S, device_us=120_000
+    )
     requests[2] = msgspec.structs.replace(requests[2], epoch=2, lives=(moved,))
     kinds: tuple[list[Record], ...] = ([*requests], [*samples()])
     for token in ("once", "twice"):

@@ -212,7 +212,7 @@ async def test_an_engine_that_was_open_before_is_not_served(tmp_path: Path) -> N
     """Its user is the one that it started with, who may read everything."""
     script = (
         "import sys, chdb\n"
-        "from telemetry.embedded_engine import connect\n"
+        "from telemetry.store.embedded_engine import connect\n"
         "open_to_all = chdb.connect(sys.argv[1])\n"
         "connect(sys.argv[1], 'millrace')\n"
     )

@@ -13,7 +13,7 @@ import pytest
 from runtime.clock import SystemClock
 from schemas.control import TelemetryQuery
 from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
+from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
 from telemetry.http.answers import Answers
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import Store
@@ -33,7 +33,7 @@ def request(
     status: Status = Status.DONE,
     cost: str = "0.1",
     currency: str = "USD",
-    lives: tuple[Life, ...] = (),
+    lives: tuple[Attempt, ...] = (),
 ) -> RequestRecord:
     """100 tokens in (40 cached), 11 out; 2 s: 100 ms in the queue, TTFT 500 ms, TPOT 150 ms."""
     done_ns = BEGIN_S * 10**9 + round(at_s * 1_000) * 1_000_000
@@ -72,7 +72,7 @@ MOVED = request(
     "moved",
     130,
     lives=(
-        Life(
+        Attempt(
             epoch=64,
             worker_id="w-0",
             started_ns=(BEGIN_S + 128) * 10**9 + 30_000_000,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MalformedMessageError
-from schemas.records import RECORD_VERSION, Life, TranscriptRecord
+from schemas.records import RECORD_VERSION, Attempt, TranscriptRecord
 from telemetry.store.migrate import MigrationError, load_migrations, migrate
 from telemetry.store.outbox_ledger import Ledger, merge
 from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
@@ -96,8 +96,8 @@ async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
         ({"device_cost": Decimal("Infinity")}, "device_cost"),
         ({"device_us": (1 << 53) + 1}, "device_us"),
         ({"done_ns": (1 << 32) * 10**9}, "done_ns"),
-        ({"lives": (Life(epoch=-1, worker_id="w"),)}, "lives.epoch"),
-        ({"lives": (Life(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "lives.ended_ns"),
+        ({"lives": (Attempt(epoch=-1, worker_id="w"),)}, "lives.epoch"),
+        ({"lives": (Attempt(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "lives.ended_ns"),
         ({"version": 70_000}, "version"),
         ({"request_id": ""}, "id"),
     ],
@@ -108,7 +108,7 @@ def test_a_bad_field_is_named(change: dict[str, object], field: str) -> None:
 
 
 async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
-    lives = (Life(epoch=(1 << 32) - 1, worker_id="w", started_ns=1, device_us=1 << 53),)
+    lives = (Attempt(epoch=(1 << 32) - 1, worker_id="w", started_ns=1, device_us=1 << 53),)
     largest = msgspec.structs.replace(
         request_record(1),
         prompt_tokens=(1 << 32) - 1,

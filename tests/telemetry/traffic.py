@@ -8,7 +8,7 @@ from decimal import Decimal
 import msgspec
 
 from runtime.clock import SystemClock
-from schemas.records import DeliveryRecord, Life, RequestRecord, Status, WorkerSample
+from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import Store
 from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
@@ -92,7 +92,7 @@ def _request(number: int, done_ns: int) -> RequestRecord:
 def moved_request(done_ns: int) -> RequestRecord:
     """A request of 4 s whose first worker was killed after it had made half of the answer."""
     received_ns = done_ns - 4_000_000_000
-    life = Life(
+    life = Attempt(
         epoch=65,
         worker_id="worker-1",
         started_ns=received_ns + 100_000_000,

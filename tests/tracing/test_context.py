@@ -127,7 +127,7 @@ def test_without_an_endpoint_nothing_that_traces_is_imported() -> None:
     script = """
 import sys
 import gateway.__main__, scheduler.__main__, workers.__main__, telemetry.__main__
-from bus.tracing import open_tracing
+from runtime.tracing import open_tracing
 from schemas.config import TracingConfig
 assert open_tracing(TracingConfig(), "gateway", "g") is None
 tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "runtime.otlp", "google.protobuf")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
-from scheduler.jobs.finalizer import Endings
+from scheduler.jobs.finalizer import Finalizer
 from scheduler.jobs.tracing import JobTraces
 from schemas.control import Cancel, CancelReason
 from schemas.frames import Cancelled
@@ -30,10 +30,12 @@ async def world() -> AsyncIterator[World]:
 def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
     scheduler = world.schedulers[0]
-    parts = scheduler.parts
-    parts.traces = JobTraces(tracing, world.clock)
-    prices = scheduler.shelf.prices
-    parts.endings = Endings(parts.bus, world.clock, world.generations, prices, parts.traces)
+    context = scheduler.context
+    context.traces = JobTraces(tracing, world.clock)
+    prices = scheduler.model_cache.prices
+    context.finalizer = Finalizer(
+        context.bus, world.clock, world.running_requests, prices, context.traces
+    )
     return kept
 
 
@@ -89,10 +91,10 @@ async def test_a_worker_that_is_full_leaves_a_run_that_was_not_taken(
     world: World, kept: KeptSpans
 ) -> None:
     worker = await world.add_worker("a")
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1", traceparent=CALLER))
     await world.until(lambda: "run m" in kept.names)
-    worker.veto = ""
+    worker.rejection = ""
     assert kept.all("run m")[0].error == "not_taken"
 
 
@@ -100,7 +102,7 @@ async def test_what_ends_here_says_why_and_where_its_record_went(
     world: World, kept: KeptSpans
 ) -> None:
     worker = await world.add_worker("a")
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r1", traceparent=CALLER))
     await world.until(lambda: "run m" in kept.names)
     await world.client.control.cancel(Cancel(request_id="r1", reason=CancelReason.CLIENT))
@@ -137,7 +139,7 @@ async def test_a_scheduler_that_stops_tells_what_it_has(world: World, kept: Kept
     worker = await world.add_worker("a")
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
-    worker.veto = "full"
+    worker.rejection = "full"
     await world.client.jobs.publish(job("r2", traceparent=CALLER))
     await world.until(lambda: any(span.error == "not_taken" for span in kept.spans))
     await world.stop_scheduler()

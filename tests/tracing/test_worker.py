@@ -10,11 +10,11 @@ from registry.served import ServedModel
 from runtime.tracing import Span, life_span, parse_traceparent, record_span
 from schemas.control import Cancel, CancelReason
 from schemas.frames import FinishReason
-from schemas.records import Life
+from schemas.records import Attempt
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.conftest import demo
 from tests.workers.scripted import Bench, bench
-from workers.host.tracing import RunTraces
+from workers.host.generations.tracing import RunTraces
 
 __all__ = ["demo"]
 
@@ -41,7 +41,7 @@ def _life_of(span: Span) -> int:
 
 async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
     begin_ns = b.clock.now_ns()
-    earlier = Life(epoch=1, worker_id="other")
+    earlier = Attempt(epoch=1, worker_id="other")
     await b.dispatch(b.job(traceparent=SCHEDULER), epoch=2, lives=(earlier,))
     await b.settle(1.0)
     b.engine.emit("r1:2", [20])

@@ -27,7 +27,7 @@ from schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
 from schemas.jobs import Job
 from schemas.records import RequestRecord, WorkerSample
 from schemas.sampling import SamplingParams
-from tests.support.tokenizers_made import byte_level, write_tokenizer
+from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.support.waiting import eventually
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from workers.host.worker import Worker
@@ -133,7 +133,7 @@ class ScriptedEngine:
 
 
 class RecordingIndex:
-    """See ``workers.host.index.Generations``. ``known`` is what it says; ``away``: nothing."""
+    """See ``workers.host.leases.index``. ``known`` is what it says; ``away``: nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []

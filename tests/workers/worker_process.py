@@ -21,7 +21,7 @@ from schemas.frames import TERMINAL_FRAMES, Delta, Frame
 from schemas.jobs import Job, Tier
 from schemas.records import RequestRecord
 from schemas.sampling import SamplingParams
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

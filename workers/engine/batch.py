@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from schemas.pooling import Pooling
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence
 
 _num_computed_tokens = attrgetter("num_computed_tokens")

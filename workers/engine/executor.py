@@ -14,7 +14,8 @@ from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
 from workers.engine.output_processor import Chunk, Receiver
 from workers.engine.runners import Runner
 from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.planner import Planner, ScheduledSequence
+from workers.engine.scheduling.planner import Planner
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.scheduling.step_speed import StepSpeed
 from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
 from workers.engine.types import EngineOutput

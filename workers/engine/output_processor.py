@@ -19,7 +19,8 @@ from workers.engine.outputs import as_millrace_error, embedding_output, token_ou
 from workers.engine.pooling import PooledChunk, add_chunk
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from workers.engine.sampling.sampler import Sampler
-from workers.engine.scheduling.planner import Planner, ScheduledSequence
+from workers.engine.scheduling.planner import Planner
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.types import EngineOutput, NonFiniteEmbeddingError, NonFiniteLogitsError
 

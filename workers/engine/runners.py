@@ -12,10 +12,10 @@ from registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from schemas.config import EngineConfig
 from workers.engine.device.device import device_of
 from workers.engine.device.loading import load_device_runner
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.in_flight_step import LaunchedStep
 from workers.engine.kv.cache import KVCache
-from workers.engine.runner import ModelRunner
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.settings import choose_device, settled
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workers.engine.sampling.random_stream import stream_key
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
+from workers.kernels.random_stream import stream_key
 
 
 def choice_key(seed: int, choice: int) -> int:

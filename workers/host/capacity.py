@@ -6,7 +6,7 @@ from collections import Counter
 
 from schemas.control import Dispatch, WorkerReply
 from schemas.jobs import Tier
-from workers.host.generation import PRIORITIES
+from workers.host.generations.generation import PRIORITIES
 
 # While the bus does not take records, ended requests pile up to this many times the capacity.
 _MAX_ENDING_FACTOR = 4

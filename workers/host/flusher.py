@@ -10,7 +10,7 @@ from bus.api import FrameStreams
 from runtime.clock import Clock
 from schemas.errors import MillraceError
 from schemas.frames import Frame
-from workers.host.generation import Generation, Route
+from workers.host.generations.generation import Generation, Route
 
 logger = logging.getLogger(__name__)
 

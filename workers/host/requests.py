@@ -18,20 +18,20 @@ from schemas.jobs import Tier
 from schemas.records import RequestRecord, Status, TranscriptRecord
 from workers.engine.types import DeviceTime, EngineOutput
 from workers.host.capacity import OK, Room, no, stale, veto_of_dispatch
-from workers.host.completion_events import EndedNotices
-from workers.host.device_times import DeviceTimes
-from workers.host.endings import Endings
-from workers.host.finished import EpochFloors, FinishedGenerations
+from workers.host.endings.device_times import DeviceTimes
+from workers.host.endings.finalizer import Endings
+from workers.host.endings.records import request_record
+from workers.host.endings.transcripts import transcript_of, wants_transcript
 from workers.host.flusher import Flusher
-from workers.host.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
-from workers.host.index import Generations, IndexWriter
-from workers.host.lease_ownership import Tenure
-from workers.host.output_text import TextStream
-from workers.host.records import request_record
+from workers.host.generations.finished import EpochFloors, FinishedGenerations
+from workers.host.generations.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
+from workers.host.generations.latencies import RequestTimes
+from workers.host.generations.output_text import TextStream
+from workers.host.generations.tracing import RunTraces
+from workers.host.leases.index import Generations, IndexWriter
+from workers.host.leases.ownership import Tenure
+from workers.host.reports.completion_events import EndedNotices
 from workers.host.requeue import EngineKilledError, Readmission
-from workers.host.times import RequestTimes
-from workers.host.tracing import RunTraces
-from workers.host.transcripts import transcript_of, wants_transcript
 from workers.process.keeper import EngineKeeper
 
 # How long a worker that ends waits to hear what its requests took.
@@ -154,7 +154,7 @@ class Requests:
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
         generation = Generation(dispatch, stream, self._clock.now_ns(), self._clock.monotonic())
         if self._traces is not None:
-            generation.trace = self._traces.begin(dispatch)
+            generation.trace = self._traces.start(dispatch)
         self._running[job.request_id] = generation
         self._room.enter(job.tier)
         self._by_engine_id[generation.engine_id] = generation
@@ -335,7 +335,7 @@ class Requests:
             self._room.leave(generation.job.tier)
         self._by_engine_id.pop(generation.engine_id, None)
         if generation.trace is not None:
-            generation.trace.over(generation)
+            generation.trace.finish(generation)
         self._readmission.remove(generation)
 
     def expire_late(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from schemas.errors import MillraceError
-from workers.host.generation import Generation
+from workers.host.generations.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Readmission:
         had = [g for g in running if g is not blamed and g not in self._newcomers]
         for generation in had:
             if generation.trace is not None:
-                generation.trace.note("engine lost")
+                generation.trace.add_event("engine lost")
         had.sort(key=lambda g: (-g.priority, g.num_tokens))
         self._suspects = dict.fromkeys(had)
         return blamed

@@ -17,15 +17,15 @@ from runtime.tracing import Tracing
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
 from schemas.errors import MillraceError
-from workers.host.completion_events import EndedNotices
-from workers.host.device_watch import DeviceWatch
 from workers.host.flusher import Flusher
-from workers.host.index import Generations, IndexWriter
-from workers.host.leases import LeaseKeeper
-from workers.host.prefix_reports import PrefixReporter
+from workers.host.generations.tracing import RunTraces
+from workers.host.leases.index import Generations, IndexWriter
+from workers.host.leases.keeper import LeaseKeeper
+from workers.host.reports.completion_events import EndedNotices
+from workers.host.reports.device_watch import DeviceWatch
+from workers.host.reports.prefixes import PrefixReporter
+from workers.host.reports.status import StatusReporter
 from workers.host.requests import Requests
-from workers.host.status import StatusReporter
-from workers.host.tracing import RunTraces
 from workers.process.keeper import EngineKeeper
 
 _CHECK_INTERVAL_S = 0.1

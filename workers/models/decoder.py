@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.operations import BatchT_contra, HeadNorms, MetadataT, Operations, Product
+from workers.kernels.operations import BatchT_contra, HeadNorms, MetadataT, Operations, Product
 from workers.models.mlp import MLP, GatedMLP, plus_mlp
 from workers.models.rope import Rope
 

@@ -12,7 +12,7 @@ from registry.checkpoints.checkpoint import ModelConfig, open_tensors
 from registry.checkpoints.expert_layers import ExpertsConfig
 from registry.checkpoints.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
-from workers.engine.operations import HeadNorms, Product
+from workers.kernels.operations import HeadNorms, Product
 from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.operations import Product, SwiGLU
+from workers.kernels.operations import Product, SwiGLU
 from workers.models.stacked_experts import StackedExperts
 
 

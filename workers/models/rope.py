@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.operations import Rotation
+from workers.kernels.operations import Rotation
 
 
 class Rope:

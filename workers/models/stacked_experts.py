@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from registry.checkpoints.expert_layers import ExpertsConfig
-from workers.engine.device.kernel_set import ExpertKernels
-from workers.engine.operations import Product
+from workers.kernels.gpu.kernel_set import ExpertKernels
+from workers.kernels.operations import Product
 
 
 class StackedExperts(NamedTuple):

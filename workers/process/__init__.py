@@ -1,1 +1,2 @@
-"""The engine's process, its keeper, and the wire between it and the bus side."""
+"""The engine's process, the keeper that replaces it, and the wire between it and the bus side.
+Called by ``host``; imports the engine's types, and the engine itself in the child process only."""

@@ -17,7 +17,7 @@ from tests.support.batch_system import (
     on_nats,
 )
 from tests.support.batch_worker import BatchWorker
-from tests.support.nats_streams import delete_streams
+from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer, RedisServer
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.config import EngineConfig
 from schemas.pooling import Pooling
-from tests.workers.engine.device_double import POISON, DeviceRunner, Fault
+from tests.workers.engine.device.device_double import POISON, DeviceRunner, Fault
 from tests.workers.engine.support import SteppingClock, drawn_settings, prompt, request
 from workers.engine.engine import Engine
 from workers.engine.sequence import Sequence

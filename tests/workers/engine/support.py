@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from schemas.sampling import SamplingParams
 from workers.engine.device.runner import DeviceRunner
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
 from workers.engine.types import EngineOutput, EngineRequest
 
 

@@ -13,7 +13,7 @@ import pytest
 from schemas.config import EngineConfig
 from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
-from tests.support.checkpoints_made import write_checkpoint
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
 from workers.engine import output_processor as receiver
 from workers.engine.engine import Engine

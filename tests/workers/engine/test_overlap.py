@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from schemas.config import EngineConfig
-from tests.workers.engine.device_double import DeviceRunner, Fault
+from tests.workers.engine.device.device_double import DeviceRunner, Fault
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
 from workers.engine.engine import Engine
 from workers.engine.in_flight_step import LaunchedStep
 from workers.engine.scheduling.cost_model import StepWork
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import UNREAD_TOKEN, SequenceState
 from workers.engine.types import EngineRequest
 

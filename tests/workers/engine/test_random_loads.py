@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas.config import EngineConfig
+from tests.workers.engine.kv.test_host_cache import BLOCK_BYTES
 from tests.workers.engine.support import SteppingClock, drawn_settings, prompt, request
-from tests.workers.engine.test_host_cache import BLOCK_BYTES
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
 from workers.engine.scheduling.planner import MAX_PREEMPTIONS
 from workers.engine.types import EngineOutput, EngineRequest
 

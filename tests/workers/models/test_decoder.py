@@ -17,9 +17,9 @@ from tests.workers.checkpoints import (
     save_model,
 )
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence
 
 LLAMA3_ROPE = {

@@ -21,9 +21,9 @@ from tests.workers.models.drawn import (
     NUM_TOKENS_OUT,
     checkpoints,
 )
+from workers.engine.eager.runner import ModelRunner
 from workers.engine.engine import Engine
-from workers.engine.runner import ModelRunner
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence
 
 TOLERANCE = 1e-4

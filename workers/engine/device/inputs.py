@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.engine.batch import BatchLayout
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.kernels.gpu.step_inputs import StepShape
 
 _Longs = npt.NDArray[np.int64]

@@ -12,14 +12,14 @@ from registry.checkpoints.checkpoint import ModelConfig
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from workers.engine.device.device import Device, Stopwatch
-from workers.engine.device.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.engine.device.memory import cache_bytes
 from workers.engine.device.operations import DeviceOperations
 from workers.engine.device.runner import Bounds, DeviceRunner
 from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.kernels.gpu.step_inputs import StepShape
 from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.device_product import device_products
+from workers.models.device_linear import device_products
 from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
 from workers.models.stacked_experts import stacked_experts

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workers.engine.device.kernel_set import Attention, KernelSet
-from workers.engine.operations import HeadNorms, Product, Rotation
 from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from workers.kernels.gpu.kernel_set import Attention, KernelSet
+from workers.kernels.operations import HeadNorms, Product, Rotation
 
 
 class DeviceMetadata(NamedTuple):

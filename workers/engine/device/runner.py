@@ -16,7 +16,6 @@ from workers.engine.batch import BatchLayout, lay_out
 from workers.engine.device.device import Array, Device, Stopwatch
 from workers.engine.device.graphs import RecordedSteps, ladder
 from workers.engine.device.inputs import SampledRow, exact_shape, finite_items, pack, shifted
-from workers.engine.device.kernel_set import KernelSet
 from workers.engine.device.operations import DeviceMetadata
 from workers.engine.device.sampler import DeviceSampler
 from workers.engine.device.state import DeviceState, StateRow
@@ -24,10 +23,11 @@ from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
 from workers.engine.kv.cache import KVCache
 from workers.engine.pooling import PooledChunk, pool_rows
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
-from workers.engine.scheduling.planner import ScheduledSequence
+from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import Sequence
 from workers.engine.types import DeviceLostError
 from workers.kernels.gpu.device_batch import DeviceBatch
+from workers.kernels.gpu.kernel_set import KernelSet
 from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
 from workers.models.decoder import Decoder
 

@@ -1,1 +1,2 @@
-"""The sampler's parts: what edits logits, what narrows a distribution, how a token is drawn."""
+"""The sampler: logits processors, the top-k/top-p filter, and how a token is drawn. Called by the
+output processor and the runners; imports ``batch``, ``sequence``, ``types`` and kernels."""

@@ -20,8 +20,8 @@ from workers.engine.sampling.groups import (
     ScaledRows,
     first_largest,
 )
-from workers.engine.sampling.random_stream import uniforms
 from workers.engine.sampling.top_k_top_p import Bounds, Limits, limits_of, narrow
+from workers.kernels.random_stream import uniforms
 
 # No group weighs more than this many times its likeliest token, rounding included.
 _MOST_OF_PEAK = GROUP_TOKENS * (1 + 1e-4)

@@ -7,12 +7,11 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import NamedTuple
 
 from workers.engine.kv.block_tables import BlockTables, PrefixHit
 from workers.engine.scheduling.background import immune, is_background
 from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.schedule import Draft
+from workers.engine.scheduling.schedule import Draft, ScheduledSequence
 from workers.engine.scheduling.waiting import WaitingQueue
 from workers.engine.sequence import Sequence, SequenceState
 
@@ -26,13 +25,6 @@ MAX_PREEMPTIONS = 4
 _MAX_HELD = 16
 
 _rank = attrgetter("rank")
-
-
-class ScheduledSequence(NamedTuple):
-    """Compute the next ``num_tokens`` tokens of ``sequence``; its blocks are there."""
-
-    sequence: Sequence
-    num_tokens: int
 
 
 class Planner:

@@ -1,8 +1,17 @@
-"""A plan that is being made."""
+"""What a step computes: its plan, and the plan while it is made."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from workers.engine.sequence import Sequence
+
+
+class ScheduledSequence(NamedTuple):
+    """Compute the next ``num_tokens`` tokens of ``sequence``; its blocks are there."""
+
+    sequence: Sequence
+    num_tokens: int
 
 
 class Draft:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.triton_products import bfloat16_products
-from tests.support.triton_rounding import hardware_rounding
+from tests.support.engine.triton_products import bfloat16_products
+from tests.support.engine.triton_rounding import hardware_rounding
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.workers.engine.sampling_rows import Row, row
+from tests.workers.engine.sampling.sampling_rows import Row, row
 from workers.engine.device.sampler import DeviceSampler
 from workers.kernels.gpu import sampling as kernels
 from workers.kernels.gpu.sampling import SamplingTiles

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.triton_products import rows_by_themselves
+from tests.support.engine.triton_products import rows_by_themselves
 from tests.workers.kernels.gpu.attention_cases import (
     FP8,
     Shape,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.engine.device.kernel_set import ExpertKernels
-from workers.engine.operations import SwiGLU
 from workers.kernels.gpu import experts as triton_experts
+from workers.kernels.gpu.kernel_set import ExpertKernels
 from workers.kernels.gpu.reference import experts as reference_experts
+from workers.kernels.operations import SwiGLU
 from workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
 from workers.models.projection import Projection
 from workers.models.stacked_experts import StackedExperts

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close, poisoned
-from workers.engine.operations import HeadNorms
 from workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
 from workers.kernels.gpu.heads import rotate_store
 from workers.kernels.gpu.reference import heads as reference
+from workers.kernels.operations import HeadNorms
 
 EPSILON = 1e-6
 FP8 = torch.float8_e4m3fn

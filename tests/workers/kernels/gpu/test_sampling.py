@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from tests.workers.engine.sampling_reference import chi_square, distribution
-from tests.workers.engine.sampling_rows import Row, random_logits, row, sample
+from tests.workers.engine.sampling.sampling_reference import chi_square, distribution
+from tests.workers.engine.sampling.sampling_rows import Row, random_logits, row, sample
 from tests.workers.kernels.gpu.device_sampling import (
     SMALL_TILES,
     batches,

@@ -1,4 +1,4 @@
-"""The random numbers of ``workers.engine.sampling.random_stream``: of (key, index, lane) alone."""
+"""The random numbers of ``workers.kernels.random_stream``: of (key, index, lane) alone."""
 
 import triton
 import triton.language as tl

@@ -6,7 +6,6 @@ from math import inf
 
 import torch
 
-from workers.engine.sampling.random_stream import uniforms
 from workers.kernels.gpu.sampler_state import (
     GROUP_TOKENS,
     MOST_COUNTED,
@@ -14,6 +13,7 @@ from workers.kernels.gpu.sampler_state import (
     SamplerState,
     num_groups,
 )
+from workers.kernels.random_stream import uniforms
 
 
 def choose_tokens(

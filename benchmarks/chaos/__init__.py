@@ -1,0 +1,1 @@
+"""``python -m benchmarks.chaos``: loads, their clients, faults, and the rounds of both."""

@@ -1,0 +1,217 @@
+"""``python -m benchmarks.chaos``: what clients see when parts are killed under their streams.
+
+A whole ``millrace up`` with the demo model on real engines: two workers, two gateways. Clients,
+half by WebSocket and half by server-sent events, stream greedy answers; in each round something
+happens to parts (``benchmarks.chaos.faults`` has the table): ``kill -9`` of a worker, of its
+engine, of both workers, of the scheduler, alone or with a worker, of a gateway (whose clients go on
+at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
+for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
+kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
+choices, log-probabilities, penalties. In the last one the disk is full for a while, which takes
+root: new requests have to be refused by name, and accepted within 10 s of room.
+
+Of each round it checks that no answer is lost, that no token index is missing or repeated, that
+each request has one record in ClickHouse, and that each answer is that of the undisturbed run,
+token for token. It prints the longest silence of each affected stream across the event, beside the
+longest of the undisturbed run, and how long the workers that ended took to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
+from benchmarks.chaos.rounds import Round, Streams
+from benchmarks.support.figures import percentile
+from tests.support.small_disk import NoDiskError, mounted_disk
+from tests.support.system import System
+
+RESULTS = Path("benchmarks/results/scheduler/chaos.json")
+_PORT = 18_400
+_SLOTS = 256
+# In memory, all of which is taken when it is filled.
+_DISK_MIB = 1_024
+_GOALS_S = {
+    "worker killed": (2.5, 5.0),
+    "worker drained": (None, 0.3),
+    "engine child killed": (None, 4.0),
+    "scheduler and worker killed": (None, 6.0),
+}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of it, ``events`` by name. ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
+
+    events: tuple[str, ...]
+    rounds: int
+    streams: int
+    tokens: int
+    limit_s: float
+    round_limit_s: float
+
+
+def main() -> int:
+    """0 if nothing was wrong; how long the silences were decides nothing."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    names = tuple(event.name for event in EVENTS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="EVENT")
+    parser.add_argument("--rounds", type=int, default=10, help="of each event")
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=192, help="of each answer")
+    parser.add_argument("--limit-s", type=float, default=3_600.0)
+    parser.add_argument("--round-limit-s", type=float, default=120.0)
+    parser.add_argument("--smoke", action="store_true", help="few streams, one of each event")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
+    given = parser.parse_args()
+    plan = Plan(
+        events=tuple(given.only),
+        rounds=1 if given.smoke else given.rounds,
+        streams=10 if given.smoke else given.streams,
+        tokens=150 if given.smoke else given.tokens,
+        limit_s=given.limit_s,
+        round_limit_s=given.round_limit_s,
+    )
+    with tempfile.TemporaryDirectory(prefix="millrace-chaos-") as folder:
+        try:
+            streams, rounds = _play(plan, Path(folder))
+        except NoDiskError as error:
+            parser.error(f"{DISK_FULL} takes root ({error}); leave it out with --only")
+    report = _report(plan, streams, rounds)
+    if given.save:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if report["num_wrong"] else 0
+
+
+def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
+    """Raises NoDiskError if a disk is to be filled and none can be had."""
+    with contextlib.ExitStack() as stack:
+        if DISK_FULL in plan.events:
+            stack.enter_context(mounted_disk(folder / "data", _DISK_MIB))
+        system = _start(folder)
+        stack.callback(system.stop)
+        streams = Streams(system, plan.streams, plan.tokens, plan.round_limit_s)
+        return streams, asyncio.run(_run(plan, streams))
+
+
+def _start(folder: Path) -> System:
+    settings = folder / "settings.yaml"
+    # Either worker has room for all streams. The questions are alike: for the sake of the cache one
+    # worker would get most of them.
+    tree = {
+        "worker": {"engine": {"max_num_sequences": _SLOTS}},
+        "scheduler": {"placement": "least_loaded"},
+    }
+    settings.write_text(json.dumps(tree))
+    arguments = ("--port", str(_PORT), "--workers", "2", "--gateways", "2")
+    return System(folder / "data", arguments=(*arguments, "--config", str(settings))).start()
+
+
+async def _run(plan: Plan, streams: Streams) -> list[Round]:
+    deadline_s = time.monotonic() + plan.limit_s
+    await streams.run_undisturbed()
+    print(
+        f"{plan.streams} streams of {plan.tokens} tokens, undisturbed: longest silence "
+        f"p50 {percentile(streams.usual_gaps_s, 0.5):.2f} s, "
+        f"p99 {percentile(streams.usual_gaps_s, 0.99):.2f} s",
+        flush=True,
+    )
+    rounds: list[Round] = []
+    for number in range(plan.rounds):
+        for event in (event for event in EVENTS if event.name in plan.events):
+            if time.monotonic() > deadline_s:
+                print(f"the time is up in round {number + 1}")
+                return rounds
+            rounds.append(await streams.run(event))
+            _say(number, event, rounds[-1])
+    return rounds
+
+
+def _say(number: int, event: Event, told: Round) -> None:
+    print(
+        f"{number + 1:2} {event.name:<27} {told.num_streaming:4} streaming, {len(told.gaps_s):4} "
+        f"affected, gap p50 {percentile(told.gaps_s, 0.5):.2f} s p99 "
+        f"{percentile(told.gaps_s, 0.99):.2f} s, round {told.wall_s:.1f} s"
+        + "".join(f", a worker loaded after {loading_s:.1f} s" for loading_s in told.loading_s)
+        + "".join(f"\n   WRONG: {wrong}" for wrong in told.wrongs[:5]),
+        flush=True,
+    )
+
+
+def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Prints the sums, and returns them."""
+    events = {
+        event.name: _sums([one for one in rounds if one.event == event.name])
+        for event in EVENTS
+        if any(one.event == event.name for one in rounds)
+    }
+    for name, sums in events.items():
+        goals = _GOALS_S.get(name)
+        told = "" if goals is None else f" (goals: p50 {goals[0] or '-'}, p99 {goals[1]})"
+        print(
+            f"{name}: {sums['num_rounds']} rounds, {sums['num_lost']} lost, "
+            f"{sums['num_wrong_indices']} with wrong indices, "
+            f"{sums['num_other_texts']} with another text, "
+            f"{sums['num_without_record']} without and {sums['num_doubled_records']} with two "
+            f"records; gap of {sums['num_affected']} p50 {sums['gap_p50_s']} s, "
+            f"p99 {sums['gap_p99_s']} s{told}"
+            + (f", workers loaded after {sums['loading_p50_s']} s" if sums["num_loaded"] else "")
+        )
+    num_wrong = sum(_num_wrong(one) for one in rounds)
+    print(f"{num_wrong} things are wrong" if num_wrong else "all as it had to be")
+    return {
+        "plan": msgspec.to_builtins(plan),
+        "undisturbed": _gap_figures(streams.usual_gaps_s),
+        "events": events,
+        "num_wrong": num_wrong,
+    }
+
+
+def _num_wrong(told: Round) -> int:
+    return (
+        told.num_lost
+        + told.num_wrong_indices
+        + told.num_other_texts
+        + told.num_without_record
+        + told.num_doubled_records
+        + told.num_wrong_ways
+    )
+
+
+def _sums(rounds: Sequence[Round]) -> dict[str, Any]:
+    gaps_s = [gap_s for one in rounds for gap_s in one.gaps_s]
+    loading_s = [one_s for one in rounds for one_s in one.loading_s]
+    counts = (
+        *("num_streams", "num_streaming", "num_lost", "num_wrong_indices"),
+        *("num_other_texts", "num_without_record", "num_doubled_records", "num_wrong_ways"),
+    )
+    return {
+        "num_rounds": len(rounds),
+        **{name: sum(getattr(one, name) for one in rounds) for name in counts},
+        "num_affected": len(gaps_s),
+        **_gap_figures(gaps_s),
+        "num_loaded": len(loading_s),
+        "loading_p50_s": round(percentile(loading_s, 0.5), 3),
+    }
+
+
+def _gap_figures(gaps_s: Sequence[float]) -> dict[str, float]:
+    return {
+        "gap_p50_s": round(percentile(gaps_s, 0.5), 3),
+        "gap_p99_s": round(percentile(gaps_s, 0.99), 3),
+        "gap_max_s": round(max(gaps_s, default=0.0), 3),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

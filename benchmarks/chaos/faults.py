@@ -1,0 +1,189 @@
+"""What ``benchmarks.chaos`` does to a running system, and the table of its rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from benchmarks.chaos.disk import fill_for
+from bus import nats
+from runtime.process import MISCONFIGURED
+from schemas.config import NatsConfig
+from schemas.control import WorkerStatus
+from tests.support.small_disk import SmallDisk
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+_TWIN_WITHIN_S = 90.0
+# The worker that has the most requests just now.
+BUSIEST = "the busiest worker"
+_HEARD_WITHIN_S = 3.0
+# It needs a disk of its own.
+DISK_FULL = "disk full"
+
+
+class Struck(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fault left: parts that have to come back under another pid, by the pid that they had,
+    what else has to be so before all is well again, and what may not be."""
+
+    pids: Mapping[str, int] = {}
+    is_mended: Callable[[], bool] = lambda: True
+    wrongs: tuple[str, ...] = ()
+
+
+class Fault(Protocol):
+    """Something that happens to a system; ``strike`` returns when it has happened."""
+
+    async def strike(self, system: System) -> Struck: ...
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """A signal to parts, all at once; ``millrace up`` starts them again."""
+
+    parts: tuple[str, ...]
+    number: signal.Signals = signal.SIGKILL
+
+    async def strike(self, system: System) -> Struck:
+        names = [await _resolve(part, system) for part in self.parts]
+        pids = {part: system.pid(part) for part in names}
+        for pid in pids.values():
+            os.kill(pid, self.number)
+        return Struck(pids=pids)
+
+
+class EngineKilled(msgspec.Struct, frozen=True):
+    """``kill -9`` of the engine's process of a worker, which lives and loads another."""
+
+    worker: str
+
+    async def strike(self, system: System) -> Struck:
+        worker = await _resolve(self.worker, system)
+        log = system.data / "logs" / f"{worker}.log"
+        num_engines = _num_engines(log.read_text())
+        for engine in psutil.Process(system.pid(worker)).children():
+            engine.kill()
+        return Struck(is_mended=lambda: _num_engines(log.read_text()) > num_engines)
+
+
+async def _resolve(part: str, system: System) -> str:
+    """The name of a part; that of the busiest worker by what both say next."""
+    if part != BUSIEST:
+        return part
+    statuses: list[WorkerStatus] = []
+    bus = await nats.connect(NatsConfig(url=system.endpoints["nats"]), "chaos")
+    try:
+        await bus.workers.watch(statuses.append)
+        statuses.clear()  # what the bucket has may be older than the load
+        await eventually(
+            lambda: len({status.name for status in statuses}) > 1, timeout_s=_HEARD_WITHIN_S
+        )
+    finally:
+        await bus.close()
+    return max(statuses, key=lambda status: status.num_running + status.num_waiting).name
+
+
+def _num_engines(log: str) -> int:
+    """How many engines have followed the first."""
+    return log.count("a new engine runs")
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """A part and all that it started stand still for a while (SIGSTOP, SIGCONT)."""
+
+    part: str
+    for_s: float
+
+    async def strike(self, system: System) -> Struck:
+        process = psutil.Process(system.pid(await _resolve(self.part, system)))
+        frozen = [process, *process.children(recursive=True)]
+        for one in frozen:
+            one.suspend()
+        try:
+            await asyncio.sleep(self.for_s)
+        finally:
+            for one in frozen:
+                one.resume()
+        return Struck()
+
+
+class Twin(msgspec.Struct, frozen=True):
+    """Another worker is started under the name of one that runs; it has to be refused."""
+
+    worker: str
+
+    async def strike(self, system: System) -> Struck:
+        config = system.data / "run" / "config.yaml"
+        twin = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "workers", "--config", str(config)),
+            env={**os.environ, "MILLRACE_WORKER__NAME": self.worker},
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(_TWIN_WITHIN_S):
+                _, stderr = await twin.communicate()
+        except TimeoutError:
+            twin.kill()
+            await twin.wait()
+            return Struck(wrongs=(f"a second {self.worker} was let in",))
+        if twin.returncode != MISCONFIGURED or b"Another worker named" not in stderr:
+            last = stderr.decode(errors="replace").strip().splitlines()[-1:]
+            wrong = f"a second {self.worker} ended with exit code {twin.returncode}: {last}"
+            return Struck(wrongs=(wrong,))
+        return Struck()
+
+
+class DiskFilled(msgspec.Struct, frozen=True):
+    """The disk of the system's folder is kept full, to its last page, while new requests are sent;
+    they have to be refused by name, and accepted soon after there is room again."""
+
+    for_s: float
+
+    async def strike(self, system: System) -> Struck:
+        told = await fill_for(system, SmallDisk(system.data), self.for_s)
+        print(
+            f"   new requests: {told.outcomes}, accepted {told.well_s:.1f} s after there was room"
+        )
+        return Struck(wrongs=told.wrongs)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A fault under a load of ``chaos_loads.LOADS``. ``is_partial``: only streams whose epoch rises
+    are affected by it."""
+
+    name: str
+    fault: Fault
+    is_partial: bool = False
+    load: str = "plain"
+
+
+_WORKER_KILLED = Signalled((BUSIEST,))
+
+EVENTS = (
+    Event("worker killed", _WORKER_KILLED, is_partial=True),
+    Event("worker drained", Signalled((BUSIEST,), signal.SIGTERM), is_partial=True),
+    Event("engine child killed", EngineKilled(BUSIEST), is_partial=True),
+    Event("worker frozen", Frozen(BUSIEST, 5.0), is_partial=True),
+    Event("twin names", Twin("worker-1")),
+    Event("scheduler killed", Signalled(("scheduler-1",))),
+    Event("scheduler frozen", Frozen("scheduler-1", 5.0)),
+    Event("scheduler and worker killed", Signalled(("scheduler-1", BUSIEST)), is_partial=True),
+    Event("both workers killed", Signalled(("worker-1", "worker-2")), is_partial=True),
+    Event("gateway killed", Signalled(("gateway-1",))),
+    Event("gateway frozen", Frozen("gateway-1", 5.0)),
+    Event("nats-server restarted", Signalled(("nats",))),
+    Event("redis restarted", Signalled(("redis",))),
+    Event("killed under a schema", _WORKER_KILLED, is_partial=True, load="schema"),
+    Event("killed under tool calls", _WORKER_KILLED, is_partial=True, load="tool calls"),
+    Event("killed under n = 3", _WORKER_KILLED, is_partial=True, load="n = 3"),
+    Event("killed under logprobs", _WORKER_KILLED, is_partial=True, load="logprobs"),
+    Event("killed under penalties", _WORKER_KILLED, is_partial=True, load="penalties"),
+    Event(DISK_FULL, DiskFilled(3.0)),
+)

@@ -1,0 +1,246 @@
+"""One round of ``benchmarks.chaos``: streams, what happens to them, and what was wrong then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+
+import httpx
+import msgspec
+
+from benchmarks.chaos.clients import Answer, PartsAnswer, TimedClient
+from benchmarks.chaos.faults import Event, Struck
+from benchmarks.chaos.loads import LOADS, Load
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+# Silences that end this long after the event, or later, are none of its doing.
+_EFFECT_S = 30.0
+_STREAMING_SHARE = 0.9
+_RECORDED_WITHIN_S = 30.0
+_BACK_WITHIN_S = 60.0
+_FORGET_S = 3.5
+_IDS_AT_ONCE = 500
+# Batches of another shape add in another order.
+_LOGPROB_TOLERANCE = 0.02
+_PLAIN = "plain"
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one event. ``gaps_s`` are the longest silences of the affected streams, of which
+    there are as many as entries; ``wrongs`` is a sentence for each thing that may not be, of which
+    ``num_wrong_ways`` are about the event itself. ``loading_s``: from the event until each worker
+    that it ended served again, or had an engine."""
+
+    event: str
+    num_streams: int
+    num_streaming: int
+    num_lost: int
+    num_wrong_indices: int
+    num_other_texts: int
+    num_without_record: int
+    num_doubled_records: int
+    num_wrong_ways: int
+    gaps_s: tuple[float, ...]
+    loading_s: tuple[float, ...]
+    wall_s: float
+    wrongs: tuple[str, ...] = ()
+
+
+class Streams:
+    """Clients of one load after the other, each beside what it is answered when nothing happens."""
+
+    _num_workers = _num_gateways = 2
+
+    def __init__(self, system: System, num_streams: int, num_tokens: int, limit_s: float) -> None:
+        self._system = system
+        self._num_streams = num_streams
+        self._num_tokens = num_tokens
+        self._limit_s = limit_s
+        self._undisturbed: dict[str, list[Answer]] = {}
+        self.usual_gaps_s: tuple[float, ...] = ()
+
+    def _clients(self, load: Load) -> list[TimedClient]:
+        return load.clients(self._system, self._num_streams, self._num_tokens)
+
+    async def run_undisturbed(self, name: str = _PLAIN) -> None:
+        """A load once without an event: what is to be answered, and how long the silences of plain
+        answers are. Raises AssertionError for an answer that does not come."""
+        clients = self._clients(LOADS[name])
+        answers = await self._answers([asyncio.create_task(one.ask()) for one in clients])
+        wrong = [answer for answer in answers if not isinstance(answer, Answer)]
+        assert not wrong, f"nothing happened, and {len(wrong)} answers failed: {wrong[0]!r}"
+        self._undisturbed[name] = [one for one in answers if isinstance(one, Answer)]
+        if name == _PLAIN:
+            counts = {answer.completion_tokens for answer in self._undisturbed[name]}
+            assert counts == {self._num_tokens}, f"answers of {counts} tokens"
+            gaps = [max(_gaps(client), default=0.0) for client in clients]
+            self.usual_gaps_s = tuple(sorted(gaps))
+
+    async def run(self, event: Event) -> Round:
+        """With an event in the middle. Raises AssertionError if a part does not come back."""
+        if event.load not in self._undisturbed:
+            await self.run_undisturbed(event.load)
+        began_s = time.monotonic()
+        clients = self._clients(LOADS[event.load])
+        tasks = [asyncio.create_task(one.ask()) for one in clients]
+        await self._until_streaming(clients, tasks)
+        num_streaming = sum(
+            bool(client.arrivals.parts_s) and not task.done()
+            for client, task in zip(clients, tasks, strict=True)
+        )
+        event_s, event_at = time.monotonic(), time.time()
+        struck = await event.fault.strike(self._system)
+        answers = await self._answers(tasks)
+        wall_s = time.monotonic() - began_s
+        await self._is_whole(event, struck, event_s)
+        return await self._judge(
+            event, clients, answers, struck, num_streaming, event_s, event_at, wall_s
+        )
+
+    async def _until_streaming(
+        self, clients: Sequence[TimedClient], tasks: Sequence[asyncio.Task[Answer]]
+    ) -> None:
+        wanted = _STREAMING_SHARE * len(clients)
+
+        def is_so() -> bool:
+            num_begun = sum(bool(client.arrivals.parts_s) for client in clients)
+            return num_begun >= wanted or any(task.done() for task in tasks)
+
+        await eventually(is_so, timeout_s=self._limit_s, what="that the streams run")
+
+    async def _answers(self, tasks: Sequence[asyncio.Task[Answer]]) -> list[Answer | BaseException]:
+        """An answer, or why there is none, for each. Those that take too long are given up."""
+        _, late = await asyncio.wait(tasks, timeout=self._limit_s)
+        for task in late:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _is_whole(self, event: Event, struck: Struck, event_s: float) -> None:
+        """Wait until all parts serve, as far as both gateways can tell; until ``_FORGET_S`` after
+        the event they may believe in a worker that is gone."""
+        await asyncio.sleep(max(0.0, event_s + _FORGET_S - time.monotonic()))
+        seen: set[str] = set()
+
+        async def all_serve() -> bool:
+            if any(self._system.pid(part) == pid for part, pid in struck.pids.items()):
+                return False
+            try:
+                async with httpx.AsyncClient(base_url=self._system.http) as http:
+                    health = (await http.get("/healthz")).json()
+            except httpx.TransportError:
+                return False
+            if health["status"] == "ok" and health["num_workers"] == self._num_workers:
+                seen.add(health["gateway_id"])
+            return len(seen) >= self._num_gateways and struck.is_mended()
+
+        await eventually(all_serve, timeout_s=_BACK_WITHIN_S, what=f"after {event.name}, health")
+
+    async def _judge(
+        self,
+        event: Event,
+        clients: Sequence[TimedClient],
+        answers: Sequence[Answer | BaseException],
+        struck: Struck,
+        num_streaming: int,
+        event_s: float,
+        event_at: float,
+        wall_s: float,
+    ) -> Round:
+        load, undisturbed = LOADS[event.load], self._undisturbed[event.load]
+        ids = [_job_ids(client.request_id, load.num_choices) for client in clients]
+        records = await self._records([job_id for of_client in ids for job_id in of_client])
+        wrongs = [f"{event.name}: {wrong}" for wrong in struck.wrongs]
+        num_lost = num_wrong_indices = num_other_texts = num_without = num_doubled = 0
+        gaps_s: list[float] = []
+        for client, answer, job_ids, expected in zip(
+            clients, answers, ids, undisturbed, strict=True
+        ):
+            epochs = [epoch for job_id in job_ids for epoch in records.get(job_id, [])]
+            num_without += sum(job_id not in records for job_id in job_ids)
+            num_doubled += sum(len(records.get(job_id, [])) > 1 for job_id in job_ids)
+            if not isinstance(answer, Answer):
+                is_index = isinstance(answer, AssertionError)
+                num_wrong_indices += is_index
+                num_lost += not is_index
+                wrongs.append(f"{event.name}, {client.request_id}: {answer!r}")
+                continue
+            num_wrong_indices += answer.completion_tokens != expected.completion_tokens
+            num_other_texts += is_other(answer, expected)
+            gap_s = client.arrivals.longest_gap_s(event_s, event_s + _EFFECT_S)
+            if gap_s is not None and (not event.is_partial or max(epochs, default=0) > 1):
+                gaps_s.append(gap_s)
+        return Round(
+            event=event.name,
+            num_streams=self._num_streams,
+            num_streaming=num_streaming,
+            num_lost=num_lost,
+            num_wrong_indices=num_wrong_indices,
+            num_other_texts=num_other_texts,
+            num_without_record=num_without,
+            num_doubled_records=num_doubled,
+            num_wrong_ways=len(struck.wrongs),
+            gaps_s=tuple(sorted(gaps_s)),
+            loading_s=self._loading_s(event_at),
+            wall_s=wall_s,
+            wrongs=tuple(wrongs),
+        )
+
+    def _loading_s(self, event_at: float) -> tuple[float, ...]:
+        """From the event until each worker that has loaded since served, by the workers' logs."""
+        loaded_s = []
+        for log in (self._system.data / "logs").glob("worker-*.log"):
+            for line in log.read_text().splitlines():
+                if '"message":"serving"' in line or '"message":"a new engine runs"' in line:
+                    at = datetime.fromisoformat(json.loads(line)["time"]).timestamp()
+                    if at > event_at:
+                        loaded_s.append(at - event_at)
+        return tuple(sorted(loaded_s))
+
+    async def _records(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
+        """The epochs of the records of each request, once all are there or the time is up."""
+        deadline_s = time.monotonic() + _RECORDED_WITHIN_S
+        while True:
+            found: dict[str, list[int]] = {}
+            try:
+                for start in range(0, len(request_ids), _IDS_AT_ONCE):
+                    ids = ", ".join(f"'{one}'" for one in request_ids[start:][:_IDS_AT_ONCE])
+                    rows = await asyncio.to_thread(
+                        self._system.sql,
+                        f"SELECT request_id, epoch FROM requests FINAL WHERE request_id IN ({ids})",
+                    )
+                    for row in rows:
+                        found.setdefault(row["request_id"], []).append(int(row["epoch"]))
+            except OSError:
+                found = {}  # telemetry is on its way back
+            if len(found) == len(request_ids) or time.monotonic() > deadline_s:
+                return found
+            await asyncio.sleep(0.25)
+
+
+def _job_ids(request_id: str, num_choices: int) -> list[str]:
+    """A request with several choices is a job for each, with a record each."""
+    return [request_id, *(f"{request_id}.{number}" for number in range(1, num_choices))]
+
+
+def is_other(answer: Answer, expected: Answer) -> bool:
+    """Whether an answer differs from the one that was to come: what a choice has, a token that was
+    told with its probability, or that probability."""
+    if (answer.text, answer.finish_reason) != (expected.text, expected.finish_reason):
+        return True
+    if not (isinstance(answer, PartsAnswer) and isinstance(expected, PartsAnswer)):
+        return False
+    return any(
+        abs(told - wanted) > _LOGPROB_TOLERANCE
+        for index, values in expected.logprobs.items()
+        for told, wanted in zip(answer.logprobs[index], values, strict=True)
+    )
+
+
+def _gaps(client: TimedClient) -> list[float]:
+    parts_s = client.arrivals.parts_s
+    return [later_s - earlier_s for earlier_s, later_s in pairwise(parts_s)]

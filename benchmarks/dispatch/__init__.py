@@ -1,0 +1,1 @@
+"""``python -m benchmarks.dispatch``: workers that only acknowledge, and what reaches them when."""

@@ -1,0 +1,1 @@
+"""``python -m benchmarks.gateway_soak``: clients that behave badly, and what they leave behind."""

@@ -1,0 +1,1 @@
+"""``python -m benchmarks.gateway_sockets``: many WebSockets on one gateway, from few processes."""

@@ -1,0 +1,61 @@
+"""Closed loops on the engine alone: a given number of streams, the next request as one ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from benchmarks.support.figures import RequestTimes
+from benchmarks.support.prompts import Prompt
+from schemas.sampling import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.types import EngineRequest
+
+
+def run_closed_loop(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    num_output_tokens: Sequence[int],
+    streams: int,
+    on_step: Callable[[Engine], object] = lambda _: None,
+) -> list[RequestTimes]:
+    """Greedy answers of exactly ``num_output_tokens`` to all prompts, ``streams`` at a time.
+
+    The engine must be idle, and is idle again afterwards. ``on_step`` is called after each step.
+    Raises RuntimeError when a request fails.
+    """
+    waiting = iter(list(enumerate(zip(prompts, num_output_tokens, strict=True))))
+    sent_s: dict[str, float] = {}
+    tokens_s: dict[str, list[float]] = {}
+    running = 0
+
+    def send_next() -> int:
+        for index, (prompt, num_tokens) in waiting:
+            request_id = str(index)
+            sent_s[request_id], tokens_s[request_id] = time.perf_counter(), []
+            engine.add(greedy_request(request_id, prompt, num_tokens))
+            return 1
+        return 0
+
+    for _ in range(streams):
+        running += send_next()
+    while running:
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"a request failed: {output.error[1]}")
+            tokens_s[output.request_id] += [now_s] * len(output.token_ids)
+            if output.finished:
+                running += send_next() - 1
+        on_step(engine)
+    return [
+        RequestTimes(sent_s[request_id], tuple(times), len(times))
+        for request_id, times in tokens_s.items()
+    ]
+
+
+def greedy_request(request_id: str, prompt: Prompt, num_output_tokens: int) -> EngineRequest:
+    """A request that gets exactly ``num_output_tokens`` tokens."""
+    sampling = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)

@@ -1,0 +1,153 @@
+"""``python -m benchmarks.telemetry.analytics``: how long a saved query takes over a million rows.
+
+Every query of ``telemetry/queries`` is asked as the operations page asks it, over the last 15
+minutes, day and 30 days of what ``benchmarks.telemetry.synthetic_requests`` makes (``--path`` of a
+store that it made before saves the making), on the embedded engine. The goal is 300 ms each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.telemetry.synthetic_requests import fill
+from runtime.clock import SystemClock
+from schemas.config import ClickHouseConfig
+from schemas.control import TelemetryQuery
+from telemetry.http.answers import Answers, SavedQuery, load_queries
+from telemetry.rollups.rollups import Rollups
+from telemetry.store.migrate import migrate
+from telemetry.store.store import Store
+
+_GOAL_MS = 300.0
+_RANGES_S = {"15 min": 900, "1 day": 86_400, "30 days": 30 * 86_400}
+_STEPS_S = {900: 60, 86_400: 900, 30 * 86_400: 21_600}
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of a query over a range, in ms, and how many bytes it answered. ``cpu_ms`` is the
+    time of all threads in the cheapest run, which others on the machine disturb least."""
+
+    query: str
+    span: str
+    p50_ms: float
+    max_ms: float
+    cpu_ms: float
+    answer_bytes: int
+
+
+def parameters(query: SavedQuery, span_s: int, request_id: str) -> dict[str, str | int | float]:
+    """What a query is asked with; what has a default and no part in it is left at that."""
+    known: dict[str, str | int | float] = {
+        "from_s": -span_s,
+        "step_s": _STEPS_S[span_s],
+        "id": request_id,
+    }
+    wanted = {"from_s", "step_s", *query.parameters.keys() - query.defaults.keys()}
+    return {name: known[name] for name in query.parameters if name in wanted and name in known}
+
+
+async def time_query(
+    answers: Answers, query: SavedQuery, span: str, request_id: str, runs: int
+) -> Timing:
+    """Ask once to warm up, then ``runs`` times. Raises RuntimeError for a query that fails."""
+    params = parameters(query, _RANGES_S[span], request_id)
+    took_ms = []
+    cpu_ms = []
+    num_bytes = 0
+    for _ in range(runs + 1):
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        answer = await answers.answer(TelemetryQuery(name=query.name, params=params))
+        took_ms.append((time.perf_counter() - started_s) * 1000)
+        cpu_ms.append((time.process_time() - cpu_s) * 1000)
+        if answer.error:
+            raise RuntimeError(f"{query.name} over {span}: {answer.error}")
+        num_bytes = len(answer.rows_json)
+    return Timing(
+        query=query.name,
+        span=span,
+        p50_ms=statistics.median(took_ms[1:]),
+        max_ms=max(took_ms[1:]),
+        cpu_ms=min(cpu_ms[1:]),
+        answer_bytes=num_bytes,
+    )
+
+
+async def measure(store: Store, runs: int, only: list[str]) -> list[Timing]:
+    """The timings of all saved queries, or of those named, over all ranges that they take."""
+    queries = load_queries()
+    answers = Answers(store.reader, queries)
+    ((request_id,),) = await store.rows("SELECT request_id FROM requests LIMIT 1 OFFSET 1000")
+    asked = [
+        (queries[name], span)
+        for name in only or sorted(queries)
+        for span in (_RANGES_S if "from_s" in queries[name].parameters else ("15 min",))
+    ]
+    return [await time_query(answers, *each, str(request_id), runs) for each in asked]
+
+
+def render(timings: list[Timing]) -> str:
+    """A table, and what is above the goal."""
+    lines = [f"{'query':<22}{'range':<10}{'p50 ms':>9}{'max ms':>9}{'cpu ms':>9}{'answer':>12}"]
+    for each in timings:
+        mark = "  over the goal" if each.p50_ms > _GOAL_MS else ""
+        lines.append(
+            f"{each.query:<22}{each.span:<10}{each.p50_ms:>9.1f}{each.max_ms:>9.1f}"
+            f"{each.cpu_ms:>9.1f}{each.answer_bytes:>10,} B{mark}"
+        )
+    over = sum(each.p50_ms > _GOAL_MS for each in timings)
+    lines.append(f"{len(timings) - over} of {len(timings)} within {_GOAL_MS:.0f} ms (p50)")
+    return "\n".join(lines)
+
+
+async def run(
+    path: Path, num_rows: int, runs: int, only: list[str], *, is_made: bool, is_smoke: bool
+) -> None:
+    """Make the store unless it is there, and print what its queries take."""
+    store = await Store.open(ClickHouseConfig(path=str(path)))
+    try:
+        if is_made:
+            await migrate(store)
+            await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
+        elif is_smoke:
+            await fill(store, 5_000, days=1.0, sample_s=60)
+        else:
+            await fill(store, num_rows)
+        ((count,),) = await store.rows("SELECT count() FROM requests FINAL")
+        print(f"{count:,} requests")
+        print(render(await measure(store, runs, only)))
+    finally:
+        await store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.analytics", description=__doc__)
+    parser.add_argument("queries", nargs="*", help="names of saved queries (default: all)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests to make")
+    parser.add_argument("--runs", type=int, default=5, help="of each query")
+    parser.add_argument("--path", type=Path, help="a store that is filled already")
+    parser.add_argument("--smoke", action="store_true", help="few rows, one run")
+    asked = parser.parse_args()
+    runs = 1 if asked.smoke else asked.runs
+    with tempfile.TemporaryDirectory() as folder:
+        path = asked.path or Path(folder)
+        asyncio.run(
+            run(
+                path,
+                asked.rows,
+                runs,
+                asked.queries,
+                is_made=asked.path is not None,
+                is_smoke=asked.smoke,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

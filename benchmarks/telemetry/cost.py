@@ -1,0 +1,216 @@
+"""``python -m benchmarks.telemetry.cost``: what records cost a worker.
+
+One worker process on a simulated engine, behind nats-server, Redis and a scheduler, answers
+requests at a steady rate. By turns, some seconds each, it makes and publishes its records and
+samples as always, and does nothing instead; the difference of its processor time is what telemetry
+costs it. The same process and the same load, so that hardly anything else differs; the median over
+the turns keeps out what other users of the machine do.
+
+The worker's CPU here is that of its bus side alone: a real engine takes cores of its own, beside
+which the share is smaller still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from benchmarks.support.bus_client import Service
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
+from bus.nats.stores import NatsOutbox
+from runtime.settings import load_config
+from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from schemas.records import Record, RequestRecord
+from tests.support.servers import die_with_parent
+from tests.support.waiting import eventually
+from workers.__main__ import serve
+from workers.host import requests
+
+GOAL_SHARE = 0.01
+_PROMPT = tuple(range(5, 69))
+_MAX_TOKENS = 32
+_SETTLE_S = 1.0
+_WORKER = WorkerConfig(
+    name="measured",
+    max_num_waiting=64,
+    engine=EngineConfig(
+        kind="simulated",
+        max_num_sequences=512,
+        max_batch_tokens=4_096,
+        simulation=SimulationConfig(prefill_tokens_per_s=200_000.0, step_ms_per_sequence=0.01),
+    ),
+)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    rate: float
+    turns: int
+    turn_s: float
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Processor time of the worker a request, and a second."""
+
+    cpu_s_per_request: float
+    share_of_core: float
+
+
+async def measure(plan: Plan) -> bool:
+    """Whether the share is within its goal."""
+    async with simulated_system(worker=_WORKER) as system:
+        service = Service(system.bus)
+        await service.open()
+        await system.start_scheduler()
+        with tempfile.TemporaryDirectory() as folder:
+            worker = _start_worker(system, Path(folder))
+            await system.bus.workers.watch(
+                lambda status: system.statuses.update({status.name: status})
+            )
+            await eventually(lambda: _WORKER.name in system.statuses, timeout_s=60.0)
+            loading = asyncio.create_task(_load(service, plan.rate))
+            try:
+                turns = await _take_turns(plan, service, worker)
+            finally:
+                loading.cancel()
+                await asyncio.wait([loading])
+                worker.terminate()
+                worker.wait()
+    on, off = turns[0::2], turns[1::2]
+    # Each with its neighbours: the machine's other work comes and goes.
+    saved = [
+        (a.cpu_s_per_request + c.cpu_s_per_request) / 2 - b.cpu_s_per_request
+        for a, b, c in zip(on, off, on[1:], strict=False)
+    ]
+    with_s = statistics.median(turn.cpu_s_per_request for turn in on)
+    cost_s = statistics.median(saved)
+    # The standard error of a median, from the median absolute deviation.
+    spread_s = statistics.median(abs(one - cost_s) for one in saved)
+    error_s = 1.2533 * 1.4826 * spread_s / len(saved) ** 0.5
+    share = cost_s / with_s
+    print(
+        f"{plan.rate:g} requests/s, {plan.turns} turns of {plan.turn_s:g} s each way: a request "
+        f"takes {with_s * 1e6:,.0f} us of the worker's CPU "
+        f"({statistics.median(turn.share_of_core for turn in on):.0%} of a core)"
+    )
+    print(
+        f"records take {cost_s * 1e6:,.0f} us of it (standard error {error_s * 1e6:,.0f}): "
+        f"{share:.1%} of the worker's CPU, "
+        f"{cost_s * plan.rate:.2%} of a core (goal {GOAL_SHARE:.0%})"
+    )
+    return share <= GOAL_SHARE
+
+
+def _start_worker(system: SimulatedSystem, folder: Path) -> subprocess.Popen[bytes]:
+    file = folder / "worker.yaml"
+    file.write_bytes(msgspec.yaml.encode(system.config))
+    with (folder / "worker.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.telemetry.cost", "--worker", str(file)],
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )
+
+
+async def _load(service: Service, rate: float) -> None:
+    """Requests at even distances."""
+    sending: set[asyncio.Task[Any]] = set()
+    started_s, num_sent = time.perf_counter(), 0
+    while True:
+        await asyncio.sleep(max(0.0, num_sent / rate - (time.perf_counter() - started_s)))
+        task = asyncio.create_task(service.send(f"tenant-{num_sent % 8}", _PROMPT, _MAX_TOKENS))
+        sending.add(task)
+        task.add_done_callback(sending.discard)
+        num_sent += 1
+
+
+async def _take_turns(plan: Plan, service: Service, worker: subprocess.Popen[bytes]) -> list[Turn]:
+    await asyncio.sleep(2 * _SETTLE_S)
+    turns = []
+    for _ in range(2 * plan.turns + 1):
+        cpu_s, ended, started_s = _cpu_s(worker.pid), _num_ended(service), time.perf_counter()
+        await asyncio.sleep(plan.turn_s)
+        cpu_s, ended = _cpu_s(worker.pid) - cpu_s, _num_ended(service) - ended
+        if not ended:
+            raise RuntimeError("the worker has answered nothing")
+        share = cpu_s / (time.perf_counter() - started_s)
+        turns.append(Turn(cpu_s_per_request=cpu_s / ended, share_of_core=share))
+        # Records on, off, on, ...: see ``_run_worker``.
+        worker.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(_SETTLE_S)
+    return turns
+
+
+def _cpu_s(pid: int) -> float:
+    """Of all its threads. The clock of another process, as clock_getcpuclockid(3) finds it, counts
+    nanoseconds; /proc counts ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def _num_ended(service: Service) -> int:
+    return sum(answer.done_s > 0 for answer in service.answers.values())
+
+
+def _run_worker(file: str) -> None:
+    """A worker that stops making and publishing records at SIGUSR1, and begins again at the
+    next."""
+    publish, make = NatsOutbox.publish, vars(requests)["request_record"]
+    is_on = True
+    last: list[RequestRecord] = []
+
+    async def publish_or_not(self: NatsOutbox, record: Record, patience_s: float = 0.0) -> None:
+        if is_on:
+            await publish(self, record, patience_s)
+
+    def make_or_not(*arguments: Any) -> RequestRecord:
+        if is_on or not last:
+            last[:] = [make(*arguments)]
+        return last[0]
+
+    def toggle() -> None:
+        nonlocal is_on
+        is_on = not is_on
+
+    async def run() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, toggle)
+        await serve(load_config(file, {}))
+
+    setattr(NatsOutbox, "publish", publish_or_not)  # noqa: B010  a method that is replaced
+    setattr(requests, "request_record", make_or_not)  # noqa: B010
+    uvloop.run(run())
+
+
+def main() -> int:
+    """1 if the goal was missed; a smoke run has none."""
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.cost", description=__doc__)
+    parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
+    parser.add_argument("--turns", type=int, default=10, help="with records, and as many without")
+    parser.add_argument("--turn-s", type=float, default=6.0)
+    parser.add_argument("--smoke", action="store_true", help="two short turns, few requests")
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        _run_worker(given.worker)
+        return 0
+    plan = Plan(
+        rate=20.0 if given.smoke else given.rate,
+        turns=1 if given.smoke else given.turns,
+        turn_s=1.5 if given.smoke else given.turn_s,
+    )
+    kept = uvloop.run(measure(plan))
+    return 0 if kept or given.smoke else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,149 @@
+"""``python -m benchmarks.telemetry.record_load --nats URL --rate N``: records into the outbox, as
+a running system publishes them, until SIGTERM.
+
+Half are requests, half their deliveries, and one in a hundred is a worker's sample. At the end it
+prints as JSON how many of each the outbox has taken: numbers from 0 on, without a gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import uvloop
+
+from bus import nats
+from bus.nats import NatsBus
+from schemas.config import NatsConfig
+from schemas.records import DeliveryRecord, RequestRecord
+from tests.support.servers import die_with_parent
+from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample
+
+_TICK_S = 0.05
+_AT_ONCE = 500
+_SAMPLE_EVERY = 100
+_MADE = 2_000
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """How many records of each kind the outbox has, and what their tokens and costs add up to."""
+
+    requests: int
+    deliveries: int
+    samples: int
+    prompt_tokens: int
+    cost: str
+
+
+class RecordLoad:
+    """The publisher as a process of its own; it dies with this one."""
+
+    def __init__(self, nats_url: str, rate: float) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.telemetry.record_load"),
+                *("--nats", nats_url, "--rate", str(rate)),
+            ],
+            stdout=subprocess.PIPE,
+            preexec_fn=die_with_parent,
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def end(self) -> Published:
+        """Stop it; what it has published in all. Raises RuntimeError if it failed."""
+        self._process.terminate()
+        out, _ = self._process.communicate(timeout=60.0)
+        if self._process.returncode:
+            raise RuntimeError("the records' publisher failed")
+        return msgspec.json.decode(out, type=Published)
+
+
+@contextlib.contextmanager
+def record_load(nats_url: str, rate: float) -> Iterator[RecordLoad]:
+    """Publishing has begun when the block does; it has to be ended in it."""
+    load = RecordLoad(nats_url, rate)
+    try:
+        yield load
+    finally:
+        load._process.kill()
+        load._process.wait()
+
+
+class _Publisher:
+    def __init__(self, bus: NatsBus, rate: float) -> None:
+        self._bus = bus
+        self._rate = rate
+        # Made beforehand: making one takes longer than sending it.
+        self._requests = [request_record(number) for number in range(_MADE)]
+        self._num_records = 0
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        started_s = time.monotonic()
+        while not stopping.is_set():
+            due = int((time.monotonic() - started_s) * self._rate)
+            # What a stall of this process has left undone is made up for little by little.
+            numbers = range(self._num_records, min(due, self._num_records + _AT_ONCE))
+            await asyncio.gather(*(self._publish(number) for number in numbers))
+            self._num_records = max(self._num_records, numbers.stop)
+            if len(numbers) < _AT_ONCE:
+                await asyncio.sleep(_TICK_S)
+
+    async def _publish(self, number: int) -> None:
+        await self._bus.outbox.publish(
+            self._request(number) if number % 2 == 0 else self._delivery(number)
+        )
+        if number % _SAMPLE_EVERY == 0:
+            sample = worker_sample(number, sampled_ns=NOW_NS + number * 1_000_000)
+            await self._bus.outbox.publish(sample)
+
+    def _request(self, number: int) -> RequestRecord:
+        made = self._requests[number // 2 % _MADE]
+        return msgspec.structs.replace(made, request_id=f"load-{number // 2:09d}")
+
+    def _delivery(self, number: int) -> DeliveryRecord:
+        return msgspec.structs.replace(delivery_record(0), request_id=f"load-{number // 2:09d}")
+
+    def published(self) -> Published:
+        num_requests = (self._num_records + 1) // 2
+        rounds, rest = divmod(num_requests, _MADE)
+        sent = [*self._requests * rounds, *self._requests[:rest]]
+        return Published(
+            requests=num_requests,
+            deliveries=self._num_records // 2,
+            samples=-(-self._num_records // _SAMPLE_EVERY),
+            prompt_tokens=sum(record.prompt_tokens for record in sent),
+            cost=str(sum(record.cost for record in sent)),
+        )
+
+
+async def _run(nats_url: str, rate: float) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    bus = await nats.connect(NatsConfig(url=nats_url), "record load")
+    publisher = _Publisher(bus, rate)
+    print("publishing", flush=True)
+    await publisher.run(stopping)
+    print(msgspec.json.encode(publisher.published()).decode(), flush=True)
+    await bus.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.record_load", description=__doc__)
+    parser.add_argument("--nats", required=True, metavar="URL")
+    parser.add_argument("--rate", type=float, required=True, help="records a second")
+    given = parser.parse_args()
+    uvloop.run(_run(given.nats, given.rate))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""``python -m benchmarks.telemetry.sink``: rows per second from Kafka into embedded ClickHouse.
+
+The whole sink, pinned to one core (the embedded Kafka has the others), with decoding, ledger and
+offset commits; beside it each of its steps alone, on the same rows, in processor time. A machine
+that others use as well takes longer than the processor time: both are told. What the steps do not
+explain is the sink's own loop, the ledger, the commits and the engine's merges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+
+from bus import codec, subjects
+from runtime.clock import SystemClock
+from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
+from schemas.records import RequestRecord
+from telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
+from telemetry.sink.batches import Batch, content_token
+from telemetry.sink.sink import Sink
+from telemetry.store.migrate import migrate
+from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.store import Store
+from telemetry.store.tables import REQUESTS, check
+from tests.support.waiting import eventually
+from tests.telemetry.records import request_record
+
+GOAL_ROWS_PER_S = 20_000
+_BATCH_ROWS = 5_000
+_PARTITION = TopicPartition(subjects.REQUESTS_TOPIC, 0)
+# No more than the embedded cluster keeps.
+_ROUND_ROWS = 4 * _BATCH_ROWS
+
+Steps = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.sink", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6, help=f"of {_ROUND_ROWS} rows")
+    parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
+    given = parser.parse_args()
+    kafka = subprocess.Popen(
+        [sys.executable, "-m", "telemetry.kafka.embedded"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert kafka.stdout is not None
+        address = kafka.stdout.readline().strip()
+        # The engine's threads are started later, so they are on this core as well.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        asyncio.run(
+            measure(KafkaConfig(bootstrap_servers=address), 1 if given.smoke else given.rounds)
+        )
+    finally:
+        kafka.terminate()
+        kafka.wait()
+
+
+async def measure(kafka: KafkaConfig, rounds: int) -> None:
+    records = [request_record(number) for number in range(_BATCH_ROWS)]
+    payloads = [codec.encode(record) for record in records]
+    with tempfile.TemporaryDirectory() as path:
+        store = await Store.open(ClickHouseConfig(path=path))
+        await migrate(store)
+        steps = await steps_alone(store, payloads)
+        await store.command("TRUNCATE TABLE requests")
+        reading_s, wall_s, cpu_s = 0.0, 0.0, 0.0
+        for number in range(rounds):
+            await fill(kafka, payloads, number * _ROUND_ROWS)
+            reading_s += await read_only(kafka)
+            more_wall_s, more_cpu_s = await whole_sink(kafka, store)
+            wall_s, cpu_s = wall_s + more_wall_s, cpu_s + more_cpu_s
+        await store.close()
+    num_rows = rounds * _ROUND_ROWS
+    steps["read from Kafka"] = reading_s / num_rows
+    for name, step_s in steps.items():
+        print(f"{name:<34}{step_s * 1e6:7.2f} us a row {step_s / (cpu_s / num_rows):5.0%} of it")
+    rest_s = cpu_s / num_rows - sum(steps.values())
+    print(f"{'loop, ledger, commits, merges':<34}{rest_s * 1e6:7.2f} us a row")
+    print(
+        f"{'the whole sink':<34}{cpu_s / num_rows * 1e6:7.2f} us a row of {len(payloads[0])} bytes"
+    )
+    print(
+        f"{num_rows / cpu_s:,.0f} rows/s of one core (goal {GOAL_ROWS_PER_S:,}); "
+        f"{num_rows / wall_s:,.0f} rows/s came about, {cpu_s / wall_s:.0%} of the core was had"
+    )
+
+
+async def steps_alone(store: Store, payloads: list[bytes]) -> Steps:
+    """Seconds of processor time a row, of each step by itself; the best of some tries."""
+    messages = [message(payload, number + 1) for number, payload in enumerate(payloads)]
+    batch = Batch()
+    for one in messages:
+        batch.add(_PARTITION, one)
+    (_, rows), *_ = batch.tables()
+    records = [row.record for row in rows if isinstance(row.record, RequestRecord)]
+    sequences = [row.sequence for row in rows]
+    columns = REQUESTS.to_columns(records, sequences)
+
+    async def decode() -> None:
+        for payload in payloads:
+            codec.RECORD.decode(payload)
+
+    async def checks() -> None:
+        for record in records:
+            check(record)
+
+    async def tokens() -> None:
+        content_token(rows)
+
+    async def to_columns() -> None:
+        REQUESTS.to_columns(records, sequences)
+
+    async def insert() -> None:
+        await store.insert(REQUESTS, columns, f"alone-{time.perf_counter_ns()}")
+
+    return {
+        "decode": await cpu_per_row(decode),
+        "check": await cpu_per_row(checks),
+        "columns": await cpu_per_row(to_columns),
+        "deduplication token": await cpu_per_row(tokens),
+        "insert": await cpu_per_row(insert),
+    }
+
+
+async def cpu_per_row(work: Callable[[], Awaitable[None]], tries: int = 4) -> float:
+    best_s = float("inf")
+    for _ in range(tries):
+        started_s = time.process_time()
+        await work()
+        best_s = min(best_s, time.process_time() - started_s)
+    return best_s / _BATCH_ROWS
+
+
+def message(payload: bytes, sequence: int) -> ConsumerRecord:
+    """A message as the consumer hands it over."""
+    return ConsumerRecord(
+        topic=_PARTITION.topic,
+        partition=_PARTITION.partition,
+        offset=sequence,
+        timestamp=0,
+        timestamp_type=0,
+        key=None,
+        value=payload,
+        checksum=None,
+        serialized_key_size=-1,
+        serialized_value_size=len(payload),
+        headers=_headers(sequence),
+    )
+
+
+def _headers(sequence: int) -> list[tuple[str, bytes]]:
+    return [(SEQUENCE_HEADER, str(sequence).encode()), (SUBJECT_HEADER, b"rec.request")]
+
+
+async def fill(kafka: KafkaConfig, payloads: list[bytes], after: int) -> None:
+    """Put ``_ROUND_ROWS`` messages into Kafka, all partitions alike."""
+    producer = make_producer(kafka)
+    await producer.start()
+    partitions = sorted(await producer.partitions_for(subjects.REQUESTS_TOPIC))
+    for first in range(after, after + _ROUND_ROWS, _BATCH_ROWS):
+        sent = [
+            await producer.send(
+                subjects.REQUESTS_TOPIC,
+                payloads[number % _BATCH_ROWS],
+                partition=partitions[number % len(partitions)],
+                headers=_headers(number + 1),
+            )
+            for number in range(first, first + _BATCH_ROWS)
+        ]
+        await asyncio.gather(*sent)
+    await producer.stop()
+
+
+async def read_only(kafka: KafkaConfig) -> float:
+    """Processor time to receive the newest ``_ROUND_ROWS`` messages and do nothing with them."""
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=kafka.bootstrap_servers, max_partition_fetch_bytes=4 * 1024 * 1024
+    )
+    await consumer.start()
+    numbers = consumer.partitions_for_topic(subjects.REQUESTS_TOPIC)
+    if not numbers:
+        await consumer.end_offsets([_PARTITION])
+        numbers = consumer.partitions_for_topic(subjects.REQUESTS_TOPIC) or set()
+    partitions = [TopicPartition(subjects.REQUESTS_TOPIC, number) for number in numbers]
+    consumer.assign(partitions)
+    for partition, end in (await consumer.end_offsets(partitions)).items():
+        consumer.seek(partition, end - _ROUND_ROWS // len(partitions))
+    num_read, started_s = 0, time.process_time()
+    while num_read < _ROUND_ROWS:
+        polled = await consumer.getmany(timeout_ms=200, max_records=1_000)
+        num_read += sum(len(messages) for messages in polled.values())
+    cpu_s = time.process_time() - started_s
+    await consumer.stop()
+    return cpu_s
+
+
+async def whole_sink(kafka: KafkaConfig, store: Store) -> tuple[float, float]:
+    """Seconds, of the clock and of the processor, until a sink has stored what a round brought."""
+    telemetry = TelemetryConfig(batch_rows=_BATCH_ROWS)
+    sink = Sink(kafka, telemetry, store, Ledger(store), SystemClock())
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    task = asyncio.create_task(sink.run())
+    await eventually(lambda: sink.num_stored >= _ROUND_ROWS, timeout_s=60.0)
+    elapsed = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    sink.stop()
+    await task
+    return elapsed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""``millrace migrate``: bring the tables of an analytics store up to date."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cli.analytics.store import ask_embedded, ask_server
+from cli.endpoints import add_data_argument, read_endpoints
+from schemas.errors import ConfigError, MillraceError
+
+if TYPE_CHECKING:
+    from schemas.config import ClickHouseConfig
+
+_NUMBERS = "SELECT number FROM schema_migrations"
+# ClickHouse's codes for an unknown table and an unknown database.
+_NOT_MADE = frozenset({60, 81})
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace migrate``."""
+    parser = subparsers.add_parser(
+        "migrate",
+        help="bring the tables of an analytics store up to date",
+        description="Run the migrations that a store lacks, and say which: on the server that "
+        "--config or MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the "
+        "same whenever it starts; a store in a folder belongs to the system that runs on it.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the configuration that names the store")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say which migrations would run"
+    )
+    add_data_argument(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0. Raises ConfigError, NoStoreError, StoreUnavailableError, MigrationError."""
+    config = _store_of(arguments)
+    where = config.url or config.path
+    if arguments.dry_run:
+        names = _pending(config)
+        title = f"Would run on {where}:"
+    else:
+        names = asyncio.run(_migrate(config))
+        title = f"Ran on {where}:"
+    if names:
+        print("\n  ".join([title, *names]))
+    else:
+        print(f"The tables of {where} are up to date.")
+    return 0
+
+
+def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
+    """The store that is meant. Raises ConfigError if that is none, or one that is in use."""
+    from runtime.settings import load_config
+
+    config = load_config(arguments.config, os.environ).clickhouse
+    if config.url and config.path:
+        raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
+    if config.url or config.path:
+        return config
+    if arguments.config is not None:
+        raise ConfigError(
+            f"{arguments.config} names no store: set clickhouse.url or clickhouse.path in it."
+        )
+    data: Path = arguments.data
+    if read_endpoints(data) is not None and _is_locked(data):
+        raise MillraceError(
+            f"Millrace runs on {data}, and its telemetry has brought the store up to date when it "
+            "started; stop it first to migrate by hand"
+        )
+    if not data.is_dir():
+        raise ConfigError(
+            f"{data} is not there, and no server is named: give --data, --config or "
+            "MILLRACE_CLICKHOUSE__URL."
+        )
+    return msgspec.structs.replace(config, path=str(data / "clickhouse"))
+
+
+def _is_locked(data: Path) -> bool:
+    """Whether ``millrace up`` holds the folder; the addresses of one that was killed stay there."""
+    import fcntl
+
+    try:
+        with (data / "run" / "up.pid").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+async def _migrate(config: ClickHouseConfig) -> list[str]:
+    from telemetry.store.migrate import migrate
+    from telemetry.store.store import Store
+
+    store = await Store.open(config)
+    try:
+        return await migrate(store)
+    finally:
+        await store.close()
+
+
+def _pending(config: ClickHouseConfig) -> list[str]:
+    """The migrations that the store lacks; nothing is made, nor changed."""
+    from telemetry.store.migrate import lacking
+
+    return [migration.name for migration in lacking(_applied(config), config.database)]
+
+
+def _applied(config: ClickHouseConfig) -> set[int]:
+    from cli.analytics.rows import parse_rows
+    from telemetry.store.reading import QueryError
+
+    if config.path and not Path(config.path).is_dir():
+        return set()
+    try:
+        if config.url:
+            answer = ask_server(_NUMBERS, config, {})
+        else:
+            answer = ask_embedded(_NUMBERS, Path(config.path), config.database, {})
+    except QueryError as error:
+        if error.number in _NOT_MADE:
+            return set()
+        raise
+    return {int(number) for (number,) in parse_rows(answer).rows}

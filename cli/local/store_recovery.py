@@ -1,0 +1,89 @@
+"""Keeps the stores of an embedded stack going: room to start with, and again after a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from bus.store.storage import NATS, Storage
+from bus.store.watch import StoreWatch, free_bytes
+from cli.local.supervisor import StartError
+from runtime.clock import Clock
+from schemas.config import StorageConfig
+
+_MIB = 1024 * 1024
+# What nats-server may take to come back, before it is started once more.
+_RESTART_GAP_S = 6.0
+
+
+def with_folders(config: StorageConfig, data: Path) -> StorageConfig:
+    """Where the stores of a stack on ``data`` are. Raises StartError if its disk has no room."""
+    free = free_bytes(str(data))
+    if free < config.min_free_bytes:
+        raise StartError(
+            f"the disk of {data} has {free // _MIB} MiB free, and nothing is accepted with less "
+            f"than {config.min_free_bytes // _MIB} MiB. Free some, give another folder with "
+            "--data, or lower storage.min_free_bytes."
+        )
+    return replace(
+        config,
+        nats_dir=str(data / "nats"),
+        redis_dir=str(data / "redis"),
+        clickhouse_dir=str(data / "clickhouse"),
+    )
+
+
+class StoreRecovery:
+    """Starts nats-server again when it has given streams up and there is room for them: it would
+    not try them again by itself. What was acknowledged to anybody is on its disk."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        storage: Storage,
+        restart: Callable[[str], Awaitable[None]],
+        clock: Clock,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """``restart`` ends a process of that name, which is then started again."""
+        self._watch = StoreWatch(config, clock, storage)
+        self._interval_s = config.check_interval_s
+        self._restart = restart
+        self._clock = clock
+        self._say = say
+        self._restarted_s: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look after the stores in a task, which ``close`` ends."""
+        self._task = asyncio.create_task(self._run(), name="store recovery")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self.check()
+            await self._clock.sleep(self._interval_s)
+
+    async def check(self) -> None:
+        """Look at the stores once, and restart NATS where that helps."""
+        await self._watch.look()
+        streams = self._watch.failed_streams
+        if not streams or self._watch.is_short(NATS):
+            return
+        now_s = self._clock.monotonic()
+        if self._restarted_s is not None and now_s - self._restarted_s < _RESTART_GAP_S:
+            return
+        self._restarted_s = now_s
+        cause = next(iter(streams.values()))
+        self._say(
+            f"nats gave its streams {', '.join(sorted(streams))} up ({cause}) and there is room "
+            "now; starting it again"
+        )
+        await self._restart("nats")

@@ -1,0 +1,128 @@
+"""``millrace publish``: a job on the bus, as any other service publishes one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.endpoints import add_data_argument, locate_nats
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from schemas.jobs import Job
+
+TIERS = ("enterprise", "pro", "free", "batch")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace publish``."""
+    parser = subparsers.add_parser(
+        "publish",
+        help="publish a generation job on the bus",
+        description="Publish a job and wait for its result. The answer goes to stdout, the "
+        "request id to stderr; with --no-wait the id goes to stdout and the result is kept for "
+        "millrace result.",
+    )
+    parser.add_argument("--model", default="demo", help="default: %(default)s")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
+    parser.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
+    waiting = parser.add_mutually_exclusive_group()
+    waiting.add_argument("--stream", action="store_true", help="print the text as it comes")
+    waiting.add_argument("--no-wait", action="store_true", help="print the id and leave")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--tier", choices=TIERS, default="free", help="default: %(default)s")
+    add_bus_arguments(parser)
+    parser.set_defaults(handler=run)
+
+
+def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what every command needs that waits for a job of a tenant."""
+    parser.add_argument("--tenant", default="local", help="default: %(default)s")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds to wait for the result (default: %(default)s)",
+    )
+    parser.add_argument("--nats", metavar="URL", help="the server to use instead")
+    add_data_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 once the job is answered (or stored, with --no-wait); 1 if it failed or took too long."""
+    import uvloop
+
+    job = build_job(arguments)
+    return uvloop.run(_publish(job, arguments))
+
+
+def build_job(arguments: argparse.Namespace) -> Job:
+    """The job that the arguments describe. Raises ParameterError for a bad value."""
+    from schemas.jobs import ChatMessage, Job, Source, Tier
+    from schemas.sampling import SamplingParams
+
+    prompt = _read_prompt(arguments)
+    request_id = f"job-{uuid.uuid4().hex}"
+    return Job(
+        request_id=request_id,
+        model=arguments.model,
+        model_requested=arguments.model,
+        prompt=prompt if arguments.raw else None,
+        messages=None if arguments.raw else (ChatMessage("user", prompt),),
+        sampling=SamplingParams(
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        ),
+        reply=_reply(arguments.tenant, request_id) if arguments.stream else "",
+        store_result=True,
+        tenant=arguments.tenant,
+        tier=Tier(arguments.tier),
+        source=Source.NATS,
+        received_ns=time.time_ns(),
+    )
+
+
+async def _publish(job: Job, arguments: argparse.Namespace) -> int:
+    from bus import nats
+    from cli.requests.answers import print_result, stream_answer
+
+    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-publish")
+    try:
+        if arguments.no_wait:
+            await bus.jobs.publish(job)
+            print(job.request_id)
+            return 0
+        print(job.request_id, file=sys.stderr)
+        if arguments.stream:
+            return await stream_answer(bus, job, arguments.timeout)
+        await bus.jobs.publish(job)
+        return await print_result(bus, job.tenant, job.request_id, arguments.timeout)
+    finally:
+        await bus.close()
+
+
+def _reply(tenant: str, request_id: str) -> str:
+    from schemas.tenants import LOCAL_TENANT, own_reply
+
+    return request_id if tenant == LOCAL_TENANT else own_reply(tenant, request_id)
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    try:
+        if arguments.file == "-":
+            return sys.stdin.read()
+        return Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{arguments.file} cannot be read: {error}") from error

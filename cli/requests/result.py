@@ -1,0 +1,39 @@
+"""``millrace result``: the result of a job that was published before."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.endpoints import locate_nats
+from cli.requests.publish import add_bus_arguments
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace result``."""
+    parser = subparsers.add_parser(
+        "result",
+        help="fetch the result of a published job",
+        description="Print the result of a job, waiting for it if it is not there yet. Results "
+        "are kept for a day.",
+    )
+    parser.add_argument("request_id", metavar="REQUEST_ID")
+    add_bus_arguments(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 once it is printed; 1 if the request failed or there is no result in time."""
+    import uvloop
+
+    return uvloop.run(_fetch(arguments))
+
+
+async def _fetch(arguments: argparse.Namespace) -> int:
+    from bus import nats
+    from cli.requests.answers import print_result
+
+    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-result")
+    try:
+        return await print_result(bus, arguments.tenant, arguments.request_id, arguments.timeout)
+    finally:
+        await bus.close()

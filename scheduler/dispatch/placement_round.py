@@ -1,0 +1,82 @@
+"""Where the jobs of one model go, in one round of sending."""
+
+from __future__ import annotations
+
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.preemption import PreemptionPolicy
+from scheduler.fleet.worker_view import WorkerView
+from scheduler.jobs.scheduled_job import ScheduledJob
+from scheduler.jobs.terminal_status import TerminalStatus, refused
+from scheduler.placement import placement
+from schemas.errors import ContextLengthError
+
+# Jobs that fit nowhere just now, and yet let others go, in a round.
+_MAX_KEPT_FOR = 16
+
+
+class PlacementRound:
+    """Finds the worker for each job. One that is too large for what is free anywhere may have a
+    worker kept for it: that one's requests end, and it gets no others meanwhile but those that may
+    go before it."""
+
+    def __init__(
+        self, context: SchedulerContext, model: str, preemption: PreemptionPolicy | None = None
+    ) -> None:
+        self._context = context
+        self._model = model
+        self._preemption = preemption
+        self._kept: dict[str, list[ScheduledJob]] = {}
+        self._num_kept_for = 0
+
+    def find(self, scheduled: ScheduledJob) -> tuple[WorkerView, int] | None:
+        """The worker for a job, and how many of its tokens are in that one's cache."""
+        context, resources = self._context, scheduled.resources
+        workers = self._workers(scheduled)
+        if not any(worker.fits(resources) for worker in workers):
+            return None
+        cached = context.prefixes.cached_tokens(workers, scheduled.prefix_keys)
+        worker = placement.choose(
+            workers,
+            resources,
+            cached,
+            scheduled.service.output_tokens,
+            context.config.placement,
+            context.clock.monotonic(),
+        )
+        return None if worker is None else (worker, cached.get(worker.worker_id, 0))
+
+    def keep_for(self, scheduled: ScheduledJob) -> bool:
+        """Keep a worker for a job that fits nowhere just now; whether others have places that are
+        too small for it, so that it need not hold up those who come after it."""
+        workers = self._workers(scheduled)
+        if self._num_kept_for == _MAX_KEPT_FOR or not any(
+            worker.capacity_for(scheduled.job.tier) for worker in workers
+        ):
+            return False
+        self._num_kept_for += 1
+        best = placement.soonest(workers, scheduled.resources)
+        if best is not None:
+            self._kept.setdefault(best.worker_id, []).append(scheduled)
+        return True
+
+    def too_long(self, scheduled: ScheduledJob) -> TerminalStatus | None:
+        """Why no worker that there is can ever hold a job, if so."""
+        longest = placement.longest_tokens(self._context.fleet.of_model(self._model))
+        if longest is None or scheduled.resources.total_tokens <= longest:
+            return None
+        job = scheduled.job
+        max_tokens = job.sampling.max_tokens if job.pooling is None else None
+        return refused(ContextLengthError(len(job.prompt_token_ids or ()), max_tokens, longest))
+
+    def _workers(self, scheduled: ScheduledJob) -> list[WorkerView]:
+        workers = self._context.fleet.of_model(self._model)
+        if not self._kept:
+            return list(workers)
+        return [worker for worker in workers if self._is_open_to(scheduled, worker.worker_id)]
+
+    def _is_open_to(self, scheduled: ScheduledJob, worker_id: str) -> bool:
+        kept_for = self._kept.get(worker_id, ())
+        preemption = self._preemption
+        return not kept_for or (
+            preemption is not None and all(preemption.may_pass(scheduled, one) for one in kept_for)
+        )

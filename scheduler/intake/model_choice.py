@@ -1,0 +1,65 @@
+"""Chooses a model for jobs that were published without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from registry.routing.router import ModelState, Router, check_routable, routed
+from registry.routing.score import question_of
+from scheduler.jobs.running_requests import RunningRequests
+from schemas.jobs import Job, Tier
+
+
+class ModelChooser:
+    """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
+    tells."""
+
+    def __init__(
+        self,
+        router: Router,
+        state_of: Callable[[str, Tier, str], ModelState],
+        index: RunningRequests,
+    ) -> None:
+        self._router = router
+        self._state_of = state_of
+        self._index = index
+
+    @property
+    def names(self) -> Collection[str]:
+        """What stands in place of a model in the subjects of such jobs."""
+        return self._router.routes.keys()
+
+    def models_of(self, name: str) -> tuple[str, str]:
+        """Those that jobs of a name may go to."""
+        return self._router.routes[name].models
+
+    def choose(self, job: Job) -> Job:
+        """The job with a model; one that has a model already is left as it is.
+
+        Raises ParameterError, naming the field, for a job that has a meaning with one model only.
+        """
+        if job.model not in self._router.routes:
+            return job
+        check_routable(
+            job.model,
+            (job.prompt_token_ids,),
+            job.sampling,
+            is_embedding=job.pooling is not None,
+        )
+        question = question_of(
+            job.prompt, job.messages, job.sampling, job.tier, has_tools=bool(job.tools)
+        )
+
+        def state_of(model: str, tier: Tier) -> ModelState:
+            return self._state_of(model, tier, job.tenant)
+
+        return routed(job, self._router.choose(job.model, question, state_of))
+
+    async def settle(self, job: Job) -> Job:
+        """A routed job with the model that was first chosen for it, by whichever scheduler. Its
+        client may have tokens of that one, which no other model can go on with; so ask this of a
+        job that was delivered before, and have it noted for each that was not."""
+        model, reason = await self._index.settle_model(job.request_id, job.model, job.route_reason)
+        return msgspec.structs.replace(job, model=model, route_reason=reason)

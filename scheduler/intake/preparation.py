@@ -1,0 +1,82 @@
+"""From a pulled job to one that waits for a worker: prompt, admission, what became of it before."""
+
+from __future__ import annotations
+
+import logging
+
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.intake.model_cache import ModelCache
+from scheduler.jobs.running_requests import last_worker
+from scheduler.jobs.scheduled_job import ScheduledJob
+from scheduler.jobs.terminal_status import failed, refused
+from schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+
+class Preparation:
+    """Makes pulled jobs ready and hands each to the dispatcher of its model, or ends it."""
+
+    def __init__(self, context: SchedulerContext, model_cache: ModelCache) -> None:
+        self._context = context
+        self._model_cache = model_cache
+
+    def start(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
+        """Answer for a job from now on."""
+        context = self._context
+        context.job_table.add(scheduled)
+        dispatcher.queue.expect(scheduled)
+        if context.traces is not None:
+            scheduled.job, scheduled.trace = context.traces.start(
+                scheduled.job, scheduled.lease.num_deliveries, scheduled.timing.stored_ns
+            )
+        context.tasks.spawn(self._run(scheduled, dispatcher), f"prepare {scheduled.request_id}")
+
+    async def _run(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
+        try:
+            await self._prepare(scheduled, dispatcher)
+        except MillraceError as error:
+            dispatcher.runner.finish(scheduled, refused(error))
+        except Exception as error:
+            logger.exception(
+                "a job could not be prepared", extra={"request_id": scheduled.request_id}
+            )
+            message = f"The job could not be prepared: {type(error).__name__}."
+            terminal_status = failed(MillraceError.code, message, retryable=False)
+            dispatcher.runner.finish(scheduled, terminal_status)
+        finally:
+            dispatcher.dispatch_ready()
+
+    async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
+        context = self._context
+        terminal_status = context.why_unwanted(scheduled)
+        if terminal_status is None:
+            scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))
+            terminal_status = context.why_unwanted(scheduled)
+        if scheduled.is_ended:
+            return
+        if terminal_status is None and scheduled.lease.is_uncertain and not scheduled.ran_before:
+            known = await context.running_requests.lookup(scheduled.request_id)
+            scheduled.ran_before = known is not None
+        if terminal_status is None and context.admission is not None:
+            terminal_status = await context.admission.admit(scheduled)
+        if terminal_status is not None:
+            dispatcher.runner.finish(scheduled, terminal_status)
+        elif scheduled.ran_before:
+            await self._resume(scheduled, dispatcher)
+        elif not scheduled.is_ended:
+            dispatcher.enqueue(scheduled)
+
+    async def _resume(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
+        """A job that was delivered before may be answered, or run somewhere still."""
+        worker_id = await last_worker(self._context.running_requests, scheduled)
+        if scheduled.is_ended:
+            return
+        scheduled.interrupted = bool(worker_id)
+        if worker_id is None:
+            dispatcher.runner.acknowledge(scheduled)
+        elif worker_id and self._context.fleet.get(worker_id) is not None:
+            dispatcher.continue_where_it_runs(scheduled, worker_id)
+        else:
+            dispatcher.enqueue(scheduled)

@@ -1,0 +1,76 @@
+"""Pulls jobs that leave the model open, and gives each to the dispatcher of the chosen one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from bus.api import LeasedJob
+from scheduler.dispatch.context import SchedulerContext
+from scheduler.dispatch.dispatcher import Dispatcher
+from scheduler.intake.model_choice import ModelChooser
+from scheduler.intake.preparation import Preparation
+from scheduler.intake.puller import Puller
+from scheduler.jobs.terminal_status import refused
+from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+
+logger = logging.getLogger(__name__)
+
+# Jobs of which the model is looked up count nowhere else so far.
+_MAX_ROUTING = 64
+
+
+class RoutingPuller(Puller):
+    """A ``Puller`` for a name that stands for several models. The choice is noted before the job is
+    made ready, so whoever gets it after us runs the same model."""
+
+    def __init__(
+        self,
+        context: SchedulerContext,
+        name: str,
+        dispatchers: Mapping[str, Dispatcher],
+        preparation: Preparation,
+        chooser: ModelChooser,
+    ) -> None:
+        models = [model for model in chooser.models_of(name) if model in dispatchers]
+        super().__init__(context, name, dispatchers, models, preparation)
+        self._models = models
+        self._chooser = chooser
+        self._num_routing = 0
+
+    def _pull_all(self) -> None:
+        if self._num_routing < _MAX_ROUTING:
+            super()._pull_all()
+
+    def accept(self, leased: LeasedJob) -> None:
+        if self._context.job_table.get(leased.job.request_id) is not None:
+            super().accept(leased)
+        else:
+            self._num_routing += 1
+            name = f"route {leased.job.request_id}"
+            self._context.tasks.spawn(self._route(leased), name).add_done_callback(self._routed)
+
+    def _routed(self, _routing: asyncio.Task[None]) -> None:
+        self._num_routing -= 1
+        self._wake.set()
+
+    async def _route(self, leased: LeasedJob) -> None:
+        scheduled = self._scheduled_job(leased)
+        try:
+            scheduled.job = await self._chooser.settle(self._chooser.choose(leased.job))
+            if scheduled.job.model not in self._models:
+                raise ModelNotFoundError(
+                    f"The model {scheduled.job.model!r} was chosen, which is not served here."
+                )
+        except MillraceError as error:
+            try:
+                await self._context.finalizer.finish(scheduled, refused(error))
+            except BusUnavailableError as outage:
+                logger.warning("a job will be refused later", extra={"reason": outage.message})
+            return
+        if self._context.job_table.get(scheduled.request_id) is None:
+            self._preparation.start(scheduled, self._by_model[scheduled.job.model])
+        else:
+            # It was delivered again while its model was looked up.
+            super().accept(leased)

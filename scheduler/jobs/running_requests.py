@@ -1,0 +1,52 @@
+"""Who runs which request, as an index says that outlives every scheduler."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scheduler.jobs.scheduled_job import ScheduledJob
+
+
+class RunningRequest(Protocol):
+    """Who ran a request last, at what epoch, and whether it was answered."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class RunningRequests(Protocol):
+    """The index as a scheduler uses it; ``bus.running_requests`` has the one in Redis."""
+
+    async def lookup(self, request_id: str) -> RunningRequest | None:
+        """None: nothing is known, or nobody can say."""
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """It is answered, by a worker or by none."""
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:
+        """The leases of what a worker runs, by request id, as far as anybody can say. Of some
+        another may be the holder by now."""
+
+    async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
+        """The model that was first chosen for a request, and why: this one, if none was or nobody
+        can say."""
+
+
+async def last_worker(index: RunningRequests, scheduled: ScheduledJob) -> str | None:
+    """The worker that ran a job last as far as the index knows, "" for nobody; None: it is answered
+    already. The next epoch will be above the known one."""
+    known = await index.lookup(scheduled.request_id)
+    if known is None:
+        return ""
+    attempts = scheduled.attempts
+    attempts.epoch_floor = max(attempts.epoch_floor, known.epoch)
+    if known.finished:
+        return None
+    attempts.add_found(known.epoch, known.worker_id)
+    return known.worker_id

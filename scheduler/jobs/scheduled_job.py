@@ -1,0 +1,288 @@
+"""A job that this scheduler answers for, from the pull until it is known to have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from bus.api import LeasedJob, Line
+from scheduler.jobs.attempts import AttemptHistory
+from scheduler.jobs.poison_pills import PoisonSuspicion
+from scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
+from scheduler.jobs.resource_request import ResourceRequest
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from scheduler.jobs.tracing import JobTrace
+from schemas.control import EPOCHS_PER_DELIVERY, Reservation
+from schemas.jobs import Job, Tier
+
+
+class Phase(Enum):
+    """Where a job is. This scheduler extends the lease, until a worker runs the job."""
+
+    PREPARING = auto()  # pulled; its prompt is tokenized, its admission checked
+    WAITING = auto()  # in the fair queue
+    DISPATCHING = auto()  # on its way to a worker
+    RUNNING = auto()  # a worker has it, and extends the lease
+    ENDED = auto()  # answered, or somebody else's
+
+
+_NEXT_PHASES = {
+    Phase.PREPARING: (Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
+    Phase.WAITING: (Phase.DISPATCHING, Phase.ENDED),
+    Phase.DISPATCHING: (Phase.RUNNING, Phase.WAITING, Phase.ENDED),
+    Phase.RUNNING: (Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
+    Phase.ENDED: (),
+}
+
+
+class Tenant(NamedTuple):
+    """A tenant in one tier: whom service is shared among."""
+
+    tier: Tier
+    name: str
+
+
+@dataclass(slots=True)
+class Lease:
+    """What the queue said with the job. ``token`` extends, releases or acknowledges the lease;
+    ``is_uncertain``: nobody knows whether the job ran before this delivery."""
+
+    token: str
+    num_deliveries: int
+    stream_sequence: int
+    line: Line
+    is_uncertain: bool = False
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the queue stored the job (UTC epoch), and on the monotonic clock when it was pulled, its
+    lease extended, and its end looked up in the queue."""
+
+    stored_ns: int = 0
+    pulled_s: float = 0.0
+    extended_s: float = 0.0
+    checked_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ClientView:
+    """What the client of a job has got: ``token_ids``, which the next attempt continues;
+    ``num_tokens_at_start`` of them when the last attempt started; and the position in the queue
+    that it was last told."""
+
+    token_ids: tuple[int, ...] = ()
+    num_tokens_at_start: int = 0
+    announced_position: int | None = None
+
+
+@dataclass(slots=True)
+class Service:
+    """What a prepared job is expected to take: ``output_tokens`` of completion, ``tokens`` worth of
+    service in all. ``charged_tokens`` is what its tenant was charged for the attempt under way."""
+
+    output_tokens: float = 1.0
+    tokens: float = 1.0
+    charged_tokens: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledJob:
+    """One job and what became of it here.
+
+    ``ran_before``: a client may have tokens of an earlier attempt, so ask before running it again;
+    ``interrupted``: there was one, as far as anybody knows. ``waits_here``: ``queue_counts`` has it
+    among those that were pulled and not sent. ``reservation`` is what was set aside for a job that
+    no gateway admitted, ``is_reserved_here`` whether that is within this process.
+    """
+
+    job: Job
+    lease: Lease
+    queue_counts: TenantQueueCounts
+    timing: Timing
+    ran_before: bool = False
+    interrupted: bool = False
+    phase: Phase = Phase.PREPARING
+    service: Service = field(default_factory=Service)
+    tenant: Tenant = field(init=False)
+    worker_id: str = field(default="", init=False)
+    waits_here: bool = field(default=False, init=False)
+    prefix_keys: PromptKeys = field(default=NO_KEYS, init=False)
+    client: ClientView = field(default_factory=ClientView, init=False)
+    attempts: AttemptHistory = field(default_factory=AttemptHistory, init=False)
+    suspicion: PoisonSuspicion = field(default_factory=PoisonSuspicion, init=False)
+    trace: JobTrace | None = field(default=None, init=False)
+    reservation: Reservation | None = field(default=None, init=False)
+    is_reserved_here: bool = field(default=False, init=False)
+    _resources: ResourceRequest | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.tenant = Tenant(self.job.tier, self.job.tenant)
+
+    @classmethod
+    def of(cls, leased: LeasedJob, queue_counts: TenantQueueCounts, now_s: float) -> ScheduledJob:
+        return cls(
+            job=leased.job,
+            lease=Lease(
+                leased.lease,
+                leased.num_deliveries,
+                leased.stream_sequence,
+                leased.line,
+                leased.uncertain,
+            ),
+            queue_counts=queue_counts,
+            timing=Timing(leased.stored_ns, now_s, now_s),
+            ran_before=leased.num_deliveries > 1,
+        )
+
+    # --- what it is ---
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request_id
+
+    @property
+    def holds_lease(self) -> bool:
+        """The lease is ours to extend."""
+        return self.phase in (Phase.PREPARING, Phase.WAITING, Phase.DISPATCHING)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next attempt: above every one before."""
+        attempts = self.attempts
+        by_count = (self.lease.num_deliveries - 1) * EPOCHS_PER_DELIVERY + attempts.num_started + 1
+        return max(by_count, attempts.epoch + 1, attempts.epoch_floor + 1)
+
+    @property
+    def resources(self) -> ResourceRequest:
+        """What a prepared job takes of a worker."""
+        if self._resources is None:
+            job, num_resumed = self.job, len(self.client.token_ids)
+            num_prompt_tokens = len(job.prompt_token_ids or ())
+            if job.pooling is not None:
+                self._resources = ResourceRequest(num_prompt_tokens, 0, job.tier)
+            else:
+                num_new_tokens = max((job.sampling.max_tokens or 1) - num_resumed, 0)
+                self._resources = ResourceRequest(
+                    num_prompt_tokens + num_resumed, num_new_tokens, job.tier
+                )
+        return self._resources
+
+    # --- what happens to it ---
+
+    def enter(self, phase: Phase) -> None:
+        """Every change of phase. AssertionError: there is no way from the phase before."""
+        assert phase in _NEXT_PHASES[self.phase], f"{self.phase.name} is followed by {phase.name}"
+        self.phase = phase
+
+    def set_prepared(self, job: Job) -> None:
+        """The job as a worker gets it, its prompt in token ids."""
+        self.job = job
+        self._resources = None
+
+    def resume_after(self, token_ids: tuple[int, ...]) -> None:
+        """The client has these tokens; the next attempt continues them."""
+        self.client.token_ids = token_ids
+        self._resources = None
+
+    def renew_lease(self, leased: LeasedJob, now_s: float) -> None:
+        """The queue delivered it again, to us."""
+        self.lease.token = leased.lease
+        self.lease.num_deliveries = leased.num_deliveries
+        self.ran_before = True
+        self.timing.extended_s = now_s
+
+    def start_waiting_here(self) -> None:
+        """It was pulled, or taken back from a worker."""
+        if not self.waits_here:
+            self.waits_here = True
+            self.queue_counts.num_here += 1
+
+    def stop_waiting_here(self) -> None:
+        """It was sent, or is over."""
+        if self.waits_here:
+            self.waits_here = False
+            self.queue_counts.num_here -= 1
+
+    def start_attempt(self, now_s: float) -> None:
+        """A dispatch goes out: from here on the job may run at the worker."""
+        self.attempts.epoch = self.next_epoch
+        self.attempts.num_started += 1
+        self.timing.checked_s = now_s
+
+    def undo_attempt(self, epoch_before: int) -> None:
+        """The worker refused the dispatch: nothing ran at that epoch, it is free again."""
+        self.attempts.epoch = epoch_before
+        self.attempts.num_started -= 1
+
+    def assign(self, worker_id: str, num_cached_tokens: int) -> None:
+        """It goes to a worker, in whose cache so much of its prompt is thought to be."""
+        self.worker_id = worker_id
+        if self.trace is not None:
+            self.trace.finish_run("lease_lapsed")
+            self.trace.start_run(worker_id, num_cached_tokens)
+
+    def unassign(self, error: str) -> None:
+        """It is with no worker; ``error``: why, if nobody said so before."""
+        self.worker_id = ""
+        if self.trace is not None:
+            self.trace.finish_run(error)
+
+    def count_lost_attempt(self) -> None:
+        """The worker is gone, and the attempt with it."""
+        self.attempts.num_lost += 1
+        if self.trace is not None:
+            self.trace.worker_lost(began=self.phase is Phase.RUNNING)
+
+    def interrupt(self, error: str) -> None:
+        """Another worker is to continue it; ``error``: why."""
+        self.ran_before = self.interrupted = True
+        if self.trace is not None:
+            self.trace.finish_run(error)
+
+    def stop_tracing(self) -> None:
+        """This scheduler stops, and another one goes on with the job and its trace."""
+        if self.trace is not None:
+            self.trace.stop()
+            self.trace = None
+
+
+class JobTable:
+    """Every scheduled job by its request id, until it has ended."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, ScheduledJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[ScheduledJob]:
+        """A snapshot: jobs may come and go meanwhile."""
+        return iter(list(self._jobs.values()))
+
+    def get(self, request_id: str) -> ScheduledJob | None:
+        return self._jobs.get(request_id)
+
+    def add(self, scheduled: ScheduledJob) -> None:
+        """It was pulled, and is this scheduler's to answer for."""
+        assert scheduled.request_id not in self._jobs, "the job is in the table already"
+        self._jobs[scheduled.request_id] = scheduled
+        scheduled.queue_counts.num_ours += 1
+        scheduled.start_waiting_here()
+
+    def remove(self, scheduled: ScheduledJob, error: str = "") -> None:
+        """The job is over here, for ``error`` if it failed; what is still in flight for it finds it
+        ended."""
+        scheduled.enter(Phase.ENDED)
+        scheduled.stop_waiting_here()
+        scheduled.queue_counts.num_ours -= 1
+        if scheduled.trace is not None:
+            scheduled.trace.finish(error)
+        if self._jobs.get(scheduled.request_id) is scheduled:
+            del self._jobs[scheduled.request_id]

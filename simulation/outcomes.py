@@ -1,0 +1,121 @@
+"""What became of each request of a trace, as its client saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bus.running_requests import Generation
+from runtime.clock import Clock
+from schemas.records import Status
+from simulation.traces.trace import TraceRequest
+
+NEVER_S = -1.0
+# Where the frames of all requests go.
+REPLY = "simulation"
+
+
+@dataclass(slots=True, eq=False)
+class RequestOutcome:
+    """Times are virtual seconds from the trace's 0, ``NEVER_S`` for what did not happen: sent to
+    the queue, taken by a worker, started in its batch, the first token, the end.
+
+    ``num_had`` tokens had come when the last run of it stopped; ``num_made`` says how many there
+    are by the run under way. ``num_terminals`` counts the terminal frames, of which there must be
+    one. ``predicted_ttft_ms`` is what the scheduler had said last of when the first token would
+    come, before it was sent.
+    """
+
+    request: TraceRequest
+    request_id: str
+    first_answer_token: int
+    sent_s: float = NEVER_S
+    taken_s: float = NEVER_S
+    started_s: float = NEVER_S
+    first_s: float = NEVER_S
+    end_s: float = NEVER_S
+    status: Status | None = None
+    error_code: str = ""
+    num_cached_tokens: int = 0
+    num_had: int = 0
+    num_made: Callable[[], int] | None = field(default=None, repr=False)
+    num_terminals: int = 0
+    num_runs: int = 0
+    worker_id: str = ""
+    epoch: int = 0
+    predicted_ttft_ms: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the client has by now."""
+        made = self.num_made() if self.num_made is not None else 0
+        return max(self.num_had, made)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        first = self.first_answer_token
+        return tuple(range(first, first + self.num_tokens))
+
+    def begin_run(self, worker_id: str, num_made: Callable[[], int], now_s: float) -> None:
+        """A worker has taken it."""
+        self.worker_id, self.num_made = worker_id, num_made
+        self.num_runs += 1
+        if self.taken_s == NEVER_S:
+            self.taken_s = now_s
+
+    def stop_run(self) -> None:
+        """The run under way makes nothing more."""
+        self.num_had, self.num_made = self.num_tokens, None
+
+
+class Outcomes:
+    """The outcomes by request id, in the order of the trace, whose 0 is at ``start_s``."""
+
+    def __init__(self, outcomes: Sequence[RequestOutcome], clock: Clock, start_s: float) -> None:
+        self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
+        self._clock = clock
+        self._start_s = start_s
+
+    def __iter__(self) -> Iterator[RequestOutcome]:
+        return iter(self._outcomes.values())
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def __getitem__(self, request_id: str) -> RequestOutcome:
+        return self._outcomes[request_id]
+
+    def now_s(self) -> float:
+        """As the times of outcomes count."""
+        return self._clock.monotonic() - self._start_s
+
+
+class SimulatedGenerationIndex:
+    """What the index of generations knows: the ``scheduler.dispatch.context.Generations`` of a
+    outcomes."""
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+
+    async def lookup(self, request_id: str) -> Generation | None:
+        outcome = self._outcomes[request_id]
+        if not outcome.num_runs:
+            return None
+        return Generation(
+            worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
+        )
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        """Its outcome says so already."""
+
+    async def held_by(self, worker_id: str) -> dict[str, str]:  # noqa: ARG002
+        """Schedulers that are there from the start have nothing to take over."""
+        return {}
+
+    async def settle_model(
+        self,
+        request_id: str,  # noqa: ARG002  # of whom the trace says which model it is
+        model: str,
+        reason: str,
+    ) -> tuple[str, str]:
+        return model, reason

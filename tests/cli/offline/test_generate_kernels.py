@@ -1,0 +1,65 @@
+"""``millrace generate`` with the options that choose kernels, weights and memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.offline.generating import generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = {"prompt": "mill wheel", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+DRAWN = {"prompt": "race", "max_tokens": 24, "seed": 3, "top_p": 0.9, "ignore_eos": True}
+
+
+def test_the_runner_of_a_gpu_answers_the_same(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With plain torch for its kernels, recorded steps and overlap, and without both."""
+    _, expected = generate(tmp_path, checkpoint, [GREEDY, DRAWN])
+    for options in ((), ("--no-cuda-graphs", "--no-overlap")):
+        caplog.clear()
+        code, answers = generate(
+            tmp_path, checkpoint, [GREEDY, DRAWN], "--kernels", "reference", *options
+        )
+        assert (code, answers) == (0, expected)
+        assert "by reference kernels" in caplog.text
+        assert ("warmed up in" in caplog.text) == (not options)
+
+
+def test_keys_and_values_in_eight_bits(tmp_path: Path, checkpoint: Path) -> None:
+    options = ("--kernels", "reference", "--kv-cache-dtype", "fp8")
+    code, (answer,) = generate(tmp_path, checkpoint, [GREEDY], *options)
+    assert (code, answer["completion_tokens"]) == (0, 24)
+
+
+def test_random_weights(tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "no-weights"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    code, (answer,) = generate(tmp_path, folder, [GREEDY], "--load-format", "dummy")
+    assert (code, answer["completion_tokens"]) == (0, 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--gpu-memory-fraction", "1.5"), "gpu_memory_fraction must be above 0"),
+        (("--kv-cache-dtype", "fp8"), "for the kernels of a GPU"),
+        (("--deterministic",), "for the kernels of a GPU"),
+        (("--load-format", "guess"), "choose auto, dummy"),
+        (("--max-batch", "0"), "--max-batch must be at least 1"),
+    ],
+)
+def test_a_bad_option_is_told_in_a_sentence(
+    tmp_path: Path,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    told: str,
+) -> None:
+    code, _ = generate(tmp_path, checkpoint, [GREEDY], *options)
+    assert code != 0
+    assert told in capsys.readouterr().err

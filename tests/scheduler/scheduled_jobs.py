@@ -1,0 +1,45 @@
+"""Jobs as a scheduler holds them, for tests of what orders them."""
+
+from __future__ import annotations
+
+import itertools
+
+from bus.api import Line
+from scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
+from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from schemas.jobs import Job, Tier
+from schemas.sampling import SamplingParams
+
+_numbers = itertools.count(1)
+
+
+def scheduled_job(
+    tenant: str = "t",
+    tier: Tier = Tier.FREE,
+    tokens: float = 10.0,
+    *,
+    deadline_ns: int | None = None,
+    interrupted: bool = False,
+    pulled_s: float = 0.0,
+) -> ScheduledJob:
+    """A job that waits; ``tokens`` is the service that is expected of it."""
+    number = next(_numbers)
+    job = Job(
+        request_id=f"r{number}",
+        model="m",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=16, seed=7),
+        tenant=tenant,
+        tier=tier,
+        deadline_ns=deadline_ns,
+    )
+    return ScheduledJob(
+        job=job,
+        lease=Lease(f"lease-{number}", 1, number, Line("m", tier, tenant)),
+        queue_counts=TenantQueueCounts(),
+        timing=Timing(pulled_s=pulled_s),
+        ran_before=interrupted,
+        interrupted=interrupted,
+        phase=Phase.WAITING,
+        service=Service(tokens, tokens),
+    )

@@ -1,0 +1,251 @@
+"""Jobs that services publish, against the limits of their tenants on a real redis-server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from decimal import Decimal
+
+import pytest
+from msgspec.structs import replace
+from redis.asyncio import Redis
+
+from bus.tenancy.keeper import LimitKeeper
+from bus.tenancy.settling import Settlement, Settlements
+from gateway.tenancy.caller import Caller
+from registry.pricing import PriceBook
+from runtime.redis_link import RedisLink
+from scheduler.jobs.admission import JobAdmission
+from scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from schemas.config import RedisConfig
+from schemas.frames import Shed
+from schemas.jobs import Tier
+from schemas.records import Status
+from schemas.tenants import TierLimits
+from tests.scheduler.scheduled_jobs import scheduled_job
+from tests.support.limit_bench import LimitBench, reserve
+from tests.support.servers import RedisServer, free_port
+
+# A prompt of 3 and a completion of 16 cost 19 at most.
+PRICES = PriceBook(
+    version="v1",
+    input_per_million=Decimal(1_000_000),
+    cached_input_per_million=Decimal(0),
+    output_per_million=Decimal(1_000_000),
+)
+
+
+@pytest.fixture
+async def bench(redis_server: RedisServer) -> AsyncIterator[LimitBench]:
+    client = Redis.from_url(redis_server.url)
+    await client.flushall()
+    await client.aclose()
+    made = LimitBench(redis_server.url)
+    yield made
+    await made.close()
+
+
+def door_of(bench: LimitBench, link: RedisLink | None = None) -> JobAdmission:
+    """Another scheduler's."""
+    keeper = LimitKeeper(
+        link or bench.link, TierLimits(), bench.clock, redis_time=False, remembers=True
+    )
+    return JobAdmission(keeper, lambda _model: PRICES, bench.clock)
+
+
+async def spent(bench: LimitBench, tenant: str) -> Decimal:
+    found: bytes | None = await bench.link.call("GET", f"spent:t:{tenant}:202611")
+    return Decimal(int(found or 0)).scaleb(-9)
+
+
+async def standing(bench: LimitBench, tenant: str) -> tuple[int, int]:
+    """Running requests, and the tokens in the bucket."""
+    [(_, found)] = await bench.limiter.standing(Caller(tenant=tenant))
+    return found.num_running, found.tokens // 60_000
+
+
+async def settle(bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: int) -> bool:
+    """As a worker does at the end."""
+    assert job.reservation is not None
+    settlements = Settlements(bench.link, bench.clock, redis_time=False)
+    return await settlements.settle(
+        Settlement(
+            request_id=job.reservation.reservation_id,
+            num_tokens=num_tokens,
+            cost_nano=cost * 10**9,
+            since_s=bench.clock.monotonic(),
+            spent_keys=(job.reservation.spent_key,),
+            remember=True,
+        )
+    )
+
+
+async def test_each_limit_refuses_by_its_name(bench: LimitBench) -> None:
+    admission = door_of(bench)
+    await bench.tenant("rpm", requests_per_minute=1)
+    await bench.tenant("tpm", tokens_per_minute=30)
+    await bench.tenant("running", concurrent_requests=1)
+    for tenant, limit, code in (
+        ("rpm", "requests_per_minute", "requests_per_minute"),
+        ("tpm", "tokens_per_minute", "tokens_per_minute"),
+        ("running", "concurrent_requests", "concurrent_requests"),
+    ):
+        assert await admission.admit(scheduled_job(tenant)) is None
+        late = scheduled_job(tenant)
+        terminal_status = await admission.admit(late)
+        assert terminal_status is not None
+        assert (terminal_status.status, terminal_status.code, terminal_status.limit) == (
+            Status.SHED,
+            code,
+            limit,
+        )
+        frame = terminal_status.frame(1)
+        assert isinstance(frame, Shed)
+        assert frame.limit == limit
+        assert f"Limit {limit} of tenant {tenant} reached" in frame.message
+        assert frame.retry_after_s > 0
+        assert late.reservation is None
+
+
+async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
+    admission = door_of(bench)
+    await bench.tenant("small", tokens_per_minute=18)
+    await bench.tenant("poor", monthly_budget=Decimal(18))
+    await bench.tenant("narrow", context_tokens=18)
+    for tenant, code in (
+        ("small", "tokens_per_minute"),
+        ("poor", "insufficient_quota"),
+        ("narrow", "context_length_exceeded"),
+    ):
+        terminal_status = await admission.admit(scheduled_job(tenant))
+        assert terminal_status is not None
+        assert (terminal_status.status, terminal_status.code, terminal_status.retryable) == (
+            Status.FAILED,
+            code,
+            False,
+        )
+
+
+async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) -> None:
+    await bench.tenant("acme", monthly_budget=Decimal(30))
+    job = scheduled_job("acme")
+    assert await door_of(bench).admit(job) is None
+    held = await door_of(bench).admit(scheduled_job("acme"))
+    assert held is not None
+    assert (held.status, held.limit) == (Status.SHED, "monthly_budget")
+    assert await settle(bench, job, 10, 10)
+    assert not await settle(bench, job, 10, 10), "a worker that answers again"
+    await door_of(bench).release(job)
+    assert await spent(bench, "acme") == 10
+    assert await standing(bench, "acme") == (0, 10)
+    assert await door_of(bench).admit(scheduled_job("acme")) is None
+
+
+async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBench) -> None:
+    """Its scheduler died, before its end or between that and the acknowledgement."""
+    await bench.tenant("acme", requests_per_minute=1, concurrent_requests=1)
+    first = scheduled_job("acme")
+    assert await door_of(bench).admit(first) is None
+    again = delivered_again(first)
+    assert await door_of(bench).admit(again) is None
+    assert await standing(bench, "acme") == (1, 19)
+    assert await settle(bench, again, 5, 5)
+    once_more = delivered_again(first)
+    assert await door_of(bench).admit(once_more) is None
+    assert not await settle(bench, once_more, 5, 5)
+    assert await spent(bench, "acme") == 5
+    assert await standing(bench, "acme") == (0, 5)
+
+
+async def test_what_began_goes_on_and_is_charged(bench: LimitBench) -> None:
+    """What was set aside has lapsed, and others have used the limit up since."""
+    await bench.tenant("acme", requests_per_minute=1)
+    assert await door_of(bench).admit(scheduled_job("acme")) is None
+    job = scheduled_job("acme", interrupted=True)
+    assert await door_of(bench).admit(job) is None
+    assert await settle(bench, job, 7, 7)
+    assert not await settle(bench, job, 7, 7)
+    assert await spent(bench, "acme") == 7
+
+
+async def test_what_a_gateway_let_in_is_not_charged_again(bench: LimitBench) -> None:
+    await bench.tenant("acme", requests_per_minute=1)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r1")
+    job = scheduled_job("acme")
+    job.lease.line = job.lease.line.twin
+    assert await door_of(bench).admit(job) is None
+    assert job.reservation is None
+    assert (await standing(bench, "acme"))[0] == 1
+
+
+async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> None:
+    """A job with the id of a request that a gateway let in, or of one that was answered."""
+    await bench.tenant("acme", requests_per_minute=2)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r1")
+    same = scheduled_job("acme")
+    same.job = replace(same.job, request_id="r1")
+    assert await door_of(bench).admit(same) is None
+    await settle(bench, same, 10, 10)
+    again = scheduled_job("acme")
+    again.job = replace(again.job, request_id="r1")
+    terminal_status = await door_of(bench).admit(again)
+    assert terminal_status is not None
+    assert terminal_status.limit == "requests_per_minute"
+
+
+async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
+    await bench.tenant("acme", requests_per_minute=1, monthly_budget=Decimal(19))
+    job = scheduled_job("acme")
+    admission = door_of(bench)
+    assert await admission.admit(job) is None
+    await admission.release(job)
+    assert await spent(bench, "acme") == 0
+    assert await admission.admit(scheduled_job("acme")) is None
+
+
+async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) -> None:
+    away = RedisLink(RedisConfig(url=f"redis://127.0.0.1:{free_port()}"), bench.clock)
+    admission = door_of(bench, away)
+    jobs = [scheduled_job("acme") for _ in range(8)]
+    for job in jobs:
+        assert await admission.admit(job) is None
+    terminal_status = await admission.admit(scheduled_job("acme"))
+    assert terminal_status is not None
+    assert terminal_status.limit == "concurrent_requests"
+    admission.release_local(jobs[0])
+    assert await admission.admit(scheduled_job("acme")) is None
+    # It is charged all the same, by its worker, once Redis is there.
+    assert await settle(bench, jobs[0], 11, 11)
+    assert not await settle(bench, jobs[0], 11, 11)
+    assert await spent(bench, "acme") == 11
+    waiting = await admission.admit(scheduled_job("acme", Tier.BATCH))
+    assert waiting is not None
+    assert (waiting.code, waiting.retryable) == ("state_unavailable", True)
+    assert await admission.admit(scheduled_job("local", Tier.BATCH)) is None
+    await away.close()
+
+
+@pytest.mark.parametrize("reply", ["gw-1234", "acme.eu", "acmeother", "other/acme"])
+async def test_frames_go_to_the_tenants_own_listeners(bench: LimitBench, reply: str) -> None:
+    admission = door_of(bench)
+    foreign = scheduled_job("acme")
+    foreign.job = replace(foreign.job, reply=reply)
+    terminal_status = await admission.admit(foreign)
+    assert terminal_status is not None
+    assert (terminal_status.status, terminal_status.code) == (Status.FAILED, "reply_forbidden")
+    assert foreign.job.reply == "", "its end would be told to somebody else"
+    for own in ("", "acme", "acme/mailer"):
+        job = scheduled_job("acme")
+        job.job = replace(job.job, reply=own)
+        assert await admission.admit(job) is None
+    job = scheduled_job("local")
+    job.job = replace(job.job, reply=reply)
+    assert await admission.admit(job) is None
+
+
+def delivered_again(known: ScheduledJob) -> ScheduledJob:
+    """The same stored job, as the next delivery brings it to another scheduler."""
+    made = scheduled_job(known.job.tenant)
+    made.job, made.lease = known.job, known.lease
+    made.ran_before = True
+    made.phase = Phase.PREPARING
+    return made

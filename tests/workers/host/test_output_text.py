@@ -1,0 +1,113 @@
+"""The text of a sequence: stop strings, held-back text, and independence of how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from registry.served import ServedModel
+from registry.tokenizers.tokenizer import Tokenizer
+from schemas.sampling import SamplingParams
+from tests.workers.scripted import EOS
+from workers.host.generations.output_text import TextStream
+
+_PROMPT = (10, 11, 12)
+_TEXTS = st.text(alphabet="ab END.é你👍\n", max_size=40)
+_STOPS = st.lists(st.text(alphabet="ab END.é你", min_size=1, max_size=5), max_size=4).map(tuple)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: ServedModel) -> Tokenizer:
+    return demo.tokenizer
+
+
+def _stream(tokenizer: Tokenizer, stop: tuple[str, ...] = (), **sampling: object) -> TextStream:
+    return TextStream(tokenizer, SamplingParams(stop=stop, **sampling), _PROMPT)  # type: ignore[arg-type]
+
+
+def _run(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
+    pieces = []
+    for token_id in token_ids:
+        piece = stream.push(token_id)
+        pieces.append(piece.text)
+        if piece.stopped:
+            return pieces
+    return [*pieces, stream.flush()]
+
+
+def _cut(text: str, stops: tuple[str, ...]) -> str:
+    """Up to the stop string that is complete first, found the slow way."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+@given(text=_TEXTS, stops=_STOPS, data=st.data())
+def test_pieces_are_the_decoded_text_cut_at_the_first_stop_string(
+    tokenizer: Tokenizer, text: str, stops: tuple[str, ...], data: st.DataObject
+) -> None:
+    # However the text is cut into tokens: as the tokenizer would, or at any place.
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    token_ids = [token for part in parts for token in tokenizer.encode(part, False)]
+    whole = tokenizer.decode(token_ids)
+    assert "".join(_run(_stream(tokenizer, stops), token_ids)) == _cut(whole, stops)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 399), max_size=30),
+    stops=_STOPS,
+    at=st.integers(0, 30),
+)
+def test_a_primed_stream_goes_on_where_the_other_left_off(
+    tokenizer: Tokenizer, token_ids: list[int], stops: tuple[str, ...], at: int
+) -> None:
+    pieces = _run(_stream(tokenizer, stops), token_ids)
+    at = min(at, len(token_ids))
+    second = _stream(tokenizer, stops)
+    primed = second.prime(token_ids[:at])
+    rest = [] if second.stopped else _run(second, token_ids[at:])
+    assert [text for text in [*primed, *rest] if text] == [text for text in pieces if text]
+
+
+@given(token_ids=st.lists(st.integers(2, 399), max_size=30))
+def test_random_tokens_never_yield_half_a_character(
+    tokenizer: Tokenizer, token_ids: list[int]
+) -> None:
+    pieces = _run(_stream(tokenizer), token_ids)
+    prompt = list(_PROMPT)
+    whole = tokenizer.decode(prompt + token_ids)
+    assert tokenizer.decode(prompt) + "".join(pieces) == whole
+
+
+def test_special_and_stop_tokens_add_no_text(tokenizer: Tokenizer) -> None:
+    hello = tokenizer.encode("hello", False)
+    stream = _stream(tokenizer, stop_token_ids=(hello[-1],), ignore_eos=True)
+    pieces = _run(stream, [*hello[:-1], EOS, 0, hello[-1]])
+    assert "".join(pieces) == tokenizer.decode(hello[:-1])
+
+
+def test_what_may_become_a_stop_string_is_held_back_and_no_more(tokenizer: Tokenizer) -> None:
+    stream = _stream(tokenizer, ("\n\nUser:",))
+    shown = ""
+    for token in tokenizer.encode("yes.\n\nUs", False):
+        shown += stream.push(token).text
+    assert shown == "yes."
+    for token in tokenizer.encode("eful", False):
+        shown += stream.push(token).text
+    assert shown == "yes.\n\nUseful"
+    assert stream.flush() == ""
+
+
+def test_nothing_follows_a_stop_string(tokenizer: Tokenizer) -> None:
+    stream = _stream(tokenizer, (".",))
+    pieces = [stream.push(token) for token in tokenizer.encode("a.b.c", False)]
+    assert "".join(piece.text for piece in pieces) == "a"
+    assert stream.stopped
+    assert pieces[-1].stopped
+    assert stream.flush() == ""

@@ -1,0 +1,150 @@
+"""Runs the model on a plan's flat batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from pathlib import Path
+
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError
+from workers.engine.batch import FlatBatch, build_batch
+from workers.engine.eager.attention import TorchAttention
+from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
+from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
+from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
+from workers.engine.kv.cache import KVCache, choose_num_blocks
+from workers.engine.pooling import pool_rows
+from workers.engine.sampling.prompt_logprobs import score_rows
+from workers.engine.scheduling.schedule import ScheduledSequence
+from workers.engine.settings import choose_device, settled
+from workers.kernels.build import KernelBuildError, cpu_library
+from workers.kernels.cpu import CpuKernels
+from workers.models.decoder import Decoder
+from workers.models.dummy import DummyTensors
+from workers.models.loader import choose_dtype, load_weights
+
+_log = logging.getLogger(__name__)
+
+
+AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
+
+    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
+    step may be launched before.
+    """
+
+    overlaps = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: AnyDecoder,
+        cache: KVCache,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self._decoder = decoder
+        self._device = cache.data.device
+
+    @classmethod
+    def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
+        """Load a checkpoint. Raises CheckpointError or ConfigError."""
+        config = read_model_config(path)
+        device = choose_device(engine.device)
+        engine = settled(engine, device)
+        dtype = choose_dtype(config, engine.dtype, device)
+        if engine.kv_cache_dtype != "auto" or engine.deterministic:
+            raise ConfigError(
+                "engine.kv_cache_dtype and engine.deterministic are for the kernels of a GPU: set "
+                "engine.kernels to 'triton', or to 'reference' for a try on a CPU."
+            )
+        source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
+        weights = load_weights(path, config, dtype=dtype, device=device, source=source)
+        cache = KVCache(
+            config,
+            num_blocks=choose_num_blocks(
+                config,
+                num_blocks=engine.num_blocks,
+                kv_cache_bytes=engine.kv_cache_bytes,
+                block_size_tokens=engine.block_size_tokens,
+                max_num_sequences=engine.max_num_sequences,
+                dtype=dtype,
+            ),
+            block_size_tokens=engine.block_size_tokens,
+            dtype=dtype,
+            device=device,
+        )
+        attention = TorchAttention(
+            cache,
+            num_heads=config.num_attention_heads,
+            dtype=dtype,
+            windows=config.windows,
+        )
+        kernels = _cpu_kernels(engine.kernels, config, dtype, device)
+        _log.info(
+            "loaded %s in %s on %s by %s with %d KV blocks of %d tokens",
+            config.architecture,
+            str(dtype).removeprefix("torch."),
+            device,
+            "torch alone" if kernels is None else "compiled kernels",
+            cache.num_blocks,
+            cache.block_size_tokens,
+        )
+        decoder: AnyDecoder
+        epsilon = config.rms_norm_eps
+        if kernels is None:
+            decoder = Decoder(config, weights, TorchOperations(attention, epsilon=epsilon))
+        else:
+            decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
+        return cls(config, decoder, cache)
+
+    @property
+    def host_device(self) -> torch.device:
+        return self._device
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+        """Compute a plan's tokens; logits come only for sequences that are now complete.
+
+        Launching a plan again gives the same: it only writes the cache where it wrote before.
+        """
+        with torch.inference_mode():
+            batch = build_batch(plan, self._device)
+            hidden = self._decoder.forward(batch)
+            pooled = pool_rows(batch.pooled, self._decoder.normed(hidden)) if batch.pooled else []
+            scored = score_rows(batch.scored, hidden, self._decoder.logits)
+            if batch.sampled:
+                logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+            else:
+                logits = hidden.new_empty(0, self.config.vocab_size)
+            return LaunchedStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+
+
+def _nothing_chosen() -> ChosenTokens:
+    """What is read of a step whose tokens are all the host's to choose."""
+    return ChosenTokens([], [], None)
+
+
+def _cpu_kernels(
+    choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CpuKernels | None:
+    """The compiled kernels, if they are wanted and can be had.
+
+    Raises ConfigError for "native" where there are none.
+    """
+    why = f"they do not compute {config.architecture} of this shape in {dtype} on {device}."
+    if choice != "torch" and suits(config, dtype, device):
+        try:
+            return CpuKernels(cpu_library(), dtype)
+        except (KernelBuildError, OSError) as error:
+            why = str(error)
+            _log.warning("the engine computes with torch alone, more slowly: %s", why)
+    if choice == "native":
+        raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
+    return None

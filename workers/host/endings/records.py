@@ -1,0 +1,112 @@
+"""What an ended generation leaves behind: its record, and its result if it is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import msgspec
+
+from bus.jobs.decoding import owner_of
+from bus.jobs.ends import record_of, result_of
+from registry.pricing import PriceBook, cost, device_cost
+from schemas.jobs import JobResult
+from schemas.records import Attempt, RequestRecord, Status
+from workers.host.generations.generation import Generation
+
+_NS_PER_MS = 1e6
+_NS_PER_US = 1e3
+
+
+def request_record(generation: Generation, worker_id: str, prices: PriceBook) -> RequestRecord:
+    """The record of an ended generation. The times of the first token and the mean time per token
+    are those of this attempt; the token counts are those of the whole answer, and so is the device
+    time, as far as it is known."""
+    job, outcome, usage = generation.job, generation.outcome, generation.usage()
+    assert outcome is not None
+    received_ns = job.received_ns or generation.accepted_ns
+    num_own_tokens = len(generation.token_ids) - generation.num_resumed
+    lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
+    device_us = generation.device_use.total_us + sum(attempt.device_us for attempt in lives)
+    decode_ns = generation.last_token_ns - generation.first_token_ns
+    return msgspec.structs.replace(
+        record_of(job, outcome.status, outcome.error_code, generation.epoch, generation.done_ns),
+        worker_id=worker_id,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_ms=_since_ms(received_ns, generation.started_ns),
+        ttft_ms=_since_ms(received_ns, generation.first_token_ns),
+        tpot_us=decode_ns / _NS_PER_US / (num_own_tokens - 1) if num_own_tokens > 1 else 0.0,
+        total_ms=_since_ms(received_ns, generation.done_ns),
+        finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
+        cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        currency=prices.currency,
+        price_version=prices.version,
+        received_ns=received_ns,
+        started_ns=generation.started_ns,
+        first_token_ns=generation.first_token_ns,
+        num_preemptions=generation.num_preemptions,
+        dispatched_ns=generation.dispatched_ns,
+        device_us=device_us,
+        device_cost=device_cost(prices, device_us),
+        lives=lives,
+    )
+
+
+def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt:
+    """A run of the worker ``worker_id``, as one that another goes on from."""
+    return Attempt(
+        epoch=generation.epoch,
+        worker_id=worker_id,
+        started_ns=generation.started_ns,
+        ended_ns=ended_ns,
+        device_us=generation.device_use.total_us,
+    )
+
+
+def job_result(generation: Generation) -> JobResult:
+    """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier attempt made
+    are not known here, so there are none then."""
+    job, outcome = generation.job, generation.outcome
+    assert outcome is not None
+    result = result_of(
+        owner_of(job),
+        outcome.status,
+        outcome.error_code,
+        outcome.error_message,
+        generation.done_ns,
+    )
+    return msgspec.structs.replace(
+        result,
+        text=generation.text,
+        token_ids=tuple(generation.token_ids),
+        text_ends=tuple(accumulate(map(len, generation.pieces))),
+        logprobs=() if generation.num_resumed else tuple(generation.logprobs),
+        prompt_logprobs=generation.prompt_logprobs,
+        embedding=generation.embedding,
+        finish_reason=outcome.finish_reason,
+        usage=generation.usage(),
+    )
+
+
+def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
+    """What to store of a result that the bus would not take, each smaller than the one before:
+    without log-probabilities, without token ids, and at last a failure that has ``message``."""
+    result = msgspec.structs.replace(result, logprobs=(), prompt_logprobs=())
+    yield result
+    result = msgspec.structs.replace(result, token_ids=(), text_ends=())
+    yield result
+    yield msgspec.structs.replace(
+        result,
+        text="",
+        embedding=b"",
+        status=Status.FAILED.value,
+        finish_reason=None,
+        error_code="payload_too_large",
+        error_message=message,
+    )
+
+
+def _since_ms(from_ns: int, to_ns: int) -> float:
+    return max(0, to_ns - from_ns) / _NS_PER_MS if to_ns else 0.0

@@ -1,0 +1,28 @@
+"""The words of a request, for tenants that have them kept: nobody else's are ever written down."""
+
+from __future__ import annotations
+
+from registry.tokenizers.tokenizer import Tokenizer
+from schemas.records import Status, TranscriptRecord
+from workers.host.generations.generation import Generation
+
+
+def wants_transcript(generation: Generation) -> bool:
+    """Whether the words of an ended generation are to be kept: its job says so, and it was
+    answered with words."""
+    outcome, job = generation.outcome, generation.job
+    is_answered = outcome is not None and outcome.status is Status.DONE and job.pooling is None
+    return job.keep_transcript and is_answered
+
+
+def transcript_of(generation: Generation, tokenizer: Tokenizer) -> TranscriptRecord:
+    """Prompt and answer. The prompt is what the model read, with the marks of its template."""
+    job = generation.job
+    return TranscriptRecord(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        prompt=tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False),
+        completion=generation.text,
+        done_ns=generation.done_ns,
+    )

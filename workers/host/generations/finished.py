@@ -1,0 +1,87 @@
+"""What a worker remembers of requests that are over, for a while and within bounds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from runtime.clock import Clock
+from workers.host.generations.generation import Generation
+
+_MAX_GENERATIONS = 8_192
+_MAX_NUMBERS = 4_000_000
+_MAX_FLOORS = 8_192
+# A log-probability is an object, with a pair for each alternative.
+_NUMBERS_PER_LOGPROB = 4
+
+
+class FinishedGenerations:
+    """Ended generations, oldest first, so that a reader who missed frames can have them again.
+
+    Each is kept for ``memory_s``, less if there are too many; the oldest go first.
+    """
+
+    def __init__(self, clock: Clock, memory_s: float) -> None:
+        self._clock = clock
+        self._memory_s = memory_s
+        self._entries: OrderedDict[str, tuple[Generation, float]] = OrderedDict()
+        self._num_numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, generation: Generation) -> None:
+        self.discard(generation.request_id)
+        self._num_numbers += _size(generation)
+        until_s = self._clock.monotonic() + self._memory_s
+        self._entries[generation.request_id] = (generation, until_s)
+        self._shrink()
+
+    def get(self, request_id: str) -> Generation | None:
+        self._shrink()
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry[0]
+
+    def discard(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._num_numbers -= _size(entry[0])
+
+    def _shrink(self) -> None:
+        now_s = self._clock.monotonic()
+        while self._entries:
+            request_id, (_, until_s) = next(iter(self._entries.items()))
+            over = len(self._entries) > _MAX_GENERATIONS or self._num_numbers > _MAX_NUMBERS
+            if until_s > now_s and not over:
+                return
+            self.discard(request_id)
+
+
+class EpochFloors:
+    """The newest epoch that each recently superseded request is known to have, so that a dispatch
+    which was overtaken on its way does not start an older run."""
+
+    def __init__(self) -> None:
+        self._floors: OrderedDict[str, int] = OrderedDict()
+
+    def raise_to(self, request_id: str, epoch: int) -> None:
+        self._floors[request_id] = max(epoch, self._floors.pop(request_id, 0))
+        if len(self._floors) > _MAX_FLOORS:
+            self._floors.popitem(last=False)
+
+    def get(self, request_id: str) -> int:
+        return self._floors.get(request_id, 0)
+
+
+def _size(generation: Generation) -> int:
+    """How many token ids and numbers of an embedding it holds, or what takes as much memory."""
+    sampling = generation.job.sampling
+    return (
+        len(generation.prompt_token_ids)
+        + len(generation.token_ids)
+        + len(generation.embedding) // 4
+        + _NUMBERS_PER_LOGPROB
+        * (
+            len(generation.logprobs) * (1 + (sampling.logprobs or 0))
+            + len(generation.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+        )
+    )

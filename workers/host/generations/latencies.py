@@ -1,0 +1,61 @@
+"""How long requests took on this worker, counted where it happens and read at a scrape."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Tally
+from schemas.records import Status
+from workers.host.generations.generation import Generation
+
+_NS_PER_S = 1e9
+
+
+class RequestTimes:
+    """Of the runs on one worker: a request that moved is told of by each worker that ran it.
+
+    ``first_token_s`` and ``queue_s`` begin with the dispatch, ``prefill_s`` when the engine took
+    the request into its batch. ``gap_s`` are the times between tokens, and those that one step made
+    for a request share theirs. ``ended`` counts by how a request ended.
+
+    Within a step tokens are counted by when their requests had got the one before, which is the
+    same time for most of them: so a token costs next to nothing here.
+    """
+
+    def __init__(self) -> None:
+        self.first_token_s = Tally(FIRST_TOKEN_S)
+        self.gap_s = Tally(PER_TOKEN_S)
+        self.queue_s = Tally(DURATION_S)
+        self.prefill_s = Tally(DURATION_S)
+        self.decode_s = Tally(DURATION_S)
+        self.ended: Counter[Status] = Counter()
+        self._num_since: defaultdict[int, int] = defaultdict(int)
+
+    def note_tokens(self, generation: Generation, num_tokens: int, before_ns: int) -> None:
+        """It has got so many just now, ``before_ns`` being when it had got the one before, 0 if
+        there was none."""
+        if before_ns and num_tokens == 1:
+            self._num_since[before_ns] += 1
+        elif before_ns:
+            gap_s = (generation.last_token_ns - before_ns) / _NS_PER_S
+            self.gap_s.add(gap_s / num_tokens, num_tokens)
+        elif generation.first_token_ns:
+            self.first_token_s.add((generation.first_token_ns - generation.accepted_ns) / _NS_PER_S)
+
+    def end_step(self, now_ns: int) -> None:
+        """All tokens of a step have been noted."""
+        for before_ns, num_tokens in self._num_since.items():
+            self.gap_s.add((now_ns - before_ns) / _NS_PER_S, num_tokens)
+        self._num_since.clear()
+
+    def add_end(self, generation: Generation) -> None:
+        """It has ended here."""
+        assert generation.outcome is not None
+        self.ended[generation.outcome.status] += 1
+        if not generation.started_ns:
+            return
+        self.queue_s.add((generation.started_ns - generation.accepted_ns) / _NS_PER_S)
+        if not generation.first_token_ns:
+            return
+        self.prefill_s.add((generation.first_token_ns - generation.started_ns) / _NS_PER_S)
+        self.decode_s.add((generation.last_token_ns - generation.first_token_ns) / _NS_PER_S)

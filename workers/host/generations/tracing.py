@@ -1,0 +1,162 @@
+"""What a worker tells of a run in its trace: prefill, first token, decode, and the record."""
+
+from __future__ import annotations
+
+from runtime.clock import Clock
+from runtime.tracing import (
+    Span,
+    SpanEvent,
+    SpanKind,
+    Tracing,
+    Value,
+    life_span,
+    parse_traceparent,
+    record_span,
+)
+from schemas.control import Dispatch
+from schemas.records import Status
+from workers.host.generations.generation import Generation
+
+
+class RunTrace:
+    """One life of a request, from its dispatch here to its end here.
+
+    Its span is told at the end, and its prefill as soon as that is over. Of a worker that is killed
+    the scheduler tells instead, under the same id.
+    """
+
+    def __init__(self, tracing: Tracing, clock: Clock, worker_id: str, dispatch: Dispatch) -> None:
+        above = parse_traceparent(dispatch.job.traceparent)
+        assert above is not None
+        job = dispatch.job
+        self._tracing = tracing
+        self._clock = clock
+        self._above = above
+        self._life = life_span(above, job.request_id, dispatch.epoch)
+        self._links = [life_span(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
+        self._events: list[SpanEvent] = []
+        self._is_finished = False
+        self._attributes: dict[str, Value] = {
+            "gen_ai.operation.name": "embeddings" if job.pooling else "text_completion",
+            "gen_ai.request.model": job.model,
+            "millrace.request.id": job.request_id,
+            "millrace.worker.id": worker_id,
+            "millrace.epoch": dispatch.epoch,
+        }
+
+    def add_event(self, name: str) -> None:
+        """Something happened to the run."""
+        self._events.append(SpanEvent(name, self._clock.now_ns()))
+
+    def end_prefill(self, generation: Generation) -> None:
+        """The prompt is computed: the first token of this life is there."""
+        self._events.append(SpanEvent("first token", generation.first_token_ns))
+        self._add_prefill(generation, generation.first_token_ns)
+
+    def finish(self, generation: Generation) -> None:
+        """It runs here no more: it has ended, or others go on with it."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        outcome, usage = generation.outcome, generation.usage()
+        end_ns = generation.done_ns if outcome is not None else self._clock.now_ns()
+        if generation.first_token_ns:
+            if generation.last_token_ns > generation.first_token_ns:
+                self._add_decode(generation)
+        elif generation.started_ns:
+            self._add_prefill(generation, end_ns)
+        attributes: dict[str, Value] = {
+            **self._attributes,
+            "gen_ai.response.model": generation.job.model,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "millrace.resumed_tokens": generation.num_resumed,
+            "millrace.preemptions": generation.num_preemptions,
+        }
+        error = ""
+        if outcome is None:
+            error = "taken_over"
+        elif outcome.finish_reason is not None:
+            attributes["gen_ai.response.finish_reasons"] = (outcome.finish_reason.value,)
+        elif outcome.status is not Status.DONE:
+            error = outcome.error_code
+        verb = "generate" if generation.job.pooling is None else "embed"
+        self._tracing.tell(
+            Span(
+                f"{verb} {generation.job.model}",
+                self._life,
+                self._above.span_id,
+                generation.accepted_ns,
+                end_ns,
+                SpanKind.SERVER,
+                attributes,
+                self._events,
+                self._links,
+                error,
+            )
+        )
+
+    def record_published(self, generation: Generation) -> None:
+        """Its record is in the outbox."""
+        self._tracing.tell(
+            Span(
+                "publish record",
+                record_span(self._life, generation.request_id),
+                self._life.span_id,
+                generation.done_ns,
+                self._clock.now_ns(),
+                SpanKind.PRODUCER,
+                {"millrace.request.id": generation.request_id},
+            )
+        )
+
+    def _add_prefill(self, generation: Generation, end_ns: int) -> None:
+        self._tracing.tell(
+            Span(
+                "prefill",
+                self._life.anywhere(),
+                self._life.span_id,
+                generation.started_ns,
+                end_ns,
+                attributes={
+                    "millrace.request.id": generation.request_id,
+                    "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
+                    "gen_ai.usage.cache_read.input_tokens": generation.num_cached_tokens,
+                    "millrace.resumed_tokens": generation.num_resumed,
+                },
+            )
+        )
+
+    def _add_decode(self, generation: Generation) -> None:
+        self._tracing.tell(
+            Span(
+                "decode",
+                self._life.anywhere(),
+                self._life.span_id,
+                generation.first_token_ns,
+                generation.last_token_ns,
+                attributes={
+                    "millrace.request.id": generation.request_id,
+                    "gen_ai.usage.output_tokens": len(generation.token_ids)
+                    - generation.num_resumed,
+                },
+            )
+        )
+
+
+class RunTraces:
+    """Gives the runs of one worker their traces."""
+
+    def __init__(self, tracing: Tracing, clock: Clock, worker_id: str) -> None:
+        self._tracing = tracing
+        self._clock = clock
+        self._worker_id = worker_id
+
+    def start(self, dispatch: Dispatch) -> RunTrace | None:
+        """None for a run whose trace is not recorded."""
+        traceparent = dispatch.job.traceparent
+        above = parse_traceparent(traceparent) if traceparent else None
+        if above is None or not above.is_recorded:
+            return None
+        return RunTrace(self._tracing, self._clock, self._worker_id, dispatch)

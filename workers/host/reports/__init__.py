@@ -1,0 +1,2 @@
+"""What a worker publishes about itself: heartbeats and samples, prefix blocks, completions. Called
+by ``worker`` and ``requests``; imports the bus, schemas and the engine's types only."""
