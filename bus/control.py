@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from bus import codec, subjects
 from bus.api import Subscription
 from bus.codec import Codec, T
 from bus.transport import Message, Transport
+from runtime.tasks import Tasks
 from schemas.control import (
     Cancel,
     Ended,
@@ -34,19 +34,12 @@ class _Server:
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, answer: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(answer)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.answers = Tasks()
 
     async def close(self) -> None:
         if self.subscription is not None:
             await self.subscription.close()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.answers.close()
 
 
 class CoreControl:
@@ -192,12 +185,17 @@ class CoreControl:
     # --- shared ---
 
     async def _serve(
-        self, subject: str, answer: Callable[[Message], Awaitable[None]], group: str = ""
+        self,
+        subject: str,
+        answer: Callable[[Message], Coroutine[None, None, None]],
+        group: str = "",
     ) -> Subscription:
         server = _Server()
-        server.subscription = await self._transport.subscribe(
-            subject, lambda message: server.spawn(answer(message)), group
-        )
+
+        def on_message(message: Message) -> None:
+            server.answers.spawn(answer(message), f"answer {subject}")
+
+        server.subscription = await self._transport.subscribe(subject, on_message, group)
         return server
 
     async def _serve_known(

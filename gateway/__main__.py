@@ -27,9 +27,10 @@ from registry.served import ServedModel
 from runtime.clock import SystemClock
 from runtime.logs import configure_logging
 from runtime.metrics_server import monitored
-from runtime.process import exit_code_of
+from runtime.process import exit_code_of, stop_event
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
+from runtime.tasks import wait_unless_done
 from runtime.tracing import open_tracing
 from schemas.config import Config, GatewayConfig, TierPolicies
 from schemas.errors import MillraceError
@@ -80,9 +81,7 @@ async def _run(config: Config) -> None:
     gateway = Gateway(backends, config, models, SystemClock(), tools=tools, tracing=tracing)
     server = Server(gateway, listener)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopped = stop_event()
     if server.certificate is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.certificate.reload)
     try:
@@ -115,9 +114,7 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
     started.cancel()
     if not serving.done():
         _log.info("ready", extra={"url": front_url(config, server.port)})
-        stopping = asyncio.create_task(stopped.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await wait_unless_done(stopped, [serving])
     if not serving.done():
         _log.info("stopping", extra={"open_streams": server.num_streams})
         await server.stop(config.drain_timeout_s)

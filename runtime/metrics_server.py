@@ -28,6 +28,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from runtime.addresses import is_loopback
+from runtime.tasks import Tasks
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
 
@@ -80,7 +81,7 @@ class Monitor:
         self.trouble: Callable[[], str] = lambda: "starting"
         self.url = ""
         self._part = part
-        self._exchanges: set[asyncio.Task[None]] = set()
+        self._exchanges = Tasks()
         self.registry.register(_Health(self))
 
     def answer(self, head: bytes) -> bytes:
@@ -116,9 +117,7 @@ class Monitor:
         if len(self._exchanges) >= _MAX_CONNECTIONS:
             writer.close()
             return
-        task = asyncio.create_task(self._exchange(reader, writer), name="metrics")
-        self._exchanges.add(task)
-        task.add_done_callback(self._exchanges.discard)
+        self._exchanges.spawn(self._exchange(reader, writer), "metrics")
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -132,10 +131,7 @@ class Monitor:
 
     async def close(self) -> None:
         """Break off what is being answered."""
-        tasks = list(self._exchanges)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._exchanges.close()
 
 
 def bears_token(authorization: str, token: str) -> bool:

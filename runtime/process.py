@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Callable
 
@@ -32,3 +34,11 @@ def exit_code_of(part: str, run: Callable[[], None]) -> int:
         logger.exception("the process failed")
         return FAILED
     return DONE
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT from now on. Call it in the event loop."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping

@@ -1,13 +1,19 @@
-"""Background tasks that are never forgotten and never fail in silence."""
+"""Background tasks that are never forgotten and never fail in silence, and waiting for the first of
+several things."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, TypeVar
+
+from runtime.clock import Clock
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class Tasks:
@@ -25,6 +31,18 @@ class Tasks:
         task.add_done_callback(self._done)
         return task
 
+    def repeat(
+        self, work: Callable[[], Awaitable[None]], interval_s: float, clock: Clock, name: str
+    ) -> asyncio.Task[None]:
+        """Run ``work`` now, and again ``interval_s`` after each run is over, until ``close``."""
+
+        async def run() -> None:
+            while True:
+                await work()
+                await clock.sleep(interval_s)
+
+        return self.spawn(run(), name)
+
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
@@ -36,6 +54,43 @@ class Tasks:
         """Give them ``timeout_s`` to finish, then cancel the rest."""
         if self._tasks and timeout_s > 0:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:
+    """Until the event is set, or ``timeout_s`` have passed on the clock."""
+    await outcome_unless(event, clock.sleep(timeout_s))
+
+
+async def outcome_unless(stopping: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The outcome of ``work``; None, with ``work`` cancelled and over, if ``stopping`` is set
+    before it is done."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+async def wait_unless_done(stopping: asyncio.Event, tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Until ``stopping`` is set or one of the tasks is done; raises what that one failed with."""
+    waiting = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        waiting.cancel()
+
+
+def first_error(group: BaseExceptionGroup[ErrorT]) -> ErrorT:
+    """The first of a group's errors, of whatever groups are in it."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

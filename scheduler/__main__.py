@@ -7,7 +7,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import sys
 import uuid
 from functools import partial
@@ -23,7 +22,7 @@ from registry.served import ServedModel
 from runtime.clock import SystemClock
 from runtime.logs import configure_logging
 from runtime.metrics_server import Monitor, monitored
-from runtime.process import exit_code_of
+from runtime.process import exit_code_of, stop_event
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
 from runtime.tracing import open_tracing
@@ -41,9 +40,7 @@ logger = logging.getLogger("scheduler")
 
 async def serve(config: Config) -> None:
     """Schedule until SIGTERM or SIGINT. Raises MillraceError."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    stopping = stop_event()
     async with monitored("scheduler", config.metrics) as monitor:
         await _schedule(config, stopping, monitor)
 

@@ -12,7 +12,7 @@ from bus.api import Bus, Line, Subscription
 from bus.tenancy.keeper import LimitKeeper
 from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
-from runtime.tasks import Tasks
+from runtime.tasks import Tasks, wait_unless_done
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.dispatch.health_monitor import HealthMonitor
@@ -150,7 +150,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._health_monitor.run(), "watch"))
             self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
-            await _until_set(stopping, loops)
+            await wait_unless_done(stopping, loops)
             for dispatcher in self.dispatchers.values():
                 dispatcher.stop()
             await self._pulls.close()
@@ -339,15 +339,3 @@ class Scheduler:
     def _on_reconnect(self) -> None:
         self._health_monitor.reconnected()
         self._dispatch_ready()
-
-
-async def _until_set(stopping: asyncio.Event, loops: Collection[asyncio.Task[None]]) -> None:
-    """Return when ``stopping`` is set; raises what a loop fails with before that."""
-    waiting = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait([waiting, *loops], return_when=asyncio.FIRST_COMPLETED)
-        for loop in loops:
-            if loop.done():
-                loop.result()
-    finally:
-        waiting.cancel()

@@ -6,11 +6,8 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 import uuid
-from collections.abc import Coroutine
-from typing import TypeVar
 
 from bus.api import Bus
 from bus.nats import connect
@@ -18,8 +15,9 @@ from bus.nats.permissions import Part
 from runtime.clock import SystemClock
 from runtime.logs import configure_logging
 from runtime.metrics_server import Monitor, monitored
-from runtime.process import exit_code_of
+from runtime.process import exit_code_of, stop_event
 from runtime.settings import load_config
+from runtime.tasks import outcome_unless, wait_unless_done
 from runtime.tracing import open_tracing
 from schemas.config import Config
 from telemetry.metrics import TelemetryMetrics
@@ -30,7 +28,6 @@ from telemetry.store.store import StoreUnavailableError
 logger = logging.getLogger("telemetry")
 
 _RETRY_S = 0.5
-T = TypeVar("T")
 
 
 def main(arguments: list[str]) -> int:
@@ -48,10 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _serve(config: Config) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    stopping = stop_event()
     async with monitored("telemetry", config.metrics) as monitor:
         await _move(config, stopping, monitor)
 
@@ -61,7 +55,7 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     instance_id = f"telemetry-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "telemetry", instance_id)
-    service = await _unless(stopping, _open(config))
+    service = await outcome_unless(stopping, _open(config))
     if service is None:
         return
     if tracing is not None:
@@ -73,7 +67,7 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
         http = service.serve_http()
         if http is not None:
             tasks.append(asyncio.create_task(http.run(), name="http"))
-        bus = await _unless(stopping, connect(config.nats, "telemetry", part=Part.TELEMETRY))
+        bus = await outcome_unless(stopping, connect(config.nats, "telemetry", part=Part.TELEMETRY))
         if bus is None:
             return
         connected = bus
@@ -81,9 +75,7 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
         monitor.trouble = lambda: _trouble(service, connected)
         tasks.append(asyncio.create_task(service.run(bus), name="service"))
         logger.info("telemetry is ready", extra={"clickhouse": http.url if http else "server"})
-        waiting = asyncio.create_task(stopping.wait(), name="signals")
-        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await wait_unless_done(stopping, tasks)
         service.stop()
         if http is not None:
             http.stop()
@@ -118,18 +110,6 @@ async def _open(config: Config) -> TelemetryService:
                 raise
             logger.warning("the store is not there yet", extra={"reason": error.message})
             await clock.sleep(_RETRY_S)
-
-
-async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
-    """The outcome, or None if this process is told to stop before."""
-    task = asyncio.create_task(work)
-    waiting = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        task.cancel()
-        waiting.cancel()
 
 
 if __name__ == "__main__":

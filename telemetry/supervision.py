@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from runtime.clock import Clock
+from runtime.retry import doubling_delays
 
 logger = logging.getLogger(__name__)
 
@@ -17,14 +18,15 @@ _CALM_S = 30.0
 async def keep_running(name: str, run: Callable[[], Awaitable[None]], clock: Clock) -> None:
     """Run a part until it returns by itself. A failure is logged and the part starts again, after
     a delay that doubles while it keeps failing; cancelling ends it."""
-    delay_s = _FIRST_DELAY_S
+    delays = doubling_delays(_FIRST_DELAY_S, _MOST_DELAY_S)
     while True:
         started_s = clock.monotonic()
         try:
             await run()
         except Exception as error:  # whatever it is, this part alone suffers
             if clock.monotonic() - started_s > _CALM_S:
-                delay_s = _FIRST_DELAY_S
+                delays = doubling_delays(_FIRST_DELAY_S, _MOST_DELAY_S)
+            delay_s = next(delays)
             logger.warning(
                 "%s failed; starting it again",
                 name,
@@ -32,6 +34,5 @@ async def keep_running(name: str, run: Callable[[], Awaitable[None]], clock: Clo
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
             await clock.sleep(delay_s)
-            delay_s = min(2 * delay_s, _MOST_DELAY_S)
         else:
             return

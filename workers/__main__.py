@@ -38,6 +38,7 @@ from runtime.metrics_server import Monitor, monitored
 from runtime.process import exit_code_of
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
+from runtime.tasks import first_error, outcome_unless
 from runtime.tracing import Tracing, open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError, NameTakenError
@@ -123,7 +124,7 @@ async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> N
         if stop.reason is not None:
             raise stop.reason
     except* MillraceError as failed:
-        raise _first(failed) from None
+        raise first_error(failed) from None
     finally:
         await _give_back(own_name)
         await settlements.close(_LAST_SETTLEMENTS_S)
@@ -172,7 +173,7 @@ async def _live(
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
-    first = await _unless_told(stop.told, start)
+    first = await outcome_unless(stop.told, start())
     if first is None:
         return
     engine = EngineKeeper(first, start, clock)
@@ -209,32 +210,6 @@ def _engine_starter(
         return await EngineClient.start(served_model.path, config.engine)
 
     return start
-
-
-async def _unless_told(
-    stopping: asyncio.Event, start: Callable[[], Awaitable[EngineLike]]
-) -> EngineLike | None:
-    """The engine with its weights loaded; None if the worker was told to stop meanwhile."""
-    starting = asyncio.ensure_future(start())
-    told = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        starting.cancel()
-        await asyncio.wait((starting,))
-        raise
-    finally:
-        told.cancel()
-    if starting.done():
-        return starting.result()
-    starting.cancel()
-    await asyncio.wait((starting,))
-    return None
-
-
-def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from bus.api import QueueDepth
 from runtime.clock import Clock
+from runtime.tasks import wait_or_sleep
 from schemas.config import NatsConfig
 
 DUPLICATE_WINDOW_S = 600.0
@@ -239,14 +240,3 @@ class StoredJobs:
 
 def _sequence_of(lease: str) -> int:
     return int(lease.rpartition(".")[2])
-
-
-async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:
-    """Until the event is set, or ``timeout_s`` have passed on the clock."""
-    tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(timeout_s))]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from bus import subjects
 from bus.fleet.directory import ENTRY_TTL_S
-from bus.memory.queue import wait_or_sleep
 from runtime.clock import Clock
+from runtime.tasks import wait_or_sleep
 
 BRIDGE_ACK_WAIT_S = 30.0
 

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 
 from bus.nats import jetstream
 from bus.nats.connection import Connection, status_of
+from runtime.tasks import Tasks
 from schemas.errors import MillraceError
 
 _ANSWERS_TIMEOUT_S: Final = 1.0
@@ -34,7 +35,7 @@ class Company:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._waiting: list[_Message] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str], patience_s: float
@@ -57,9 +58,7 @@ class Company:
     def _leave(self) -> None:
         group = [message for message in self._waiting if not message.answer.done()]
         self._waiting.clear()
-        task = asyncio.get_running_loop().create_task(self._send(group), name="store a group")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._send(group), "store a batch")
 
     async def _send(self, group: Sequence[_Message]) -> None:
         try:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from bus.store.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
 from runtime.clock import Clock
 from runtime.redis_link import RedisLink
+from runtime.tasks import Tasks
 from schemas.config import StorageConfig
 from schemas.errors import BusUnavailableError, StoreFullError
 
@@ -77,23 +78,16 @@ class StoreWatch:
         self._short: set[str] = set()
         self._closed_s: float | None = None
         self._told: dict[str, str] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self.free: dict[str, int] = {}
         self.failed_streams: dict[str, str] = {}
 
     def start(self) -> None:
         """Look on and on, in a task that ``close`` ends."""
-        self._task = asyncio.create_task(self._run(), name="stores")
+        self._tasks.repeat(self.look, self._config.check_interval_s, self._clock, "stores")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await self.look()
-            await self._clock.sleep(self._config.check_interval_s)
+        await self._tasks.close()
 
     async def look(self) -> None:
         """Look at everything once. Never raises for a store that cannot be seen just now: what was

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 from bus.fleet.desired_replicas import WantedWorkers
 from cli.local.supervisor import Process, StartError
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.control import QueueStatus
 
 # How long after a start that failed another one is tried: the first time, and at most.
@@ -73,7 +74,7 @@ class WorkerScaler:
         self._wanted = WantedWorkers()
         self._places: dict[str, _Place] = {}  # in the order of their starts
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long it is
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._closed = False
 
     def adopt(self, name: str, model: str) -> None:
@@ -103,9 +104,7 @@ class WorkerScaler:
     async def close(self) -> None:
         """Start and stop nothing more; what is there stays to the supervisor."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _least_needed(self, places: list[_Place]) -> _Place:
         def rank(indexed: tuple[int, _Place]) -> tuple[bool, int, int]:
@@ -120,12 +119,12 @@ class WorkerScaler:
         name = next(name for name in names if name not in self._places)
         self._say(f"{name} is starting: {_are(wanted)} wanted for {model}")
         place = self._places[name] = _Place(name, model, _State.STARTING)
-        place.starting = self._spawn(self._bring_up(place), f"start {name}")
+        place.starting = self._tasks.spawn(self._bring_up(place), f"start {name}")
 
     def _stop(self, place: _Place, wanted: int) -> None:
         self._say(f"{place.name} is stopping: {_are(wanted)} wanted for {place.model}")
         place.state = _State.STOPPING
-        self._spawn(self._take_down(place), f"stop {place.name}")
+        self._tasks.spawn(self._take_down(place), f"stop {place.name}")
 
     async def _bring_up(self, place: _Place) -> None:
         try:
@@ -155,12 +154,6 @@ class WorkerScaler:
             return  # it failed together with another
         pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._pauses[model] = (now_s + pause_s, pause_s)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _are(count: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from bus.store.storage import NATS, Storage
 from bus.store.watch import StoreWatch, free_bytes
 from cli.local.supervisor import StartError
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.config import StorageConfig
 
 _MIB = 1024 * 1024
@@ -55,21 +55,14 @@ class StoreRecovery:
         self._clock = clock
         self._say = say
         self._restarted_s: float | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     def start(self) -> None:
         """Look after the stores in a task, which ``close`` ends."""
-        self._task = asyncio.create_task(self._run(), name="store recovery")
+        self._tasks.repeat(self.check, self._interval_s, self._clock, "store recovery")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await self.check()
-            await self._clock.sleep(self._interval_s)
+        await self._tasks.close()
 
     async def check(self) -> None:
         """Look at the stores once, and restart NATS where that helps."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 
 from gateway.batches import answers as batch_answers
 from gateway.batches.input import InputLine, read_line
@@ -14,6 +13,7 @@ from gateway.batches.results import ResultWaiter
 from gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
 from gateway.core import Gateway
 from gateway.errors import InternalError, Refusal, refusal_of
+from runtime.retry import doubling_delays
 from schemas.batches import BatchLine
 from schemas.errors import MillraceError, QueueFullError
 from schemas.jobs import Job, JobResult
@@ -104,7 +104,7 @@ class LineRunner:
 
     async def _order(self, request: BatchLine, request_id: str) -> BatchOrder | None:
         """None if the batch is stopped before anybody can say. Raises what is wrong with it."""
-        for delay_s in _delays():
+        for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             try:
                 return await self._kind.order(
                     bytes(request.body),
@@ -125,7 +125,7 @@ class LineRunner:
     ) -> PublishedLine | None:
         """Reserve and publish, however long that takes; None if the batch is stopped before.
         Raises what makes it impossible."""
-        for delay_s in _delays():
+        for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             if self._stopping.is_set():
                 break
             try:
@@ -229,11 +229,3 @@ def _has(results: list[JobResult], status: Status) -> bool:
 def _is_hopeless(error: MillraceError) -> bool:
     """A limit that the request is over all by itself."""
     return error.http_status == _TOO_MANY_REQUESTS and getattr(error, "retry_after_s", None) is None
-
-
-def _delays() -> Iterator[float]:
-    """How long to wait between attempts: longer and longer."""
-    delay_s = _RETRY_S
-    while True:
-        yield delay_s
-        delay_s = min(2 * delay_s, _LONGEST_RETRY_S)

@@ -10,6 +10,7 @@ import msgspec
 
 from bus import redis_keys
 from runtime.redis_link import Argument, RedisAwayError, RedisLink
+from runtime.retry import retry
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
@@ -21,8 +22,7 @@ _log = logging.getLogger(__name__)
 _COMPRESSION = 1
 _MAX_INLINE_BYTES = 65_536
 # The link tries again a second after a failure.
-_ATTEMPTS = 4
-_AGAIN_S = 0.5
+_DELAYS_S = (0.5, 0.5, 0.5)
 
 
 class ResponseNotFoundError(MillraceError):
@@ -119,17 +119,8 @@ class ResponseStore:
 
     async def _insist(self, *command: Argument) -> None:
         """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
-        link, attempts_left = self._reach(), _ATTEMPTS
-        while True:
-            attempts_left -= 1
-            try:
-                await link.call(*command)
-            except RedisAwayError:
-                if not attempts_left:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                return
+        link = self._reach()
+        await retry(lambda: link.call(*command), _DELAYS_S, asyncio.sleep)
 
     def _reach(self) -> RedisLink:
         if self._link is None:

@@ -8,6 +8,7 @@ import logging
 
 from bus.api import Outbox
 from runtime.clock import Clock
+from runtime.retry import doubling_delays, is_retryable, retry
 from schemas.errors import MillraceError
 from schemas.records import DeliveryRecord
 
@@ -62,21 +63,20 @@ class Deliveries:
                 self._waiting.task_done()
 
     async def _send(self, record: DeliveryRecord) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                await self._outbox.publish(record)
-            except (MillraceError, TimeoutError) as error:
-                if isinstance(error, MillraceError) and not error.retryable:
-                    self._lose(record, str(error))
-                    return
-                await self._clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            else:
-                return
+        delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        try:
+            await retry(
+                lambda: self._outbox.publish(record), delays, self._clock.sleep, retried=_may_pass
+            )
+        except MillraceError as error:
+            self._lose(record, str(error))
 
     def _lose(self, record: DeliveryRecord, why: str) -> None:
         self.num_lost += 1
         _log.warning(
             "a delivery record was lost", extra={"request_id": record.request_id, "why": why}
         )
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or is_retryable(error)

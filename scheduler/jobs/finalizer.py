@@ -14,6 +14,7 @@ from bus.jobs import decoding
 from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, device_cost
 from runtime.clock import Clock
+from runtime.retry import doubling_delays, retry
 from scheduler.jobs.admission import JobAdmission
 from scheduler.jobs.running_requests import RunningRequests
 from scheduler.jobs.scheduled_job import ScheduledJob
@@ -153,15 +154,12 @@ class Finalizer:
             )
 
     async def _insist(self, step: Callable[[], Awaitable[None]]) -> None:
-        backoff_s = _FIRST_BACKOFF_S
-        while True:
-            try:
-                await step()
-            except BusUnavailableError:
-                await self._clock.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-            else:
-                return
+        delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+        await retry(step, delays, self._clock.sleep, retried=_is_unavailable)
+
+
+def _is_unavailable(error: Exception) -> bool:
+    return isinstance(error, BusUnavailableError)
 
 
 def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult:

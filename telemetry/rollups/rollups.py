@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 from runtime.clock import Clock
+from runtime.tasks import wait_or_sleep
 from telemetry.rollups.statements import LAST_VERSION, USAGE, WORKERS, Rollup
 from telemetry.store.store import Store
 
@@ -127,13 +128,7 @@ class Rollups:
 
     async def _rest(self, seconds: float) -> None:
         """Sleep, unless told to stop."""
-        sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait((sleeping, stopping), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sleeping.cancel()
-            stopping.cancel()
+        await wait_or_sleep(self._stopping, self._clock, seconds)
 
 
 def _spans(minutes: list[int]) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.histogram import DURATION_S, ROWS, Tally
+from runtime.retry import doubling_delays, retry
+from runtime.tasks import wait_or_sleep
 from telemetry.sink.batches import Row, content_token
 from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
 from telemetry.store.tables import Table
@@ -63,24 +65,21 @@ class Insertion:
 
     async def until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
         """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
-        delay_s = _RETRY_FIRST_S
-        while True:
-            try:
-                await write()
-            except StoreUnavailableError as error:
-                self.num_failures += 1
-                self.is_full = error.is_full
-                if self._stopping.is_set():
-                    raise
-                logger.warning(
-                    "ClickHouse is away; trying again",
-                    extra={"delay_s": delay_s, "reason": error.message},
-                )
-                await self._wait(delay_s)
-                delay_s = min(2 * delay_s, _RETRY_MOST_S)
-            else:
-                self.is_full = False
-                return
+        await retry(
+            write, doubling_delays(_RETRY_FIRST_S, _RETRY_MOST_S), self._wait, retried=self._retried
+        )
+        self.is_full = False
+
+    def _retried(self, error: Exception) -> bool:
+        if not isinstance(error, StoreUnavailableError):
+            return False
+        self.num_failures += 1
+        self.is_full = error.is_full
+        if not self._stopping.is_set():
+            logger.warning(
+                "ClickHouse is unreachable; trying again", extra={"reason": error.message}
+            )
+        return not self._stopping.is_set()
 
     async def _insert_whole(self, table: Table[Any], rows: Sequence[Row]) -> None:
         # In a thread: it takes as long as a thousand messages take to arrive.
@@ -97,15 +96,7 @@ class Insertion:
         await self.until_stored(write)
 
     async def _wait(self, delay_s: float) -> None:
-        waits = [
-            asyncio.ensure_future(self._clock.sleep(delay_s)),
-            asyncio.ensure_future(self._stopping.wait()),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await wait_or_sleep(self._stopping, self._clock, delay_s)
 
 
 def _columns(table: Table[Any], rows: Sequence[Row]) -> list[list[Any]]:

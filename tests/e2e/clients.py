@@ -18,7 +18,7 @@ from schemas.sampling import SamplingParams
 
 @dataclass
 class Answer:
-    """What a client got: the text, the usage it was told, and how it ended."""
+    """What a client got: the text, the usage it received, and how it ended."""
 
     request_id: str
     text: str

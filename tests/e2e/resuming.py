@@ -52,8 +52,8 @@ class Persistent(ABC):
 
 
 class SocketClient(Persistent):
-    """Resumes by the index of the first token that it has not got. ``steps`` tells by call whether
-    the gateway's own tools did well; one just before the break may be told again."""
+    """Resumes by the index of the first token that it has not got. ``steps`` says by call whether
+    the gateway's own tools did well; one just before the break may be sent again."""
 
     def __init__(self, system: System, question: str, **options: Any) -> None:
         super().__init__(system, question, **options)

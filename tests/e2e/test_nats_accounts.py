@@ -240,7 +240,7 @@ async def test_clients_of_the_gateway_notice_nothing(system: GuardedSystem) -> N
         async for _ in stream:
             break
         await stream.close()
-    # The client left, which ends it: nobody decodes 2,000 tokens of 20 ms.
+    # The client left, which ends it: no worker decodes 2,000 tokens of 20 ms.
     await eventually(
         lambda: all(not status.num_running for status in system.statuses.values()),
         WITHIN_S,

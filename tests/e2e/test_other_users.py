@@ -154,7 +154,7 @@ def way_in(system: System) -> Iterator[Path]:
     public.unlink()
 
 
-def test_another_user_reads_no_file_and_gets_through_no_door(system: System, way_in: Path) -> None:
+def test_another_user_reads_no_file_and_connects_to_no_server(system: System, way_in: Path) -> None:
     """A child that is nobody: as itself it could do all of this."""
     ports = [urlsplit(system.endpoints[name]).port for name in ("nats", "redis", "clickhouse")]
     files = [str(way_in), str(system.data / "credentials.json")]

@@ -1,4 +1,4 @@
-"""One request travels the whole way, by every door, and leaves one true record."""
+"""One request travels the whole way, through every API, and leaves one true record."""
 
 from __future__ import annotations
 

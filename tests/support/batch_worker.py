@@ -1,4 +1,4 @@
-"""An echo worker for jobs that nobody streams: their results are stored, as a real worker does."""
+"""An echo worker for jobs that are not streamed: it stores their results, as a real worker does."""
 
 from __future__ import annotations
 

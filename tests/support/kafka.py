@@ -125,7 +125,7 @@ class KafkaBroker(Server):
             "transaction.state.log.replication.factor": "1",
             "transaction.state.log.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
-            # A killed broker's registration is let go of sooner, so that it may come back.
+            # A killed broker's registration expires sooner, so that it may come back.
             "broker.session.timeout.ms": "1500",
             "broker.heartbeat.interval.ms": "300",
             "num.network.threads": "1",
@@ -139,7 +139,7 @@ class KafkaBroker(Server):
 
 
 class SecureKafkaBroker(KafkaBroker):
-    """A broker with more doors, all with TLS: ``sasl_port`` for ``users``, by PLAIN and SCRAM;
+    """A broker with more listeners, all with TLS: ``sasl_port`` for ``users``, by PLAIN and SCRAM;
     ``mutual_port`` for clients with a certificate of the authority; ``expired_port``, whose own
     certificate has expired. The certificates are for 127.0.0.1."""
 
@@ -164,12 +164,12 @@ class SecureKafkaBroker(KafkaBroker):
         ]
 
     def _adjust(self, properties: dict[str, str]) -> None:
-        doors = {
+        secured = {
             "SASLSSL": self.sasl_port,
             "MUTUAL": self.mutual_port,
             "EXPIRED": self.expired_port,
         }
-        listeners = "".join(f",{name}://127.0.0.1:{port}" for name, port in doors.items())
+        listeners = "".join(f",{name}://127.0.0.1:{port}" for name, port in secured.items())
         properties["listeners"] += listeners
         properties["advertised.listeners"] += listeners
         properties["listener.security.protocol.map"] += ",SASLSSL:SASL_SSL,MUTUAL:SSL,EXPIRED:SSL"

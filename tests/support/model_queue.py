@@ -7,7 +7,7 @@ import asyncio
 from bus.api import Bus, LeasedJob, Line, Subscription
 from schemas.errors import BusUnavailableError
 
-# What is delivered again is not told, nor what came while the server was away.
+# What is delivered again is not announced, nor what came while the server was unreachable.
 _LOOK_S = 0.5
 
 
@@ -61,7 +61,7 @@ class ModelQueue:
         try:
             lines = await self._bus.jobs.lines()
         except BusUnavailableError:
-            return  # away: there is a next time
+            return  # unreachable: the next look finds it
         for line in lines:
             self._on_published(line)
 

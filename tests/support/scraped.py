@@ -26,12 +26,12 @@ class Scraped:
         self.kinds: dict[str, str] = {}
         self._values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for family in text_string_to_metric_families(text):
-            assert family.name not in self.kinds, f"{family.name} is told twice"
+            assert family.name not in self.kinds, f"{family.name} is exposed twice"
             self.kinds[family.name] = family.type
             self.help[family.name] = family.documentation
             for sample in family.samples:
                 key = (sample.name, frozenset(sample.labels.items()))
-                assert key not in self._values, f"{key} is told twice"
+                assert key not in self._values, f"{key} is exposed twice"
                 self._values[key] = sample.value
 
     def value(self, name: str, **labels: str) -> float:

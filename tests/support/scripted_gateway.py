@@ -1,4 +1,4 @@
-"""A server that speaks ``millrace.v1`` from a script, and misbehaves when it is told to.
+"""A server that speaks ``millrace.v1`` from a script, and misbehaves on demand.
 
 It stands for a gateway where a test of the browser's client needs what a good one does not do:
 silence, lost and repeated tokens, parting in the middle of a message's tokens.
@@ -36,7 +36,7 @@ TOOL = {"name": "clock", "description": "What time it is", "parameters": {"type"
 
 
 class Run(msgspec.Struct):
-    """A request that was accepted, whoever listens."""
+    """A request that was accepted, with or without a listener."""
 
     request_id: str
     request: Json

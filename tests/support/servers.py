@@ -28,7 +28,7 @@ _picker = PortPicker()
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on, and that no other test run, on this
+    """A port of the loopback interface without a listener, and that no other test run, on this
     machine, is given while this one lasts."""
     return _picker.pick("a test's server", random.choice(_PORTS))
 
@@ -107,7 +107,7 @@ class Server:
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """SIGSTOP: it keeps its connections and answers nobody."""
+        """SIGSTOP: it keeps its connections and answers no request."""
         self._signal(signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)  # returns once it has stopped
 

@@ -27,7 +27,7 @@ class SmallDisk:
         return state.f_bavail * state.f_frsize
 
     def fill(self) -> None:
-        """Take every page that is free, in a file of nobody's; also what came free since the last
+        """Take every page that is free, in a file of its own; also what came free since the last
         time."""
         with self._filler.open("ab") as file:
             size = file.tell()

@@ -1,4 +1,4 @@
-"""A door with TLS before a server that has none, as operators put there."""
+"""A TLS endpoint before a server that has none, as operators put there."""
 
 from __future__ import annotations
 

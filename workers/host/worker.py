@@ -13,6 +13,7 @@ from bus.api import Bus, Subscription
 from bus.tenancy.settling import Settlements
 from registry.served import ServedModel
 from runtime.clock import Clock
+from runtime.tasks import first_error
 from runtime.tracing import Tracing
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
@@ -149,7 +150,7 @@ class Worker:
                 for service in services:
                     service.cancel()
         except* MillraceError as failed:
-            raise _first(failed) from None
+            raise first_error(failed) from None
         finally:
             await self._say_goodbye(subscriptions)
 
@@ -222,11 +223,6 @@ class Worker:
                     await subscription.close()
         except TimeoutError:
             logger.warning("the bus was not there to be told of the end")
-
-
-def _first(group: BaseExceptionGroup[MillraceError]) -> MillraceError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _settled(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:

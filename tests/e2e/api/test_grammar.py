@@ -1,4 +1,4 @@
-"""Answers are held to a form by every door, and bad forms are refused by each."""
+"""Answers are held to a form by every API, and bad forms are refused by each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
     assert all(re.fullmatch(DATE, answer.text) for answer in answers)
     assert {(answer.text, answer.finish_reason) for answer in answers} == {
         (answers[0].text, "stop")
-    }, "the same seedless greedy answer by every door"
+    }, "the same seedless greedy answer by every API"
 
 
 async def test_answers_keep_their_form_when_the_worker_is_killed(

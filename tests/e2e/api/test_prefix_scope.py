@@ -1,4 +1,4 @@
-"""What one tenant's prompts left in the cache helps that tenant, and tells no other."""
+"""What one tenant's prompts left in the cache helps that tenant, and shows nothing to another."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ async def _refused_by_websocket(system: System, token: str) -> None:
             assert json.loads(await socket.recv())["code"] == "model_not_found"
 
 
-async def test_refusals_by_both_doors_are_rows(system: System, http: httpx.AsyncClient) -> None:
+async def test_refusals_by_http_and_websocket_are_rows(
+    system: System, http: httpx.AsyncClient
+) -> None:
     tenant = f"tenant-{uuid.uuid4().hex[:8]}"
     create = ("keys", "create", "--tenant", tenant, "--context-tokens", "10", "--json")
     made = json.loads(_cli(system, *create))

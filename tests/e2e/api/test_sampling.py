@@ -1,4 +1,4 @@
-"""Sampling options are heeded by every door, and go on where a killed worker stopped."""
+"""Sampling options are heeded by every API, and go on where a killed worker stopped."""
 
 from __future__ import annotations
 

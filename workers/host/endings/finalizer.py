@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from bus.api import Bus
 from bus.tenancy.settling import Settlement, Settlements
 from runtime.clock import Clock
-from schemas.errors import MillraceError, PayloadTooLargeError
+from runtime.retry import doubling_delays, retry
+from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
 from schemas.records import RequestRecord, TranscriptRecord
 from schemas.tenants import to_nano
@@ -190,22 +191,19 @@ class Endings:
 
     async def _insist(self, step: Callable[[], Awaitable[None]], generation: Generation) -> None:
         """Try until it succeeds. Raises what trying again cannot change."""
-        backoff_s = _FIRST_BACKOFF_S
-        while True:
+
+        async def confirmed_step() -> None:
             standing = await self._confirm(generation)
             if standing is not Standing.HELD:
                 raise _NotOursError(standing)
-            try:
-                await step()
-            except MillraceError as error:
-                if not error.retryable:
-                    raise
-                if backoff_s == _FIRST_BACKOFF_S:
-                    logger.warning(
-                        "the end of a request waits for the bus",
-                        extra={"request_id": generation.request_id, "code": error.code},
-                    )
-            else:
-                return
-            await self._clock.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+            await step()
+
+        def on_failure(error: Exception, delay_s: float) -> None:
+            if delay_s == _FIRST_BACKOFF_S:
+                logger.warning(
+                    "the end of a request waits for the bus",
+                    extra={"request_id": generation.request_id, "reason": str(error)},
+                )
+
+        delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+        await retry(confirmed_step, delays, self._clock.sleep, on_failure=on_failure)

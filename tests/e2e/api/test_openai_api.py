@@ -1,4 +1,4 @@
-"""OpenAI's own client at the front door of the running system, on everything that it can ask."""
+"""OpenAI's own client against the running system, on everything that it can ask."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_call_that_is_demanded_is_made(client: openai.AsyncOpenAI) -> No
         reason = chunk.choices[0].finish_reason or reason
     assert (name, arguments, reason) == ("weather", call.function.arguments, "tool_calls")
 
-    told = await client.chat.completions.create(
+    answered = await client.chat.completions.create(
         model="demo",
         messages=[
             *ASK,
@@ -139,7 +139,7 @@ async def test_a_call_that_is_demanded_is_made(client: openai.AsyncOpenAI) -> No
         tools=[WEATHER],
         max_tokens=16,
     )
-    assert told.choices[0].message.content
+    assert answered.choices[0].message.content
 
 
 async def test_the_gateway_runs_its_own_tool(client: openai.AsyncOpenAI) -> None:

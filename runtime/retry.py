@@ -1,0 +1,48 @@
+"""Trying again, with pauses that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
+
+from schemas.errors import MillraceError
+
+T = TypeVar("T")
+
+
+def doubling_delays(first_s: float, longest_s: float) -> Iterator[float]:
+    """Pauses between attempts, in seconds: each twice the one before, up to ``longest_s``."""
+    delay_s = first_s
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, longest_s)
+
+
+def is_retryable(error: Exception) -> bool:
+    """Whether the same call may succeed later."""
+    return isinstance(error, MillraceError) and error.retryable
+
+
+async def retry(
+    step: Callable[[], Awaitable[T]],
+    delays: Iterable[float],
+    sleep: Callable[[float], Awaitable[None]],
+    *,
+    retried: Callable[[Exception], bool] = is_retryable,
+    on_failure: Callable[[Exception, float], None] | None = None,
+) -> T:
+    """The outcome of ``step``, tried again after each of ``delays`` for as long as it fails with
+    what is ``retried``. ``on_failure`` hears of each such failure and of the pause after it.
+
+    Raises any other error, and the last one when there are no more delays.
+    """
+    for delay_s in delays:
+        try:
+            return await step()
+        except Exception as error:
+            if not retried(error):
+                raise
+            if on_failure is not None:
+                on_failure(error, delay_s)
+        await sleep(delay_s)
+    return await step()
