@@ -45,9 +45,9 @@ class Finalizer:
     A task each, so that a slow one delays no other; a step that the bus refuses is retried until it
     succeeds. The lease is acknowledged only when all before it is stored, so a process that dies in
     between leaves the job to run again, and its record is not doubled. Before each step
-    ``ownership`` confirms the lease. If another attempt owns the request, ``on_lost`` is called; if that cannot
-    be known, the lease lapses: the queue delivers the job again, and a delivery to this worker
-    continues this ending.
+    ``ownership`` confirms the lease. If another attempt owns the request, ``on_lost`` is called; if
+    that cannot be known, the lease lapses: the queue delivers the job again, and a delivery to this
+    worker continues this ending.
     """
 
     def __init__(

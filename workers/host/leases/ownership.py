@@ -35,10 +35,10 @@ class LeaseOwnership:
     A worker that stalled (stopped, swapped out) or was disconnected from the bus may have been
     declared dead. Another then runs its requests at higher epochs, under the same leases, and the
     queue would take an ack from here for the other's. So after such a gap, a stall of ``stall_s``
-    or a disconnection of any length, requests dispatched before it or just after are unconfirmed until
-    ``SETTLE_S`` have passed and the index has no higher epoch. Cancels of requests taken over still
-    reach a worker that stalled. To one that was disconnected they may be lost: if the index does
-    not know the request either, its ownership stays unknown.
+    or a disconnection of any length, requests dispatched before it or just after are unconfirmed
+    until ``SETTLE_S`` have passed and the index has no higher epoch. Cancels of requests taken over
+    still reach a worker that stalled. To one that was disconnected they may be lost: if the index
+    does not know the request either, its ownership stays unknown.
 
     ``check_for_gap`` is to be called more often than every ``stall_s``; ``run`` asks about all that
     ``held`` gives after each gap, and calls ``on_lost`` for what is another's.
