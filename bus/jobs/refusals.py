@@ -14,7 +14,7 @@ from schemas.records import Status
 
 
 class Refusals:
-    """Tells the owner of a buried job: terminal frame, stored result if asked for, and record."""
+    """Tells the owner of a dead-lettered job: terminal frame, stored result if asked for, and record."""
 
     def __init__(
         self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
