@@ -162,7 +162,7 @@ class NatsJobQueue:
         )
 
     async def _forget(self, lease: str) -> None:
-        """Ack a dead-lettered message; if the server is unreachable, it is dead-lettered again later."""
+        """Ack a dead-lettered message; without a server now, it is dead-lettered again later."""
         try:
             await self.ack(lease)
         except BusUnavailableError:
