@@ -42,8 +42,8 @@ class _Limits(NamedTuple):
 
 
 class Puller:
-    """Pulls from the lines of one model, those who were served least first, for its lane, or for
-    the first of several that its jobs may go to."""
+    """Pulls from the tenant queues of one model, those who were served least first, for its
+    dispatcher, or for the first of several that its jobs may go to."""
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class Puller:
         return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
-        """How many jobs of a line to pull now: as many as there is room for beside what is here
-        already, and a few to choose from."""
+        """How many jobs of a tenant queue to pull now: as many as there is capacity for beside what
+        is here already, and a few to choose from."""
         per_tenant = self._context.config.window_jobs_per_tenant
         of_tenant = per_tenant + limits.capacity - pullable.num_here
         return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
@@ -196,7 +196,7 @@ class Puller:
         return self._limits(line.tier).capacity > 0
 
     async def _wait_for_next(self, line: Line) -> None:
-        """Have a pull out when the next job is stored, which saves it the news and the pull."""
+        """Have a pull out when the next job is stored: it need not be announced and pulled then."""
         context = self._context
         had_job_s = context.clock.monotonic()
         while self._may_wait(line) and context.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S:

@@ -24,7 +24,7 @@ class Pullable(NamedTuple):
 class Backlog:
     """What is known of the lines of one model. Pure: the caller passes the time in.
 
-    ``published`` is the news, which may be lost, ``counted`` the truth now and then.
+    ``published`` announces a job, and may be lost; ``counted`` is the truth now and then.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Backlog:
             self.of(line)
         for line, state in self._lines.items():
             state.total = totals.get(line, 0)
-            # What was stored after the count is told, but not in it.
+            # What was stored after the count is announced, but not counted.
             found = state.total - state.num_ours - state.num_others
             state.num_announced = max(0, state.num_announced)
             state.num_waiting = max(found, state.num_announced, 0)
@@ -61,14 +61,14 @@ class Backlog:
                 state.idle_since_s = now_s
 
     def pulling(self, line: Line) -> None:
-        """A pull begins; it may miss what is told from now on."""
+        """A pull begins; it may miss what is announced from now on."""
         state = self.of(line)
         state.is_pulled = True
         state.num_announced_before = state.num_announced
 
     def waited(self, line: Line, num_got: int, now_s: float) -> None:
-        """What a pull brought that was out before the job, before that is ours. The news of it may
-        come later."""
+        """What a pull brought that was out before the job, before that is ours. It may be
+        announced later."""
         state = self.of(line)
         num_announced = state.num_announced
         self.pulled(line, num_got, num_got, now_s)
@@ -89,7 +89,7 @@ class Backlog:
             state.num_waiting = state.num_announced
             state.num_others = max(0, state.total - state.num_ours)
         elif num_got < num_wanted and state.num_waiting:
-            # More may have come meanwhile: the next pull tells.
+            # More may have come meanwhile: the next pull shows.
             state.num_waiting = max(1, state.num_waiting)
 
     def pull_failed(self, line: Line) -> None:
