@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from bus.store.storage import Storage
+from bus.storage import Storage
 from schemas.control import (
     Cancel,
     Ended,

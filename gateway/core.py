@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from bus.api import Bus, Subscription
-from bus.store.storage import NATS, REDIS
+from bus.storage import NATS, REDIS
 from bus.store.watch import StoreMetrics, StoreWatch
 from gateway.errors import DrainingError
 from gateway.metrics import Metrics

@@ -12,7 +12,7 @@ from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
-from bus.store.storage import NATS
+from bus.storage import NATS
 from bus.transport import Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job

@@ -13,7 +13,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.nats.connection import Connection, status_of
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.errors import BusUnavailableError, StoreFullError
 
 API = "$JS.API"

@@ -11,7 +11,7 @@ from bus.fleet.directory import ENTRY_TTL_S
 from bus.nats import jetstream
 from bus.nats.connection import Connection
 from bus.nats.jetstream import JetStreamError, Json, nanoseconds
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.config import NatsConfig
 from schemas.errors import BusForbiddenError, ConfigError, StoreFullError
 

@@ -179,6 +179,7 @@ class TestWatch:
 
     async def test_what_is_told_can_be_pulled_at_once(self, bus: Bus, broker: Broker) -> None:
         watcher = await broker.connect("scheduler")
+        assert await ids(watcher, ACME) == []
         pulls: list[asyncio.Task[list[str]]] = []
 
         def on_published(line: Line) -> None:

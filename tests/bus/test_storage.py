@@ -11,7 +11,7 @@ import pytest
 
 from bus.api import Bus, Line
 from bus.nats import connect
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError, StoreFullError
 from schemas.jobs import Job, Tier

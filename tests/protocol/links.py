@@ -29,7 +29,7 @@ from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.running_requests import Generation
-from bus.store.storage import Storage
+from bus.storage import Storage
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import DeadJob, Job, JobResult
