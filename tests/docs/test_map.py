@@ -38,7 +38,7 @@ def test_settings_and_modules_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", [DOCS / "architecture.md", DOCS / "glossary.md"])
 def test_classes_that_are_named_exist(page: Path) -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in python_files(*PACKAGES))
-    classes = set(re.findall(r"^class (\w+)", code, re.MULTILINE))
+    classes = set(re.findall(r"^(?:class )?([A-Z]\w+)", code, re.MULTILINE))
     named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", page.read_text(encoding="utf-8")))
     assert named
     assert named <= classes
@@ -56,12 +56,15 @@ def test_every_package_is_on_the_map() -> None:
         assert not [package for package in PACKAGES if f"`{package}/`" not in text], page.name
 
 
-def test_each_word_has_one_meaning() -> None:
+def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+?) \| (.+) \| `([^`]+)` \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| .+ \| `([^`]+)`(?:, `(\w+)`)? \|$", text, re.MULTILINE)
     words = [word for row in rows for word in row[0].split(", ")]
     assert len(words) > 50
     assert len(words) == len(set(words))
+    for word, file, name in rows:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:class )?{name}\b", code, re.MULTILINE), f"{word}: {name}"
 
 
 @pytest.mark.parametrize(
