@@ -42,7 +42,7 @@ class Idempotency:
         trace: RequestTrace | None = None,
     ) -> Answer:
         """The answer, new or known. Raises IdempotencyConflictError for a key of another request,
-        RedisAwayError, and what ``Asker.begin`` raises; the key can be used again then."""
+        RedisUnreachableError, and what ``Asker.begin`` raises; the key can be used again then."""
         awaited_id, give_up_s = "", 0.0
         while True:
             # Asked for each time: whoever has the key may be refused, and give it up.
