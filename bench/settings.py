@@ -23,10 +23,8 @@ class Api(StrEnum):
     WEBSOCKET = "websocket"
 
 
-class LoadError(MillraceError):
+class LoadError(MillraceError, code="bench_failed"):
     """The server does not answer as it has to for a load to make sense."""
-
-    code = "bench_failed"
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

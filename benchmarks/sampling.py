@@ -90,7 +90,7 @@ def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
         for seed in range(batch)
     ]
     for sequence in sequences:
-        sampler.begin(sequence)
+        sampler.add(sequence)
     times: list[float] = []
     end_s = time.perf_counter() + _SECONDS_EACH
     while len(times) < 3 or time.perf_counter() < end_s:

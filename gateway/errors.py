@@ -9,6 +9,7 @@ import msgspec
 
 from schemas.errors import (
     BusUnavailableError,
+    ContextLengthError,
     GrammarError,
     MillraceError,
     ModelNotFoundError,
@@ -22,52 +23,34 @@ from schemas.openai import ErrorBody, ErrorInfo
 _NO_RETRY_HINT_S = 1.0
 
 
-class InvalidJsonError(MillraceError):
+class InvalidJsonError(MillraceError, code="invalid_json", http_status=400):
     """The body or message is not JSON."""
 
-    code = "invalid_json"
-    http_status = 400
 
-
-class NotFoundError(MillraceError):
+class NotFoundError(MillraceError, code="not_found", http_status=404):
     """Nothing is served under that path."""
 
-    code = "not_found"
-    http_status = 404
 
-
-class MethodNotAllowedError(MillraceError):
+class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_status=405):
     """The path is served, but not by that method."""
 
-    code = "method_not_allowed"
-    http_status = 405
 
-
-class SlowRequestError(MillraceError):
+class SlowRequestError(MillraceError, code="request_timeout", http_status=408):
     """The body did not arrive in time."""
 
-    code = "request_timeout"
-    http_status = 408
 
-
-class DrainingError(MillraceError):
+class DrainingError(MillraceError, code="draining", retryable=True, http_status=503):
     """This gateway is going down and takes nothing new."""
-
-    code = "draining"
-    retryable = True
-    http_status = 503
 
 
 class InternalError(MillraceError):
     """Something here is broken; the log says what."""
 
 
-class TelemetryUnavailableError(MillraceError):
+class TelemetryUnavailableError(
+    MillraceError, code="telemetry_unavailable", retryable=True, http_status=503
+):
     """The telemetry process does not answer."""
-
-    code = "telemetry_unavailable"
-    retryable = True
-    http_status = 503
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,19 +145,15 @@ def refusal_of_end(frame: TerminalFrame) -> Refusal:
     )
 
 
-def _status_by_code() -> dict[str, int]:
-    statuses = {"request_timeout": 504, "taken_over": 409, "invalid_api_key": 401}
-    kinds: list[type[MillraceError]] = [
+_STATUS_BY_CODE = {
+    kind.code: kind.http_status
+    for kind in (
         BusUnavailableError,
+        ContextLengthError,
         GrammarError,
         ModelNotFoundError,
         ParameterError,
         PayloadTooLargeError,
         QueueFullError,
-    ]
-    statuses.update({kind.code: kind.http_status for kind in kinds})
-    statuses["context_length_exceeded"] = 400
-    return statuses
-
-
-_STATUS_BY_CODE = _status_by_code()
+    )
+} | {"request_timeout": 504, "taken_over": 409, "invalid_api_key": 401}

@@ -24,11 +24,8 @@ _WANTED_FILES = (
 )
 
 
-class ModelSourceError(MillraceError):
+class ModelSourceError(MillraceError, code="model_source_unavailable", http_status=503):
     """The hub does not give the model: unknown, not allowed, or out of reach."""
-
-    code = "model_source_unavailable"
-    http_status = 503
 
 
 def resolve(entry: ModelEntry) -> Path:

@@ -11,10 +11,8 @@ from pathlib import Path
 from schemas.errors import MillraceError
 
 
-class MissingBinaryError(MillraceError):
+class MissingBinaryError(MillraceError, code="missing_binary"):
     """A server's program is not on this machine."""
-
-    code = "missing_binary"
 
 
 def nats_server_path() -> Path:

@@ -28,13 +28,9 @@ _Command = tuple[Argument, ...]
 _Batch = list[tuple[_Command, asyncio.Future[Any]]]
 
 
-class RedisUnreachableError(MillraceError):
+class RedisUnreachableError(MillraceError, code="state_unavailable", retryable=True, http_status=503):
     """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
     it may or may not have been done."""
-
-    code = "state_unavailable"
-    retryable = True
-    http_status = 503
 
     def __init__(
         self, message: str = "The store of request state is away. Try again in a moment."
@@ -42,10 +38,8 @@ class RedisUnreachableError(MillraceError):
         super().__init__(message)
 
 
-class RedisFullError(RedisUnreachableError):
+class RedisFullError(RedisUnreachableError, code="storage_full"):
     """Redis cannot write to its disk, and refuses whatever would change it."""
-
-    code = "storage_full"
 
     def __init__(self) -> None:
         super().__init__(

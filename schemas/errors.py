@@ -9,48 +9,44 @@ class MillraceError(Exception):
     """Base of every error that a caller may meet.
 
     ``code`` is stable and machine readable; ``retryable`` says whether the same call may succeed
-    later; ``http_status`` is what the gateway answers.
+    later; ``http_status`` is what the gateway answers. What a class does not state is its base's.
     """
 
     code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
 
+    def __init_subclass__(
+        cls, *, code: str = "", retryable: bool | None = None, http_status: int = 0
+    ) -> None:
+        super().__init_subclass__()
+        cls.code = code or cls.code
+        cls.retryable = cls.retryable if retryable is None else retryable
+        cls.http_status = http_status or cls.http_status
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
 
-class ParameterError(MillraceError, ValueError):
+class ParameterError(MillraceError, ValueError, code="invalid_parameter", http_status=400):
     """A request field has a bad value; ``param`` names the field."""
-
-    code = "invalid_parameter"
-    http_status = 400
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
 
 
-class GrammarError(MillraceError):
+class GrammarError(MillraceError, code="grammar_invalid", http_status=400):
     """A grammar that does not compile, is too large, or cannot be followed any further."""
 
-    code = "grammar_invalid"
-    http_status = 400
 
-
-class ModelNotFoundError(MillraceError):
+class ModelNotFoundError(MillraceError, code="model_not_found", http_status=404):
     """No model of that name is in the catalogue."""
 
-    code = "model_not_found"
-    http_status = 404
 
-
-class ContextLengthError(MillraceError):
+class ContextLengthError(MillraceError, code="context_length_exceeded", http_status=400):
     """Prompt and requested completion exceed the model's context window."""
-
-    code = "context_length_exceeded"
-    http_status = 400
 
     def __init__(
         self,
@@ -75,11 +71,8 @@ class ContextLengthError(MillraceError):
         self.context_window_tokens = context_window_tokens
 
 
-class PayloadTooLargeError(MillraceError):
+class PayloadTooLargeError(MillraceError, code="payload_too_large", http_status=413):
     """A body or message is larger than what the receiver accepts."""
-
-    code = "payload_too_large"
-    http_status = 413
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -89,38 +82,25 @@ class PayloadTooLargeError(MillraceError):
         self.limit_bytes = limit_bytes
 
 
-class QueueFullError(MillraceError):
+class QueueFullError(MillraceError, code="queue_full", retryable=True, http_status=429):
     """The queue is over its bound; ``retry_after_s`` says when to come back."""
-
-    code = "queue_full"
-    retryable = True
-    http_status = 429
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class BusUnavailableError(MillraceError):
+class BusUnavailableError(MillraceError, code="bus_unavailable", retryable=True, http_status=503):
     """The message bus cannot be reached; nothing was accepted."""
 
-    code = "bus_unavailable"
-    retryable = True
-    http_status = 503
 
-
-class BusForbiddenError(BusUnavailableError):
+class BusForbiddenError(BusUnavailableError, code="bus_forbidden", retryable=False):
     """The server's permissions do not let this process use a subject."""
 
-    code = "bus_forbidden"
-    retryable = False
 
-
-class StoreFullError(BusUnavailableError):
+class StoreFullError(BusUnavailableError, code="storage_full"):
     """A store that accepted work needs has no room; nothing was accepted. ``store`` names it, and
     ``retry_after_s`` says when to come back."""
-
-    code = "storage_full"
 
     def __init__(self, store: str, why: str, retry_after_s: float = 5.0) -> None:
         super().__init__(
@@ -131,45 +111,29 @@ class StoreFullError(BusUnavailableError):
         self.retry_after_s = retry_after_s
 
 
-class UntrustedServerError(MillraceError):
+class UntrustedServerError(MillraceError, code="untrusted_server", http_status=503):
     """A server's certificate is not trusted, or it has no TLS where TLS is demanded."""
 
-    code = "untrusted_server"
-    http_status = 503
 
-
-class CredentialsRefusedError(MillraceError):
+class CredentialsRefusedError(MillraceError, code="credentials_refused", http_status=503):
     """A server does not accept our user, password, token, key or certificate."""
 
-    code = "credentials_refused"
-    http_status = 503
 
-
-class MalformedMessageError(MillraceError):
+class MalformedMessageError(MillraceError, code="malformed_message", http_status=400):
     """A message on the bus is not what its subject carries."""
 
-    code = "malformed_message"
-    http_status = 400
 
-
-class ForeignTenantError(MalformedMessageError):
+class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_status=403):
     """A job names another tenant than the subject that it was published under, which says whose it
     is."""
 
-    code = "tenant_mismatch"
-    http_status = 403
 
-
-class ConfigError(MillraceError):
+class ConfigError(MillraceError, code="invalid_configuration"):
     """A configuration file or variable has an unknown key or a bad value."""
 
-    code = "invalid_configuration"
 
-
-class NameTakenError(ConfigError):
+class NameTakenError(ConfigError, code="name_taken"):
     """Another worker of that name is running."""
-
-    code = "name_taken"
 
     def __init__(self, name: str, holder: str) -> None:
         super().__init__(
@@ -180,7 +144,5 @@ class NameTakenError(ConfigError):
         self.holder = holder
 
 
-class CheckpointError(MillraceError):
+class CheckpointError(MillraceError, code="invalid_checkpoint"):
     """A model's files are missing, malformed or do not fit its config."""
-
-    code = "invalid_checkpoint"

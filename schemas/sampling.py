@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 import msgspec
@@ -105,8 +104,9 @@ class SamplingParams(
             )
         _within("temperature", self.temperature, 0.0, 2.0)
         for name in ("top_p", "typical_p"):
-            _within(name, getattr(self, name), 0.0, 1.0)
-            if getattr(self, name) == 0.0:
+            share = getattr(self, name)
+            _within(name, share, 0.0, 1.0)
+            if share == 0.0:
                 raise ParameterError(name, f"{name} must be above 0")
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -120,9 +120,9 @@ class SamplingParams(
             raise ParameterError("seed", f"seed must be between 0 and {MAX_SEED}, got {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ParameterError("stop", f"at most {MAX_STOP_STRINGS} stop strings are taken")
-        if any(not text for text in self.stop):
+        if self.stop and not all(self.stop):
             raise ParameterError("stop", "a stop string must not be empty")
-        if any(token < 0 for token in self.stop_token_ids):
+        if self.stop_token_ids and min(self.stop_token_ids) < 0:
             raise ParameterError("stop_token_ids", "a token id must not be negative")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
@@ -168,5 +168,5 @@ class SamplingParams(
 
 
 def _within(param: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # so for NaN, too
         raise ParameterError(param, f"{param} must be between {low:g} and {high:g}, got {value:g}")

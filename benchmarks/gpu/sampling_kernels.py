@@ -90,7 +90,7 @@ def _choice(
     def sampler(kernels: str) -> DeviceSampler:
         made = DeviceSampler(vocab_size, num_rows + 1, scope.device, kernels=kernels)
         for row, sequence in enumerate(sequences):
-            made.begin(row, sequence)
+            made.add(row, sequence)
         made.upload(lambda array: torch.from_numpy(array).to(scope.device))
         return made
 

@@ -21,11 +21,8 @@ _CHUNK_BYTES = 128 * 1024
 _INFOS_AT_ONCE = 500
 
 
-class ObjectLostError(MillraceError):
+class ObjectLostError(MillraceError, code="file_lost", http_status=410):
     """An object's bytes are not all there any more."""
-
-    code = "file_lost"
-    http_status = 410
 
 
 class JournalObjects:

@@ -12,16 +12,12 @@ from schemas.tenants import from_nano
 _RETRY_AFTER_S = 2.0
 
 
-class RateLimitError(MillraceError):
+class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, http_status=429):
     """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
 
     ``comes_back``: there is room again this month. ``accounts`` stand as ``standings`` say;
     ``headers`` are for a door that speaks HTTP to add.
     """
-
-    code = "rate_limit_exceeded"
-    retryable = True
-    http_status = 429
 
     def __init__(
         self,
@@ -42,49 +38,34 @@ class RateLimitError(MillraceError):
         self.headers: list[tuple[bytes, bytes]] = []
 
 
-class RequestsPerMinuteError(RateLimitError):
+class RequestsPerMinuteError(RateLimitError, code="requests_per_minute"):
     """Too many requests lately."""
 
-    code = "requests_per_minute"
 
-
-class TokensPerMinuteError(RateLimitError):
+class TokensPerMinuteError(RateLimitError, code="tokens_per_minute"):
     """Too many tokens lately."""
 
-    code = "tokens_per_minute"
 
-
-class TooManyTokensError(TokensPerMinuteError):
+class TooManyTokensError(TokensPerMinuteError, retryable=False):
     """More tokens in this one request than the limit ever admits."""
 
-    retryable = False
 
-
-class ConcurrentRequestsError(RateLimitError):
+class ConcurrentRequestsError(RateLimitError, code="concurrent_requests"):
     """Too many requests at the same time."""
 
-    code = "concurrent_requests"
 
-
-class InsufficientQuotaError(RateLimitError):
+class InsufficientQuotaError(RateLimitError, code="insufficient_quota"):
     """The month's budget does not cover what the request may cost."""
 
-    code = "insufficient_quota"
 
-
-class TierContextError(MillraceError):
+class TierContextError(MillraceError, code="context_length_exceeded", http_status=400):
     """Prompt and completion exceed what the caller's tier may hold at once."""
 
-    code = "context_length_exceeded"
-    http_status = 400
     limit = "context_tokens"
 
 
-class KeyGoneError(MillraceError):
+class KeyGoneError(MillraceError, code="invalid_api_key", http_status=401):
     """The API key was revoked since it was looked up, or is not there any more."""
-
-    code = "invalid_api_key"
-    http_status = 401
 
     def __init__(self, key_id: str, *, is_revoked: bool) -> None:
         super().__init__(f"The API key {key_id} opens nothing any more.")

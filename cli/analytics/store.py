@@ -25,11 +25,8 @@ _WIRE_FORMAT = "JSONCompact"
 _TIMEOUT_S = 60.0
 
 
-class NoStoreError(MillraceError):
+class NoStoreError(MillraceError, code="store_unavailable", retryable=True):
     """Neither a running store nor a folder of one."""
-
-    code = "store_unavailable"
-    retryable = True
 
 
 def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> bytes:

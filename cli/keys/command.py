@@ -31,10 +31,8 @@ _NONE = "none"
 _DEFAULT = "default"
 
 
-class KeyNotFoundError(MillraceError):
+class KeyNotFoundError(MillraceError, code="key_not_found"):
     """No key of that id was ever made here."""
-
-    code = "key_not_found"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -19,11 +19,8 @@ _MAX_SHOWN = 20
 _MAX_PRIORITY = 1_000
 
 
-class BadLinesError(MillraceError):
+class BadLinesError(MillraceError, code="invalid_input", http_status=400):
     """Lines of the input cannot be run; the message names each by its number."""
-
-    code = "invalid_input"
-    http_status = 400
 
 
 class BadLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,11 +14,8 @@ from schemas.errors import ConfigError, ContextLengthError, MillraceError, Param
 _MAX_SHOWN = 20
 
 
-class BadTextsError(MillraceError):
+class BadTextsError(MillraceError, code="invalid_input", http_status=400):
     """Lines of the input cannot be embedded; the message names each by its number."""
-
-    code = "invalid_input"
-    http_status = 400
 
 
 class EmbedText(msgspec.Struct, frozen=True):

@@ -24,11 +24,8 @@ class InputLine(NamedTuple):
     raw: bytes
 
 
-class LineTooLongError(MillraceError):
+class LineTooLongError(MillraceError, code="line_too_long", http_status=400):
     """A line is longer than what its endpoint takes."""
-
-    code = "line_too_long"
-    http_status = 400
 
 
 class InputCheck(NamedTuple):

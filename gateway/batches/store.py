@@ -18,12 +18,9 @@ _ATTEMPTS = 20
 _AT_ONCE = 500
 
 
-class TooManyBatchesError(MillraceError):
+class TooManyBatchesError(MillraceError, code="too_many_batches", http_status=429, retryable=True):
     """The tenant has as many batches that are not finished as it may have."""
 
-    code = "too_many_batches"
-    http_status = 429
-    retryable = True
     retry_after_s = 60.0
 
     def __init__(self, limit: int) -> None:

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.request import message_fields, parsing
+from gateway.responses import input as responses_input
 from runtime.json_schema import Schema
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
@@ -25,22 +27,39 @@ from schemas.tools import MAX_TOOLS
 REF = "#/components/schemas/{name}"
 
 _UNHONOURED = "Known, but not honoured: leave it out, or give a value that asks for nothing."
-# Of fields that are known but not honoured: the values that ask for nothing, beside null.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([], {}),
-    "background": (False,),
-    "context_management": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([], {}),
-    "include_obfuscation": (False,),
-    "modalities": ([], ["text"]),
-    "reasoning": ({},),
-    "store": (False,),
-    "suffix": ("",),
-}
-_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_ONE_PROMPT: list[Schema] = [{"type": "string"}, _TOKEN_IDS]
+# By field: the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = (
+    responses_input.NEUTRAL | message_fields.NEUTRAL_IN_MESSAGE | parsing.NEUTRAL
+)
+_STRING: Schema = {"type": "string"}
+_NULL: Schema = {"type": "null"}
 _JSON_SCHEMA: Schema = {"type": "object", "description": "A JSON Schema."}
+_JSON_SCHEMA_OR_TEXT: Schema = {"anyOf": [_JSON_SCHEMA, _STRING]}
+_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT: list[Schema] = [_STRING, _TOKEN_IDS]
+_ITEMS: list[Schema] = [
+    {"$ref": REF.format(name=name)} for name in ("GivenMessage", "GivenCall", "GivenCallOutput")
+]
+_LABEL: Schema = {"maxLength": MAX_LABEL_CHARACTERS}
+_LOGPROBS: Schema = {"minimum": 0, "maximum": MAX_LOGPROBS}
+_FUNCTION_NAME: Schema = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
+
+
+def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
+    """An object of these properties and no others; all are required where none is named."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required or properties),
+        "additionalProperties": False,
+    }
+
+
+def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
+    """A word, or an object that names a function."""
+    named = closed_object({"type": {"enum": ["function"]}, **properties}, *required)
+    return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named]}
+
 
 # By the keyword that a number, text, array or object in the field takes on.
 SAMPLING: dict[str, Schema] = {
@@ -58,126 +77,77 @@ SAMPLING: dict[str, Schema] = {
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
 }
 _GENERATION: dict[str, Schema] = SAMPLING | {
-    "user": {"maxLength": MAX_LABEL_CHARACTERS},
-    "session_id": {"maxLength": MAX_LABEL_CHARACTERS},
+    "user": _LABEL,
+    "session_id": _LABEL,
     "session_keep": {"minimum": 0},
     "service_tier": {"enum": ["auto", "default", "flex", "priority", *Tier, None]},
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "bad_words": {"maxItems": MAX_BAD_WORDS},
     "metadata": {"maxProperties": 16},
     "logit_bias": {"maxProperties": MAX_LOGIT_BIASES, "propertyNames": {"pattern": "^[0-9]+$"}},
-    "guided_json": {"anyOf": [_JSON_SCHEMA, {"type": "string"}, {"type": "null"}]},
+    "guided_json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
     "tools": {"maxItems": MAX_TOOLS},
-    "tool_choice": {
-        "anyOf": [
-            {"enum": ["auto", "none", "required", None]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"enum": ["function"]},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}},
-                        "required": ["name"],
-                        "additionalProperties": False,
-                    },
-                },
-                "required": ["function"],
-                "additionalProperties": False,
-            },
-        ]
-    },
+    "tool_choice": _tool_choice({"function": closed_object({"name": _STRING})}, "function"),
 }
 # By component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
-    "Generate": _CHAT | {"prompt": {"anyOf": [*_ONE_PROMPT, {"type": "null"}]}},
+    "Generate": _CHAT | {"prompt": {"anyOf": [*_PROMPT, _NULL]}},
     "CompletionRequest": _GENERATION
     | {
-        "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+        "logprobs": _LOGPROBS,
         "prompt": {
-            "anyOf": [
-                *_ONE_PROMPT,
-                {"type": "array", "minItems": 1, "items": {"anyOf": _ONE_PROMPT}},
-            ]
+            "anyOf": [*_PROMPT, {"type": "array", "minItems": 1, "items": {"anyOf": _PROMPT}}]
         },
     },
     "ResponsesRequest": _GENERATION
     | {
         "max_output_tokens": {"minimum": 1},
-        "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-        "safety_identifier": {"maxLength": MAX_LABEL_CHARACTERS},
-        "input": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "anyOf": [
-                            {"$ref": REF.format(name=name)}
-                            for name in ("GivenMessage", "GivenCall", "GivenCallOutput")
-                        ]
-                    },
-                },
-            ]
-        },
+        "top_logprobs": _LOGPROBS,
+        "safety_identifier": _LABEL,
+        "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": ["message.output_text.logprobs"]}},
-        "tool_choice": {
-            "anyOf": [
-                {"enum": ["auto", "none", "required", None]},
-                {
-                    "type": "object",
-                    "properties": {"type": {"enum": ["function"]}, "name": {"type": "string"}},
-                    "required": ["type", "name"],
-                    "additionalProperties": False,
-                },
-            ]
-        },
+        "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
     },
     "Message": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
     "GivenMessage": {"role": {"enum": ["system", "developer", "user", "assistant"]}},
-    "FunctionFields": {"name": {"pattern": "^[A-Za-z0-9_-]{1,64}$"}},
+    "FunctionFields": {"name": _FUNCTION_NAME},
     "FlatFunctionTool": {
-        "name": {"pattern": "^[A-Za-z0-9_-]{1,64}$"},
-        "parameters": {"anyOf": [_JSON_SCHEMA, {"type": "null"}]},
+        "name": _FUNCTION_NAME,
+        "parameters": {"anyOf": [_JSON_SCHEMA, _NULL]},
     },
-    "JsonSchema": {"schema": {"anyOf": [_JSON_SCHEMA, {"type": "string"}]}},
-    "SchemaFormat": {"schema": {"anyOf": [_JSON_SCHEMA, {"type": "string"}]}},
+    "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
+    "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": {
         "dimensions": {"minimum": 1},
-        "user": {"maxLength": MAX_LABEL_CHARACTERS},
+        "user": _LABEL,
         "input": {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1},
     },
     "EmbeddingObject": {
         "embedding": {
             "anyOf": [
                 {"type": "array", "items": {"type": "number"}},
-                {"type": "string", "contentEncoding": "base64"},
+                _STRING | {"contentEncoding": "base64"},
             ]
         }
     },
     "Response": {"tool_choice": {"description": "As it was asked for."}},
 }
 
-_KEYWORDS = {
-    "minimum": ("integer", "number"),
-    "maximum": ("integer", "number"),
-    "exclusiveMinimum": ("integer", "number"),
-    "minLength": ("string",),
-    "maxLength": ("string",),
-    "pattern": ("string",),
-    "minItems": ("array",),
-    "maxItems": ("array",),
-    "items": ("array",),
-    "maxProperties": ("object",),
-    "propertyNames": ("object",),
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum"}
+_KEYWORDS_OF = {
+    "integer": _OF_NUMBERS,
+    "number": _OF_NUMBERS,
+    "string": {"minLength", "maxLength", "pattern"},
+    "array": {"minItems", "maxItems", "items"},
+    "object": {"maxProperties", "propertyNames"},
 }
+_KEYWORDS = set().union(*_KEYWORDS_OF.values())
 
 
 def refine(name: str, component: Schema) -> Schema:
@@ -197,10 +167,10 @@ def refine(name: str, component: Schema) -> Schema:
 
 def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
     if more is None and schema == {"default": None}:
-        return {"enum": [None, *NEUTRAL.get(field, ())], "description": _UNHONOURED, **schema}
+        return {"enum": list(_NEUTRAL.get(field, (None,))), "description": _UNHONOURED, **schema}
     if more is None:
         return schema
-    if not more.keys() & _KEYWORDS.keys():
+    if not more.keys() & _KEYWORDS:
         return {**more, **{key: schema[key] for key in ("default",) if key in schema}}
     if "anyOf" in schema:
         return {**schema, "anyOf": [_bounded(one, more) for one in schema["anyOf"]]}
@@ -209,5 +179,5 @@ def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
 
 def _bounded(schema: Schema, more: Schema) -> Schema:
     """With those keywords that mean something for a value of the schema's type."""
-    kind = schema.get("type")
-    return {**schema, **{key: value for key, value in more.items() if kind in _KEYWORDS[key]}}
+    keywords = _KEYWORDS_OF.get(schema.get("type", ""), set())
+    return {**schema, **{key: value for key, value in more.items() if key in keywords}}

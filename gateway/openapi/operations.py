@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.limits import CallerLimits
+from gateway.openapi.fields import closed_object
 from gateway.openapi.shapes import (
     ChatCompletionChunk,
     CompletionChunk,
@@ -122,18 +123,8 @@ _OBJECT = Media(JSON, {"type": "object"})
 _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
 _TEXT = Media("text/plain", {"type": "string"})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
-_UPLOAD = Media(
-    "multipart/form-data",
-    {
-        "type": "object",
-        "properties": {
-            "file": {"type": "string", "format": "binary"},
-            "purpose": {"enum": ["batch"]},
-        },
-        "required": ["file", "purpose"],
-        "additionalProperties": False,
-    },
-)
+_FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
+_UPLOAD = Media("multipart/form-data", closed_object(_FILE))
 _HELLO = [{"role": "user", "content": "Hello!"}]
 
 BY_TAG: dict[str, tuple[Operation, ...]] = {

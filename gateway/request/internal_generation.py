@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1024 * 1024
 
 
-class QuietGenerationError(MillraceError):
+class QuietGenerationError(
+    MillraceError, code="generation_failed", retryable=True, http_status=503
+):
     """A generation that no client waits for did not end well."""
-
-    code = "generation_failed"
-    retryable = True
-    http_status = 503
 
 
 class _Reader(Client):

@@ -25,7 +25,7 @@ _ROLES = {
 
 # Values that ask for nothing, of fields that are known but not honoured.
 NOTHING: tuple[Any, ...] = (None, [], {})
-_NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "refusal": (None,),
     "annotations": NOTHING,
     "audio": (None,),
@@ -113,7 +113,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise ParameterError(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}.")
-    refuse_unhonoured(message, _NEUTRAL_IN_MESSAGE, f"{where}.")
+    refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
     if message.tool_calls and role != "assistant":
         raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
     if (message.tool_call_id is not None) != (role == "tool"):

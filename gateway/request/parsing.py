@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,7 +46,7 @@ _TIERS: dict[str, Tier | None] = {
 } | {tier.value: tier for tier in Tier}
 
 # Fields that are known but not honoured, with the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": NOTHING,
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
@@ -199,7 +198,7 @@ def _num_logprobs(request: ChatFields) -> int | None:
 
 
 def _ask(request: GenerationFields, **fields: Any) -> Ask:
-    refuse_unhonoured(request, _NEUTRAL, "")
+    refuse_unhonoured(request, NEUTRAL, "")
     check_metadata(request.metadata)
     asked_tier = request.service_tier or "auto"
     if asked_tier not in _TIERS:
@@ -299,7 +298,7 @@ def _check_stream_options(request: ChatCompletionRequest | CompletionRequest) ->
         return
     if not request.stream:
         raise ParameterError("stream_options", "stream_options goes only with stream: true.")
-    refuse_unhonoured(request.stream_options, _NEUTRAL, "stream_options.")
+    refuse_unhonoured(request.stream_options, NEUTRAL, "stream_options.")
 
 
 def _parameter_error(text: str) -> ParameterError:

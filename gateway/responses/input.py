@@ -42,7 +42,7 @@ LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 
 # Fields that are known but not honoured, with the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
     "background": (None, False),
     "context_management": (None, []),
@@ -90,7 +90,7 @@ _DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
 
 def check_fields(request: ResponsesRequest) -> None:
     """Raises ParameterError for a field that is not honoured."""
-    for name, allowed in _NEUTRAL.items():
+    for name, allowed in NEUTRAL.items():
         value = getattr(request, name)
         if isinstance(value, dict):
             value = {key: entry for key, entry in value.items() if entry is not None}

@@ -75,11 +75,9 @@ return known[2] and 1 or 0
 )
 
 
-class SessionTooLargeError(MillraceError):
+class SessionTooLargeError(MillraceError, code="session_too_large", http_status=413):
     """A conversation would hold more than is kept."""
 
-    code = "session_too_large"
-    http_status = 413
     param = "session_id"
 
     def __init__(self, size: int, limit: int, unit: str) -> None:
@@ -89,23 +87,17 @@ class SessionTooLargeError(MillraceError):
         )
 
 
-class SessionUnreadableError(MillraceError):
+class SessionUnreadableError(MillraceError, code="session_unreadable", http_status=409):
     """What is stored is not a conversation as this version writes it."""
 
-    code = "session_unreadable"
-    http_status = 409
     param = "session_id"
 
     def __init__(self) -> None:
         super().__init__("The stored session cannot be read. Delete it, or use another one.")
 
 
-class SessionBusyError(MillraceError):
+class SessionBusyError(MillraceError, code="session_busy", http_status=503, retryable=True):
     """Too many others changed the conversation at the same time."""
-
-    code = "session_busy"
-    http_status = 503
-    retryable = True
 
     def __init__(self) -> None:
         super().__init__("Too many requests change this session at once. Try again in a moment.")

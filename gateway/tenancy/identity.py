@@ -35,11 +35,8 @@ _MAX_KNOWN = 10_000
 _RETRY_AFTER_S = 2.0
 
 
-class AuthenticationError(MillraceError):
+class AuthenticationError(MillraceError, code="invalid_api_key", http_status=401):
     """No API key where one is demanded, or one that opens nothing."""
-
-    code = "invalid_api_key"
-    http_status = 401
 
     def __init__(self, message: str, whose: Caller | None = None) -> None:
         """``whose`` the key was, if it was one."""
@@ -48,11 +45,8 @@ class AuthenticationError(MillraceError):
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace"')]
 
 
-class InsufficientPermissionsError(MillraceError):
+class InsufficientPermissionsError(MillraceError, code="insufficient_permissions", http_status=403):
     """The key is good, but not for this."""
-
-    code = "insufficient_permissions"
-    http_status = 403
 
 
 class KeysAwayError(RedisUnreachableError):

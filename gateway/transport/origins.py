@@ -34,11 +34,8 @@ _EXPOSED = (
 )
 
 
-class OriginError(MillraceError):
+class OriginError(MillraceError, code="origin_not_allowed", http_status=403):
     """A page of another origin, which was not allowed."""
-
-    code = "origin_not_allowed"
-    http_status = 403
 
     def __init__(self, origin: str) -> None:
         super().__init__(
@@ -47,11 +44,8 @@ class OriginError(MillraceError):
         )
 
 
-class HostError(MillraceError):
+class HostError(MillraceError, code="host_not_allowed", http_status=403):
     """A request for a name that this machine has not."""
-
-    code = "host_not_allowed"
-    http_status = 403
 
     def __init__(self, host: str) -> None:
         super().__init__(

@@ -27,12 +27,10 @@ _TRIM_AFTER_S = 1.0
 _MESSAGE_CHARACTERS = 8
 
 
-class TooManyLongPromptsError(MillraceError):
+class TooManyLongPromptsError(
+    MillraceError, code="too_many_long_prompts", retryable=True, http_status=429
+):
     """Long prompts of the tenant wait already."""
-
-    code = "too_many_long_prompts"
-    retryable = True
-    http_status = 429
 
     def __init__(self, num_waiting: int, limit: int) -> None:
         super().__init__(

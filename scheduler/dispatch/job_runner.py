@@ -25,8 +25,8 @@ class JobRunner:
     ends them.
 
     A job whose attempt came to nothing goes back into ``queue``; ``on_requeued`` says so.
-    ``on_settled`` is called when a dispatch has been answered, whatever the answer was, and
-    ``on_removed`` when a job is over here.
+    ``on_failed`` is called when a worker did not accept a dispatch, and ``on_removed`` when a job
+    is over here.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class JobRunner:
         context: SchedulerContext,
         queue: FairQueue,
         on_requeued: Callable[[], None],
-        on_settled: Callable[[], None],
+        on_failed: Callable[[], None],
         on_removed: Callable[[], None],
     ) -> None:
         self.counts = DispatchCounts()
         self._context = context
         self._queue = queue
         self._on_requeued = on_requeued
-        self._on_settled = on_settled
+        self._on_failed = on_failed
         self._on_removed = on_removed
         self._sender = Sender(context)
 
@@ -104,7 +104,8 @@ class JobRunner:
         counts.dispatches[outcome.result.value] += 1
         counts.dispatch_s.add(clock.monotonic() - started_s)
         self._apply(scheduled, outcome)
-        self._on_settled()
+        if scheduled.phase is not Phase.RUNNING:
+            self._on_failed()
 
     def _apply(self, scheduled: ScheduledJob, outcome: DispatchOutcome) -> None:
         fleet, worker_id = self._context.fleet, scheduled.worker_id

@@ -45,8 +45,6 @@ class Preparation:
             message = f"The job could not be prepared: {type(error).__name__}."
             terminal_status = failed(MillraceError.code, message, retryable=False)
             dispatcher.runner.finish(scheduled, terminal_status)
-        finally:
-            dispatcher.dispatch_ready()
 
     async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         context = self._context

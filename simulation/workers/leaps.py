@@ -144,8 +144,8 @@ class LeapingBatch(SimulatedBatch):
         num_full = sequence.num_computed_tokens // self._size
         if num_full >= sequence.num_blocks:
             self.blocks.allocate(sequence, num_full + 1 - sequence.num_blocks)
-        if num_full > sequence.num_sealed_blocks:
-            self.blocks.seal(sequence, num_full)
+        if num_full > sequence.num_cached_blocks:
+            self.blocks.cache_full_blocks(sequence, num_full)
 
     def _end_s(self, num_steps: int) -> float:
         later_s = self._growth_s * num_steps * (num_steps - 1) / 2

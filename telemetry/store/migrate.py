@@ -14,10 +14,8 @@ APPLIED = PlainTable("schema_migrations", ("number", "name"), ("UInt32", "String
 _NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 
 
-class MigrationError(MillraceError):
+class MigrationError(MillraceError, code="migration_failed"):
     """The database is ahead of this version of Millrace, or a migration's file is misnamed."""
-
-    code = "migration_failed"
 
 
 class Migration(msgspec.Struct, frozen=True, kw_only=True):

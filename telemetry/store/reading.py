@@ -42,11 +42,8 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class QueryError(MillraceError):
+class QueryError(MillraceError, code="query_failed", http_status=400):
     """ClickHouse refused a query, or it was never sent. ``number`` is ClickHouse's code."""
-
-    code = "query_failed"
-    http_status = 400
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)

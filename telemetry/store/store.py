@@ -36,23 +36,19 @@ T = TypeVar("T")
 Parameters = Mapping[str, str | int | float]
 
 
-class StoreUnavailableError(MillraceError):
+class StoreUnavailableError(
+    MillraceError, code="store_unavailable", retryable=True, http_status=503
+):
     """ClickHouse did not take it; the same call may succeed later. ``is_full``: for want of room on
     its disk."""
-
-    code = "store_unavailable"
-    retryable = True
-    http_status = 503
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
         self.is_full = is_full
 
 
-class RejectedRowsError(MillraceError):
+class RejectedRowsError(MillraceError, code="rejected_rows"):
     """A row does not fit its table; nothing of the batch was inserted."""
-
-    code = "rejected_rows"
 
 
 class TableLike(Protocol):

@@ -1,4 +1,4 @@
-"""The step loop: take requests, plan, run the model, sample, hand the tokens over."""
+"""The step loop: add requests, plan, run the model, sample, return the tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.engine.kv.block_tables import BlockTables
 from workers.engine.kv.host_cache import HostCache
 from workers.engine.kv.host_memory import host_memory_of
 from workers.engine.live_requests import LiveRequests
-from workers.engine.output_processor import Receiver
+from workers.engine.output_processor import OutputProcessor
 from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
 from workers.engine.runners import Runner, load_runner
 from workers.engine.sampling.sampler import Sampler
@@ -38,8 +38,8 @@ from workers.engine.scheduling.admission import (
 from workers.engine.scheduling.cost_model import CostModel
 from workers.engine.scheduling.planner import Planner
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.sequence_group import make_choices
-from workers.engine.settings import settled
+from workers.engine.sequence_group import make_sequence_group
+from workers.engine.settings import with_device_defaults
 from workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -77,7 +77,7 @@ class Engine:
         monotonic: Callable[[], float] = time.perf_counter,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
-        config = settled(config, runner.cache.data.device)
+        config = with_device_defaults(config, runner.cache.data.device)
         self._runner = runner
         self._sampler = Sampler(runner.config.vocab_size, runner.host_device, tokenizer)
         costs = CostModel()
@@ -109,7 +109,7 @@ class Engine:
         self._device_times: list[DeviceTime] = []
         self._readied = threading.Event()
         self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
-        receiver = Receiver(
+        output_processor = OutputProcessor(
             cache=runner.cache,
             planner=self._planner,
             sampler=self._sampler,
@@ -120,7 +120,7 @@ class Engine:
             runner=runner,
             planner=self._planner,
             grammars=self._grammars,
-            receiver=receiver,
+            output_processor=output_processor,
             costs=costs,
             device_work=_device_work(runner),
             overlap=config.overlap and runner.overlaps,
@@ -158,15 +158,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may hand something over, or there is one under way that it would end."""
-        return bool(len(self._live) or self._outputs or self._executor.has_unread)
+        """Whether a step may have outputs, or would finish the one in flight."""
+        return bool(len(self._live) or self._outputs or self._executor.has_pending_step)
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request; one that cannot be served is answered with an error at the next step.
+        """Add a request; one that cannot be served is answered with an error at the next step.
 
         A request with the id of a live one takes its place.
         """
-        self._forget(request.request_id)
+        self._drop_request(request.request_id)
         try:
             check_kind(request, has_head=self._runner.config.has_head)
             max_total_tokens = longest_total_tokens(
@@ -183,7 +183,7 @@ class Engine:
             self._outputs.append(finished_output(request, finish_reason))
             return
         seed = request.sampling.seed
-        choices = make_choices(
+        group = make_sequence_group(
             request,
             arrival=self._num_arrived,
             seed=self._seed_source() if seed is None else seed,
@@ -191,43 +191,43 @@ class Engine:
             added_s=self._monotonic(),
         )
         try:
-            for sequence in choices:
-                self._sampler.begin(sequence)
+            for sequence in group:
+                self._sampler.add(sequence)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one request only)
             if not isinstance(error, MillraceError):
                 _log.exception("a request could not be prepared for sampling")
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
-        self._num_arrived += len(choices)
+        self._num_arrived += len(group)
         if request.sampling.grammar is not None:
-            self._grammars.submit(choices)
-        self._live.add(choices)
+            self._grammars.submit(group)
+        self._live.add(group)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, in whatever state; its blocks are free when this returns.
+        """Drop a request in any state; its blocks are free when this returns.
 
-        ``take_device_times`` says then what it has taken, that it is nothing if it was not here.
+        ``pop_device_times`` reports its device time then, 0 if it was not here.
         """
-        if not self._forget(request_id):
+        if not self._drop_request(request_id):
             self._device_times.append(DeviceTime(request_id, 0, 0.0, over=True))
 
-    def _forget(self, request_id: str) -> bool:
-        """Whether there was anything to forget but an answer."""
+    def _drop_request(self, request_id: str) -> bool:
+        """Whether any of its sequences was live."""
         cancelled = self._live.cancel(request_id)
         self._owing += cancelled
         if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
         return bool(cancelled)
 
-    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
-        """What those took of the device in all that were cancelled since the last call, or owed
-        something; one that has a part in a step under way is kept until that is over. With ``live``
-        also what the others have taken so far."""
+    def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        """Device times of the sequences that were cancelled since the last call or ended while
+        their step was in flight; one whose step still is, is kept for later. With ``live`` also
+        what the others have used so far."""
         times, self._device_times = self._device_times, []
         if self._owing:
             owing, self._owing = self._owing, []
             for sequence in owing:
-                if self._executor.is_flying(sequence):
+                if self._executor.is_in_flight(sequence):
                     self._owing.append(sequence)
                 else:
                     times.append(_device_time(sequence, over=True))
@@ -236,16 +236,16 @@ class Engine:
         return times
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch; what it made, and the answers to requests refused since the last.
+        """Compute one batch; returns its outputs, and answers to requests refused since the last.
 
-        Where the runner and the settings let steps overlap, the batch is only launched, and what
-        the one before made is handed over; when there is nothing to compute, what is under way is
-        waited for. When nothing but sequences that are not ready is there, this waits a moment for
-        one, so that a caller may step as long as there is work.
+        Where runner and settings let steps overlap, the batch is only launched and the outputs of
+        the one before are returned; with nothing to compute, the step in flight is waited for. If
+        all sequences there are wait to be ready, this waits a moment for one, so that a caller may
+        step as long as there is work.
         """
         outputs, self._outputs = self._outputs, []
         self._readied.clear()
-        self._end_settled(outputs)
+        self._finish_settled(outputs)
         plan = self._planner.plan()
         self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
         if plan:
@@ -260,40 +260,40 @@ class Engine:
                     sequence.started = True
                     outputs.append(started_output(sequence))
             self._num_steps += 1
-        elif self._executor.has_unread:
+        elif self._executor.has_pending_step:
             self._executor.execute([], outputs)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
             self._readied.wait(_UNREADY_WAIT_S)
-        ended = self._live.take_ended()
+        ended = self._live.pop_ended()
         if ended:
-            self._tell_device_times(ended, outputs)
+            self._report_device_times(ended, outputs)
         return outputs
 
-    def _tell_device_times(
+    def _report_device_times(
         self, ended: list[tuple[int, Sequence]], outputs: list[EngineOutput]
     ) -> None:
-        """Say in their last outputs what those took of the device that have ended in this step."""
+        """Put the device time of sequences that ended in this step into their last outputs."""
         sequences = {sequence for _, sequence in ended}
-        may_owe = not self._executor.discharge(sequences)
+        may_owe = not self._executor.exempt_ended(sequences)
         for index, sequence in ended:
-            owes = may_owe and self._executor.is_flying(sequence)
+            owes = may_owe and self._executor.is_in_flight(sequence)
             if owes:
                 self._owing.append(sequence)
             outputs[index] = msgspec.structs.replace(
                 outputs[index], device_us=sequence.device_s * _US_PER_S, owes=owes
             )
 
-    def _end_settled(self, outputs: list[EngineOutput]) -> None:
-        """End what has turned out to be over while it waited for its grammar."""
-        for sequence, error in self._grammars.take_settled():
+    def _finish_settled(self, outputs: list[EngineOutput]) -> None:
+        """End sequences whose grammar failed, or was complete from the start."""
+        for sequence, error in self._grammars.pop_settled():
             if error is not None:
                 self._live.fail(sequence, error, outputs)
             else:
                 outputs.append(finished_output(sequence.request, FinishReason.STOP))
-                self._live.end(sequence, outputs)
+                self._live.finish(sequence, outputs)
 
     def wake(self) -> None:
-        """Have a step that waits for sequences to become ready look at once; for any thread."""
+        """End a step's wait for sequences to become ready; for any thread."""
         self._readied.set()
 
     def stats(self) -> EngineStats:
@@ -331,12 +331,12 @@ class Engine:
         behind = [len(one.token_ids) - one.num_computed_tokens for one in self._live]
         return sum([num_tokens for num_tokens in behind if num_tokens > 1])
 
-    def take_prefix_changes(self) -> PrefixChanges | None:
-        """What came into the prefix cache and what left it since the last call; None: nothing."""
-        return self._tables.take_prefix_changes()
+    def pop_prefix_changes(self) -> PrefixChanges | None:
+        """Changes of the prefix cache since the last call; None if there are none."""
+        return self._tables.pop_prefix_changes()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless choices, planner, cache, pool and unread step agree."""
+        """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""
         self._live.check_integrity()
         self._executor.check_integrity(self._live)
 

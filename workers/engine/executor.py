@@ -1,4 +1,4 @@
-"""Launching plans, and reading what came of them."""
+"""Launches plans on the runner and processes their results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from workers.engine.device.meter import DeviceMeter
 from workers.engine.device.work import DeviceWork
 from workers.engine.grammar.grammars import Grammars
-from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
-from workers.engine.output_processor import Chunk, Receiver
+from workers.engine.in_flight_step import ChosenTokens, InFlightStep
+from workers.engine.output_processor import Chunk, OutputProcessor
 from workers.engine.runners import Runner
 from workers.engine.scheduling.cost_model import CostModel, StepWork
 from workers.engine.scheduling.planner import Planner
@@ -24,29 +24,28 @@ _num_computed_tokens = attrgetter("num_computed_tokens")
 _sequence = itemgetter(0)
 
 
-class _Flight(NamedTuple):
-    """A plan under way. The tokens that the device chooses for ``step.by_device`` come to
-    ``places`` in their sequences, where placeholders are until then. ``chunks`` are computed tokens
-    that their logits say nothing about; ``weights`` are the shares of the items of the plan in the
-    time that it takes."""
+class _PendingStep(NamedTuple):
+    """A plan whose step is in flight. The tokens that the device chooses for ``step.by_device``
+    replace the placeholders at ``places`` of their sequences. ``chunks`` are computed tokens
+    without logits; ``weights`` are the shares of the items of the plan in the time of the step."""
 
     plan: list[ScheduledSequence]
     work: StepWork
     weights: list[float]
     begin_s: float
-    step: LaunchedStep
+    step: InFlightStep
     places: list[int]
     chunks: list[Chunk]
 
 
 class Executor:
-    """Does what was planned. What goes wrong with one sequence ends that sequence only.
+    """Executes plans. An error of one sequence ends that sequence only.
 
     With ``overlap`` a step is read after the next one has been launched, unless the host has to
-    choose something of it; so at most one step is unread between two calls.
+    choose tokens of it; so at most one step is in flight between two calls.
 
-    The time that a call takes is charged to the sequences of the step that is under way, and while
-    two are, to those of the earlier one: so each moment that the device is busy is somebody's.
+    The duration of a call is charged to the sequences of the step in flight, and of two steps to
+    those of the earlier one: so all the time that the device is busy is charged to requests.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Executor:
         runner: Runner,
         planner: Planner,
         grammars: Grammars,
-        receiver: Receiver,
+        output_processor: OutputProcessor,
         costs: CostModel,
         device_work: DeviceWork,
         overlap: bool,
@@ -64,88 +63,88 @@ class Executor:
         self._runner = runner
         self._planner = planner
         self._grammars = grammars
-        self._receiver = receiver
+        self._output_processor = output_processor
         self._costs = costs
         self._device_work = device_work
         self.meter = DeviceMeter()
         self.speed = StepSpeed(costs)
         self._overlap = overlap
         self._monotonic = monotonic
-        self._unread: _Flight | None = None
-        self._taken_s = 0.0
+        self._unread: _PendingStep | None = None
+        self._processed_s = 0.0
         self.prefill_tokens = 0
         self.decode_tokens = 0
 
     @property
-    def has_unread(self) -> bool:
-        """Whether a step is under way of which nothing has been handed over."""
+    def has_pending_step(self) -> bool:
+        """Whether a step is in flight whose outputs have not been returned."""
         return self._unread is not None
 
     def execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Launch a plan, then take what came of the one before, and of this one too unless it may
-        be read later. [] only takes what is unread.
+        """Launch a plan, then process the step before it, and this one too unless it may be read
+        later. [] only processes the step in flight.
 
-        When the model fails on a plan, it is halved until those at fault stand alone.
+        When the model fails on a plan, the plan is bisected down to the sequences at fault.
         """
         begin_s = self._monotonic()
         before, self._unread = self._unread, None
         if before is None:
-            self.meter.begin(begin_s)
-        flight = self._launch(plan, begin_s) if plan else None
+            self.meter.start(begin_s)
+        pending = self._launch(plan, begin_s) if plan else None
         charged = before
-        if isinstance(flight, Exception):
+        if isinstance(pending, Exception):
             if before is not None:
-                self._take(before, outputs)
+                self._process(before, outputs)
                 self._charge(before)
             else:
                 self.meter.charge(plan, self._device_work.of(plan), self._monotonic())
-            self._halve(plan, flight, outputs)
-        elif before is None or self._take(before, outputs, behind=flight):
-            if self._overlap and flight is not None and not flight.step.needs_host:
-                self._unread = flight
-                charged = before or flight
-            elif flight is not None:
+            self._bisect(plan, pending, outputs)
+        elif before is None or self._process(before, outputs, behind=pending):
+            if self._overlap and pending is not None and not pending.step.needs_host:
+                self._unread = pending
+                charged = before or pending
+            elif pending is not None:
                 if before is not None:
-                    self.meter.charge(before.plan, before.weights, self._taken_s)
-                self._take(flight, outputs)
-                charged = flight
-        self._taken_s = self._monotonic()
+                    self.meter.charge(before.plan, before.weights, self._processed_s)
+                self._process(pending, outputs)
+                charged = pending
+        self._processed_s = self._monotonic()
         if charged is not None:
-            self.meter.charge(charged.plan, charged.weights, self._taken_s)
+            self.meter.charge(charged.plan, charged.weights, self._processed_s)
         else:
-            self.meter.charge(plan, self._device_work.of(plan), self._taken_s)
+            self.meter.charge(plan, self._device_work.of(plan), self._processed_s)
 
-    def _charge(self, flight: _Flight) -> None:
-        self.meter.charge(flight.plan, flight.weights, self._monotonic())
+    def _charge(self, pending: _PendingStep) -> None:
+        self.meter.charge(pending.plan, pending.weights, self._monotonic())
 
-    def is_flying(self, sequence: Sequence) -> bool:
-        """Whether a step that it has a part in is under way."""
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether the step in flight computes tokens of it."""
         return self._unread is not None and sequence in map(_sequence, self._unread.plan)
 
-    def discharge(self, ended: Collection[Sequence]) -> bool:
-        """Charge the others alone for the step under way, as these have ended; False if there are
-        no others."""
-        flight = self._unread
-        if flight is None:
+    def exempt_ended(self, ended: Collection[Sequence]) -> bool:
+        """Charge the step in flight to the sequences that have not ended; False if there are
+        none."""
+        pending = self._unread
+        if pending is None:
             return True
         weights = [
             0.0 if item.sequence in ended else weight
-            for item, weight in zip(flight.plan, flight.weights, strict=True)
+            for item, weight in zip(pending.plan, pending.weights, strict=True)
         ]
         if not any(weights):
             return False
-        flight.weights[:] = weights
+        pending.weights[:] = weights
         return True
 
-    def _launch(self, plan: list[ScheduledSequence], begin_s: float) -> _Flight | Exception:
-        """Give a plan to the runner; what it fails with if it does."""
+    def _launch(self, plan: list[ScheduledSequence], begin_s: float) -> _PendingStep | Exception:
+        """Give a plan to the runner; returns the error if that fails."""
         work = StepWork.of(plan)
         if work.prefill_tokens:
             weights = self._device_work.of(plan)
         else:
             weights = self._device_work.of_decodes(list(map(_sequence, plan)))
         try:
-            self._grammars.begin_masks(plan)
+            self._grammars.start_masks(plan)
             step = self._runner.launch(plan)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             return error
@@ -154,74 +153,74 @@ class Executor:
         places = list(map(_num_computed_tokens, step.by_device))
         for sequence in step.by_device:
             sequence.token_ids.append(UNREAD_TOKEN)
-        return _Flight(plan, work, weights, begin_s, step, places, chunks)
+        return _PendingStep(plan, work, weights, begin_s, step, places, chunks)
 
-    def _take(
-        self, flight: _Flight, outputs: list[EngineOutput], behind: _Flight | None = None
+    def _process(
+        self, pending: _PendingStep, outputs: list[EngineOutput], behind: _PendingStep | None = None
     ) -> bool:
-        """Read a flight and take what came of it to the sequences.
+        """Read a step and apply its results to the sequences.
 
-        False if that failed, and it was flown again in parts. Then the one launched ``behind`` it
-        is undone, since it may have gone on from what is lost; its sequences are planned again.
+        False if that failed and the plan was run again in parts. Then the step launched ``behind``
+        it is undone, since it may depend on tokens that are lost; its sequences are planned again.
         """
-        step, receiver = flight.step, self._receiver
+        step, output_processor = pending.step, self._output_processor
         chosen = _read(step)
         if isinstance(chosen, Exception):
             if behind is not None:
                 self._undo(behind)
-            self._undo(flight)
-            self._charge(flight)
-            self._halve(flight.plan, chosen, outputs)
+            self._undo(pending)
+            self._charge(pending)
+            self._bisect(pending.plan, chosen, outputs)
             return False
         if chosen.finite is None:
-            receiver.look_and_seal(flight.chunks, outputs)
+            output_processor.cache_finite_chunks(pending.chunks, outputs)
         else:
             if not all(chosen.finite):
-                receiver.end_not_finite(flight.plan, chosen.finite, outputs)
-            receiver.seal(flight.chunks)
-        receiver.pool_states(step.pooled, outputs)
-        receiver.add_scores(step.scored, outputs)
-        receiver.take_chosen(step.by_device, flight.places, chosen, outputs)
-        receiver.sample(step, outputs)
+                output_processor.fail_where_not_finite(pending.plan, chosen.finite, outputs)
+            output_processor.cache_chunks(pending.chunks)
+        output_processor.add_pooled(step.pooled, outputs)
+        output_processor.add_scores(step.scored, outputs)
+        output_processor.accept_device_tokens(step.by_device, pending.places, chosen, outputs)
+        output_processor.sample(step, outputs)
         now_s = self._monotonic()
-        step_s = now_s - max(flight.begin_s, self._taken_s)
-        self._costs.observe(flight.work, step_s)
-        self.speed.observe(flight.work, step_s)
-        self._taken_s = now_s
-        self.prefill_tokens += flight.work.prefill_tokens
-        self.decode_tokens += flight.work.decodes
+        step_s = now_s - max(pending.begin_s, self._processed_s)
+        self._costs.observe(pending.work, step_s)
+        self.speed.observe(pending.work, step_s)
+        self._processed_s = now_s
+        self.prefill_tokens += pending.work.prefill_tokens
+        self.decode_tokens += pending.work.decodes
         return True
 
-    def _undo(self, flight: _Flight) -> None:
-        """Leave the sequences as if a flight had never begun; the last one first."""
-        self._planner.retract(flight.plan)
-        for sequence in flight.step.by_device:
+    def _undo(self, pending: _PendingStep) -> None:
+        """Restore the sequences to their state before the launch; the latest step first."""
+        self._planner.retract(pending.plan)
+        for sequence in pending.step.by_device:
             if sequence.state is not SequenceState.FINISHED:
                 sequence.token_ids.pop()
 
-    def _halve(
+    def _bisect(
         self, plan: list[ScheduledSequence], error: Exception, outputs: list[EngineOutput]
     ) -> None:
-        """Find out whom a plan failed on; nothing is in flight."""
+        """Find the sequences that a plan fails on; no step is in flight."""
         if len(plan) > 1:
             middle = len(plan) // 2
-            self._fly(plan[:middle], outputs)
-            self._fly(plan[middle:], outputs)
+            self._run(plan[:middle], outputs)
+            self._run(plan[middle:], outputs)
         elif plan[0].sequence.state is SequenceState.RUNNING:
-            self._receiver.blame(plan[0].sequence, error, outputs)
+            self._output_processor.fail_sequence(plan[0].sequence, error, outputs)
 
-    def _fly(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Launch and take what is left of a plan; nothing is in flight."""
+    def _run(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
+        """Launch and process what is left of a plan; no step is in flight."""
         left = [item for item in plan if item.sequence.state is SequenceState.RUNNING]
         if not left:
             return
-        flight = self._launch(left, self._monotonic())
-        if isinstance(flight, Exception):
+        pending = self._launch(left, self._monotonic())
+        if isinstance(pending, Exception):
             self.meter.charge(left, self._device_work.of(left), self._monotonic())
-            self._halve(left, flight, outputs)
+            self._bisect(left, pending, outputs)
         else:
-            self._take(flight, outputs)
-            self._charge(flight)
+            self._process(pending, outputs)
+            self._charge(pending)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
@@ -242,8 +241,8 @@ class Executor:
             assert has_any == (sequence in unread), "a placeholder is without its step"
 
 
-def _read(step: LaunchedStep) -> ChosenTokens | Exception:
-    """What the device chose; what reading it fails with if it does."""
+def _read(step: InFlightStep) -> ChosenTokens | Exception:
+    """The tokens that the device chose; the error if reading them fails."""
     try:
         return step.read()
     except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
@@ -251,8 +250,8 @@ def _read(step: LaunchedStep) -> ChosenTokens | Exception:
 
 
 def _chunks(plan: list[ScheduledSequence]) -> list[Chunk]:
-    """What a plan that has been computed says nothing about in logits: all of it but tokens that
-    decode."""
+    """The items of a computed plan that have no logits for all of their tokens: all but
+    decodes."""
     chunks: list[Chunk] = []
     for sequence, num_tokens in plan:
         end = sequence.num_computed_tokens

@@ -12,7 +12,7 @@ from workers.engine.pooling import PooledChunk
 from workers.engine.sampling.prompt_logprobs import ScoredChunk
 from workers.engine.sequence import UNREAD_TOKEN, Sequence
 
-__all__ = ["NOT_FINITE", "UNREAD_TOKEN", "ChosenTokens", "LaunchedStep"]
+__all__ = ["NOT_FINITE", "UNREAD_TOKEN", "ChosenTokens", "InFlightStep"]
 
 # Instead of a token: the logits that it should have been chosen from are not finite.
 NOT_FINITE = -1
@@ -29,7 +29,7 @@ class ChosenTokens(NamedTuple):
     finite: list[bool] | None
 
 
-class LaunchedStep(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step whose work has been given to the device and may not be done.
 
     The next tokens of ``by_device`` are chosen there. They are UNREAD_TOKEN in their sequences

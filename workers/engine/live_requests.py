@@ -1,4 +1,4 @@
-"""The requests that are in the engine, and how they leave it."""
+"""The requests that are in the engine, and how they end."""
 
 from __future__ import annotations
 
@@ -13,62 +13,61 @@ from workers.engine.types import EngineOutput
 
 
 class LiveRequests:
-    """The choices of each request that are not over. Whoever leaves is taken out of planner and
-    sampler too, so that nothing of it is left, but for what ``take_ended`` and
-    ``cancel`` give."""
+    """The unfinished sequences of each request. A sequence that ends is removed from planner and
+    sampler too; only ``pop_ended`` and ``cancel`` still return it."""
 
     def __init__(self, planner: Planner, sampler: Sampler) -> None:
         self._planner = planner
         self._sampler = sampler
-        self._choices: dict[str, list[Sequence]] = {}
+        self._groups: dict[str, list[Sequence]] = {}
         self._ended: list[tuple[int, Sequence]] = []
 
     def __len__(self) -> int:
-        return len(self._choices)
+        return len(self._groups)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for choices in self._choices.values():
-            yield from choices
+        for group in self._groups.values():
+            yield from group
 
-    def add(self, choices: list[Sequence]) -> None:
-        """Take the choices of a request; the first of them is planned for."""
-        self._choices[choices[0].request_id] = list(choices)
-        self._planner.add(choices[0])
+    def add(self, group: list[Sequence]) -> None:
+        """Add the sequences of a request; the planner gets the first of them."""
+        self._groups[group[0].request_id] = list(group)
+        self._planner.add(group[0])
 
     def cancel(self, request_id: str) -> list[Sequence]:
-        """Forget a request, in whatever state; the choices of it that were here."""
-        choices = self._choices.pop(request_id, [])
-        for sequence in choices:
-            self._leave(sequence)
-        return choices
+        """Remove a request in any state; returns its sequences."""
+        group = self._groups.pop(request_id, [])
+        for sequence in group:
+            self._release(sequence)
+        return group
 
-    def end(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
-        """It is over; the last of ``outputs``, which are those of this step, is its last one."""
+    def finish(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
+        """The sequence ends; its last output is the last of ``outputs``, those of this step."""
         self._ended.append((len(outputs) - 1, sequence))
-        choices = self._choices[sequence.request_id]
-        choices.remove(sequence)
-        if not choices:
-            del self._choices[sequence.request_id]
-        self._leave(sequence)
+        group = self._groups[sequence.request_id]
+        group.remove(sequence)
+        if not group:
+            del self._groups[sequence.request_id]
+        self._release(sequence)
 
     def fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
         """End a sequence, and those that wait for its prompt, with an error."""
         sequence.contents_finite = False  # nobody has looked at what it computed last
         for ended in (sequence, *sequence.forks):
             outputs.append(error_output(ended, error))
-            self.end(ended, outputs)
+            self.finish(ended, outputs)
 
-    def take_ended(self) -> list[tuple[int, Sequence]]:
-        """Those that have ended in this step, and where among its outputs their last one is."""
+    def pop_ended(self) -> list[tuple[int, Sequence]]:
+        """Sequences that ended in this step, each with the index of its last output."""
         ended, self._ended = self._ended, []
         return ended
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)
-        self._sampler.end(sequence)
+        self._sampler.remove(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless choices and planner agree about who lives."""
+        """Raise AssertionError unless groups and planner agree about live sequences."""
         self._planner.check_integrity()
         live = list(self)
         forming = {fork for sequence in live for fork in sequence.forks}

@@ -1,4 +1,4 @@
-"""What comes of a step, taken to the sequences and handed over."""
+"""Applies the results of a step to its sequences and appends their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.grammar.grammars import Grammars
-from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, LaunchedStep
+from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
 from workers.engine.kv.cache import KVCache
 from workers.engine.live_requests import LiveRequests
 from workers.engine.outputs import as_millrace_error, embedding_output, token_output
@@ -38,9 +38,9 @@ class Chunk(NamedTuple):
     end: int
 
 
-class Receiver:
-    """Takes results to the sequences, as long as these are there. What goes wrong with one ends
-    that one only."""
+class OutputProcessor:
+    """Applies results to the sequences that are still live. An error of one sequence ends that
+    sequence only."""
 
     def __init__(
         self,
@@ -59,29 +59,31 @@ class Receiver:
         self._grammars = grammars
         self._live = live
 
-    def blame(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
-        """End the one sequence that an error came from."""
+    def fail_sequence(
+        self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]
+    ) -> None:
+        """End the one sequence that an error is about."""
         if not isinstance(error, MillraceError):
             _log.error("the engine failed on one sequence", exc_info=error)
         self._live.fail(sequence, as_millrace_error(error), outputs)
 
-    def end_not_finite(
+    def fail_where_not_finite(
         self, plan: list[ScheduledSequence], finite: list[bool], outputs: list[EngineOutput]
     ) -> None:
-        """End the sequences of which something was computed that is no number."""
+        """End the sequences for which NaN or infinity was computed."""
         for (sequence, _), is_finite in zip(plan, finite, strict=True):
             if not is_finite and sequence.state is not SequenceState.FINISHED:
                 self._fail_not_finite(sequence, outputs)
 
-    def seal(self, chunks: list[Chunk]) -> None:
-        """Have chunks that are finite found by others."""
+    def cache_chunks(self, chunks: list[Chunk]) -> None:
+        """Put the full blocks of finite chunks into the prefix cache."""
         for sequence, _, end in chunks:
             if sequence.state is SequenceState.RUNNING:
-                self._tables.seal(sequence, end)
+                self._tables.cache_full_blocks(sequence, end)
 
-    def look_and_seal(self, chunks: list[Chunk], outputs: list[EngineOutput]) -> None:
-        """Look whether chunks are finite, and seal those that are; failing on all, look at half of
-        them."""
+    def cache_finite_chunks(self, chunks: list[Chunk], outputs: list[EngineOutput]) -> None:
+        """Cache the chunks that are finite and fail the others; when the check itself fails,
+        bisect the chunks."""
         size = self._block_size
         here = [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
         tables = [s.block_table[begin // size : -(-end // size)] for s, begin, end in here]
@@ -91,16 +93,16 @@ class Receiver:
             finite = iter(self._cache.finite_blocks([block for table in tables for block in table]))
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(here) == 1:
-                self.blame(here[0].sequence, error, outputs)
+                self.fail_sequence(here[0].sequence, error, outputs)
                 return
             middle = len(here) // 2
-            self.look_and_seal(here[:middle], outputs)
-            self.look_and_seal(here[middle:], outputs)
+            self.cache_finite_chunks(here[:middle], outputs)
+            self.cache_finite_chunks(here[middle:], outputs)
             return
         for (sequence, _, end), table in zip(here, tables, strict=True):
             flags = [next(finite) for _ in table]
             if all(flags):
-                self._tables.seal(sequence, end)
+                self._tables.cache_full_blocks(sequence, end)
             else:
                 self._fail_not_finite(sequence, outputs)
 
@@ -108,8 +110,8 @@ class Receiver:
         error = NonFiniteLogitsError(sequence.num_read_output_tokens)
         self._live.fail(sequence, error, outputs)
 
-    def pool_states(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
-        """Take what was computed into embeddings, and end the sequences whose are complete."""
+    def add_pooled(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
+        """Add chunks to embeddings, and end the sequences whose embedding is complete."""
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.state is not SequenceState.RUNNING:
@@ -117,38 +119,38 @@ class Receiver:
             try:
                 embedding = add_chunk(chunk)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.blame(sequence, error, outputs)
+                self.fail_sequence(sequence, error, outputs)
                 continue
             if embedding is None:
                 continue
             if all(map(math.isfinite, embedding)):
                 outputs.append(embedding_output(sequence, embedding))
-                self._live.end(sequence, outputs)
+                self._live.finish(sequence, outputs)
             else:
                 self._live.fail(sequence, NonFiniteEmbeddingError(), outputs)
 
     def add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
-        """Take what was computed of prompts' log-probabilities."""
+        """Add chunks to the log-probabilities of prompts."""
         for chunk in chunks:
             if chunk.sequence.state is not SequenceState.RUNNING:
                 continue
             try:
                 finite = add_scores(chunk)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.blame(chunk.sequence, error, outputs)
+                self.fail_sequence(chunk.sequence, error, outputs)
                 continue
             if not finite:
                 self._live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
 
-    def take_chosen(
+    def accept_device_tokens(
         self,
         sequences: list[Sequence],
         places: list[int],
         chosen: ChosenTokens,
         outputs: list[EngineOutput],
     ) -> None:
-        """Put the tokens that the device chose in their places; those of sequences that are over
-        are dropped. One that waits to be computed again takes its token too."""
+        """Put the tokens that the device chose in their places; those of finished sequences are
+        dropped. A preempted sequence gets its token too."""
         finished = SequenceState.FINISHED
         for sequence, place, token, logprob in zip(
             sequences, places, chosen.tokens, chosen.logprobs, strict=True
@@ -159,17 +161,17 @@ class Receiver:
                 self._fail_not_finite(sequence, outputs)
             else:
                 sequence.token_ids[place] = token
-                self._hand_over(sequence, place, token, logprob, outputs)
+                self._emit_token(sequence, place, token, logprob, outputs)
 
-    def sample(self, step: LaunchedStep, outputs: list[EngineOutput]) -> None:
-        """Draw the tokens that are the host's to choose."""
+    def sample(self, step: InFlightStep, outputs: list[EngineOutput]) -> None:
+        """Sample the tokens that the host chooses."""
         if step.by_host:
             self._sample(step.by_host, step.logits, outputs)
 
     def _sample(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
-        """Draw the next token of each sequence, and the first ones of choices that begin here."""
+        """Sample the next token of each sequence, and the first one of each choice that forks."""
         index = [i for i, s in enumerate(computed) if s.state is SequenceState.RUNNING]
         sequences = [computed[i] for i in index]
         if any(map(_forks, sequences)):
@@ -184,7 +186,7 @@ class Receiver:
             masks = self._grammars.masks(sequences) if any(map(_matcher, sequences)) else None
         except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
             for sequence in filter(_matcher, sequences):
-                self.blame(sequence, error, outputs)
+                self.fail_sequence(sequence, error, outputs)
             self._sample(sequences, logits, outputs)
             return
         sampled = self._sampler.sample(sequences, logits, masks)
@@ -197,7 +199,7 @@ class Receiver:
                 self._append(sequence, outcome, logprob, outputs)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
-        """Let the choices that waited for the parent's prompt go their own ways; all of them."""
+        """Fork the choices that waited for the parent's prompt; returns them behind the parent."""
         forks, parent.forks = parent.forks, []
         for child in forks:
             child.queued_s = parent.queued_s
@@ -217,13 +219,13 @@ class Receiver:
             try:
                 complete = self._grammars.accept(sequence, token)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.blame(sequence, error, outputs)
+                self.fail_sequence(sequence, error, outputs)
                 return
         place = len(sequence.token_ids)
         sequence.token_ids.append(token)
-        self._hand_over(sequence, place, token, logprob, outputs, complete=complete)
+        self._emit_token(sequence, place, token, logprob, outputs, complete=complete)
 
-    def _hand_over(
+    def _emit_token(
         self,
         sequence: Sequence,
         place: int,
@@ -233,10 +235,10 @@ class Receiver:
         *,
         complete: bool = False,
     ) -> None:
-        """Say that ``token`` is the sequence's token number ``place``, all before which are
-        computed; end the sequence if that was its last."""
+        """Output ``token``, the sequence's token number ``place``; all tokens before it are
+        computed. End the sequence if this is its last token."""
         if place % self._block_size == 0 and sequence.state is SequenceState.RUNNING:
-            self._tables.seal(sequence, place)
+            self._tables.cache_full_blocks(sequence, place)
         finish_reason = None
         if complete or token in sequence.stop_token_ids:
             finish_reason = FinishReason.STOP
@@ -245,4 +247,4 @@ class Receiver:
         outputs.append(token_output(sequence, token, logprob, finish_reason))
         sequence.started = True
         if finish_reason is not None:
-            self._live.end(sequence, outputs)
+            self._live.finish(sequence, outputs)

@@ -13,10 +13,10 @@ from schemas.config import EngineConfig
 from workers.engine.device.device import device_of
 from workers.engine.device.loading import load_device_runner
 from workers.engine.eager.runner import ModelRunner
-from workers.engine.in_flight_step import LaunchedStep
+from workers.engine.in_flight_step import InFlightStep
 from workers.engine.kv.cache import KVCache
 from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.settings import choose_device, settled
+from workers.engine.settings import choose_device, with_device_defaults
 
 
 class Runner(Protocol):
@@ -37,7 +37,7 @@ class Runner(Protocol):
     @property
     def cache(self) -> KVCache: ...
 
-    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed."""
 
 
@@ -50,5 +50,7 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     on_cuda = device.type == "cuda"
     if engine.kernels in ("triton", "reference") or (on_cuda and engine.kernels == "auto"):
         config = read_model_config(path)
-        return load_device_runner(path, config, settled(engine, device), device_of(device))
+        return load_device_runner(
+            path, config, with_device_defaults(engine, device), device_of(device)
+        )
     return ModelRunner.load(path, engine)

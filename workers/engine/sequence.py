@@ -44,8 +44,8 @@ class Sequence:
     been read.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
-    from then on. ``block_table``, ``block_keys``, ``num_sealed_blocks``, ``pinned_keys``,
-    ``tail_shared``, ``num_promised_blocks`` and ``reserved`` are those of ``BlockTables``, which
+    from then on. ``block_table``, ``block_keys``, ``num_cached_blocks``, ``pinned_keys``,
+    ``tail_shared``, ``num_reserved_blocks`` and ``guaranteed`` are those of ``BlockTables``, which
     allocates the blocks and frees them on preemption and at the end.
 
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
@@ -63,15 +63,16 @@ class Sequence:
         "contents_finite",
         "device_s",
         "forks",
+        "guaranteed",
         "key",
         "matcher",
         "max_total_tokens",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
-        "num_promised_blocks",
         "num_prompt_tokens",
-        "num_sealed_blocks",
+        "num_reserved_blocks",
         "pinned_keys",
         "pooling_state",
         "prompt_logprobs",
@@ -79,7 +80,6 @@ class Sequence:
         "rank",
         "ready",
         "request",
-        "reserved",
         "sampling_state",
         "started",
         "state",
@@ -113,10 +113,10 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []
-        self.num_sealed_blocks = 0
+        self.num_cached_blocks = 0
         self.pinned_keys: list[bytes] = []
-        self.num_promised_blocks = 0
-        self.reserved = False
+        self.num_reserved_blocks = 0
+        self.guaranteed = False
         self.tail_shared = False
         # The log-probabilities and the mean of a prompt are only there where it is computed.
         self.takes_prefix_hits = (

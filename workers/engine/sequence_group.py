@@ -13,7 +13,7 @@ def choice_key(seed: int, choice: int) -> int:
     return key if choice == 0 else stream_key(key + choice)
 
 
-def make_choices(
+def make_sequence_group(
     request: EngineRequest, *, arrival: int, seed: int, max_total_tokens: int, added_s: float
 ) -> list[Sequence]:
     """One sequence for each completion; the first computes the prompt for all of them.

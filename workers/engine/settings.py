@@ -15,7 +15,7 @@ _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE_BYTES = 64, 384, 1 << 30
 _CUDA_SEQUENCES, _CUDA_TOKENS = 256, 4096
 
 
-def settled(config: EngineConfig, device: torch.device) -> EngineConfig:
+def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
     """``config`` without zeros that stand for a choice by the device; a KV cache that is sized by
     the device's memory stays 0."""
     on_cuda = device.type == "cuda"

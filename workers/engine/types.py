@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from schemas.errors import MillraceError
@@ -144,11 +142,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_swaps: int = 0
 
 
-class KVCapacityError(MillraceError):
+class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):
     """The request needs more KV cache than the whole pool has."""
-
-    code: ClassVar[str] = "kv_capacity_exceeded"
-    http_status: ClassVar[int] = 400
 
     def __init__(self, num_prompt_tokens: int, max_tokens: int, capacity_tokens: int) -> None:
         super().__init__(
@@ -158,10 +153,8 @@ class KVCapacityError(MillraceError):
         )
 
 
-class NonFiniteLogitsError(MillraceError):
+class NonFiniteLogitsError(MillraceError, code="non_finite_logits"):
     """The model computed NaN or infinite logits for this sequence."""
-
-    code: ClassVar[str] = "non_finite_logits"
 
     def __init__(self, token_index: int) -> None:
         super().__init__(
@@ -171,10 +164,8 @@ class NonFiniteLogitsError(MillraceError):
         self.token_index = token_index
 
 
-class NonFiniteEmbeddingError(MillraceError):
+class NonFiniteEmbeddingError(MillraceError, code="non_finite_embedding"):
     """The model computed NaN or infinite hidden states for this sequence."""
-
-    code: ClassVar[str] = "non_finite_embedding"
 
     def __init__(self) -> None:
         super().__init__(

@@ -11,10 +11,8 @@ from workers.host.generations.generation import Generation
 logger = logging.getLogger(__name__)
 
 
-class EngineKilledError(MillraceError):
+class EngineKilledError(MillraceError, code="engine_killed"):
     """The engine died twice while it ran this request, the second time on trial."""
-
-    code = "engine_killed"
 
     def __init__(self) -> None:
         super().__init__(

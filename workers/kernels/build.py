@@ -33,10 +33,8 @@ _MAX_SHOWN_CHARACTERS = 500
 _log = logging.getLogger(__name__)
 
 
-class KernelBuildError(MillraceError):
+class KernelBuildError(MillraceError, code="kernels_not_built"):
     """The CPU kernels cannot be compiled here; the message says why."""
-
-    code = "kernels_not_built"
 
 
 def cpu_library() -> Path:

@@ -24,7 +24,7 @@ class TokenBatch(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
-class Product(Protocol):
+class Linear(Protocol):
     """A matrix product of rows; ``workers.models.projection.Projection`` is the one."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Operations(Protocol[BatchT_contra, MetadataT]):
         """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
 
     def add_norm(
-        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+        self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``total`` and the product of ``rows``, and the RMSNorm of that by ``weight``; ``total``
         may be overwritten."""

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
-from workers.kernels.operations import BatchT_contra, HeadNorms, MetadataT, Operations, Product
+from workers.kernels.operations import BatchT_contra, HeadNorms, Linear, MetadataT, Operations
 from workers.models.mlp import MLP, GatedMLP, plus_mlp
 from workers.models.rope import Rope
 
@@ -16,9 +16,9 @@ class LayerWeights(NamedTuple):
     """One layer. ``qkv`` yields query heads, key heads, value heads."""
 
     attention_norm: torch.Tensor
-    qkv: Product
+    qkv: Linear
     head_norms: HeadNorms | None
-    output: Product
+    output: Linear
     mlp_norm: torch.Tensor
     mlp: MLP
 
@@ -30,7 +30,7 @@ class DecoderWeights(NamedTuple):
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: Product | None
+    head: Linear | None
 
     @property
     def dtype(self) -> torch.dtype:

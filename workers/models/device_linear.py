@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from workers.kernels.gpu.kernel_set import KernelSet
-from workers.kernels.operations import Product, SwiGLU
+from workers.kernels.operations import Linear, SwiGLU
 
 
-class DeviceProduct:
+class DeviceLinear:
     """A linear map. ``weight``: [num_outputs, num_inputs]; ``bias``: [num_outputs].
 
     By the library's matrix products, or for few rows by a kernel that reads the weights faster.
@@ -53,12 +53,12 @@ class DeviceProduct:
         return self._fixed or self._kernels.prefers_skinny(num_rows, *self._weight.shape)
 
 
-def device_products(
+def device_linears(
     kernels: KernelSet, *, fixed: bool
-) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
+) -> Callable[[torch.Tensor, torch.Tensor | None], Linear]:
     """Makes products by ``kernels``."""
 
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        return DeviceProduct(weight, bias, kernels, fixed=fixed)
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return DeviceLinear(weight, bias, kernels, fixed=fixed)
 
     return make

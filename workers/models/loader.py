@@ -12,7 +12,7 @@ from registry.checkpoints.checkpoint import ModelConfig, open_tensors
 from registry.checkpoints.expert_layers import ExpertsConfig
 from registry.checkpoints.families import Experts, family_of
 from schemas.errors import CheckpointError, ConfigError
-from workers.kernels.operations import HeadNorms, Product
+from workers.kernels.operations import HeadNorms, Linear
 from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
@@ -84,7 +84,7 @@ class TensorSource(Protocol):
 # Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
 MakeExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]
 # Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
-MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 def load_weights(
@@ -94,7 +94,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     source: TensorSource | None = None,
-    product: MakeProduct = Projection,
+    product: MakeLinear = Projection,
     experts: MakeExperts | None = None,
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
@@ -214,7 +214,7 @@ class _Reader:
         index: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
-        product: MakeProduct,
+        product: MakeLinear,
         experts: MakeExperts | None,
     ) -> None:
         self._index = index
@@ -233,9 +233,7 @@ class _Reader:
         """A tensor that may be there and is not needed."""
         self._left.discard(name)
 
-    def fused(
-        self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool
-    ) -> Product:
+    def fused(self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool) -> Linear:
         """The projections ``prefix`` + each name, one behind the other."""
         weights = [
             self.tensor(f"{prefix}{name}.weight", (size, num_inputs))

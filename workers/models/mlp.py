@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.kernels.operations import Product, SwiGLU
+from workers.kernels.operations import Linear, SwiGLU
 from workers.models.stacked_experts import StackedExperts
 
 
 class GatedMLP(NamedTuple):
     """SwiGLU. ``gate_up`` yields the gate, then the input that it gates."""
 
-    gate_up: Product
-    down: Product
+    gate_up: Linear
+    down: Linear
 
 
 class MixtureOfExperts(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from registry.checkpoints.expert_layers import ExpertsConfig
 from workers.kernels.gpu.kernel_set import ExpertKernels
-from workers.kernels.operations import Product
+from workers.kernels.operations import Linear
 
 
 class StackedExperts(NamedTuple):
@@ -19,7 +19,7 @@ class StackedExperts(NamedTuple):
     If ``fixed``, what the experts make of a row does not depend on the other rows.
     """
 
-    router: Product
+    router: Linear
     gate_up: torch.Tensor
     down: torch.Tensor
     num_chosen: int
@@ -49,7 +49,7 @@ class StackedExperts(NamedTuple):
 
 def stacked_experts(
     kernels: ExpertKernels,
-    product: Callable[[torch.Tensor, torch.Tensor | None], Product],
+    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
     *,
     fixed: bool,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]:

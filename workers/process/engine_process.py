@@ -48,11 +48,8 @@ OnPrefixes = Callable[[PrefixChanges], None]
 OnDeviceTimes = Callable[[list[DeviceTime]], None]
 
 
-class EngineFailedError(MillraceError):
+class EngineFailedError(MillraceError, code="engine_failed", retryable=True):
     """The engine's process ended, or could not load the model; the message says why."""
-
-    code = "engine_failed"
-    retryable = True
 
 
 class EngineLike(Protocol):

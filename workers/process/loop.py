@@ -60,10 +60,10 @@ class StepEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def take_prefix_changes(self) -> PrefixChanges | None:
+    def pop_prefix_changes(self) -> PrefixChanges | None:
         """What came into the prefix cache and what left it since the last call."""
 
-    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+    def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
         """What those took of the device that were cancelled since the last call, or owed
         something; with ``live`` also what the others have taken so far."""
 
@@ -143,8 +143,8 @@ def drive(engine: StepEngine, link: Link) -> NoReturn:
 
 
 def _report(engine: StepEngine, outputs: list[EngineOutput], *, live: bool) -> Stepped:
-    prefixes = engine.take_prefix_changes()
-    return Stepped(outputs, engine.stats(), prefixes, engine.take_device_times(live=live))
+    prefixes = engine.pop_prefix_changes()
+    return Stepped(outputs, engine.stats(), prefixes, engine.pop_device_times(live=live))
 
 
 def serve(fd: int, parent_pid: int) -> int:

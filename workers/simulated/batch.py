@@ -49,12 +49,12 @@ class SimulatedSequence:
         "keys",
         "min_tokens",
         "num_blocks",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_resumed",
-        "num_sealed_blocks",
         "num_total_tokens",
         "priority",
         "rank",
@@ -99,7 +99,7 @@ class SimulatedSequence:
         self.rank = (0, 0)
         self.keys: list[bytes] = []
         self.num_blocks = 0
-        self.num_sealed_blocks = 0
+        self.num_cached_blocks = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -269,8 +269,8 @@ class SimulatedBatch:
                 continue
             computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_tokens
             num_full = computed // self._size
-            if num_full > sequence.num_sealed_blocks:
-                self.blocks.seal(sequence, num_full)
+            if num_full > sequence.num_cached_blocks:
+                self.blocks.cache_full_blocks(sequence, num_full)
             if computed == len(sequence.token_ids):
                 outputs.made.append(sequence)
                 if self._make_token(sequence):

@@ -13,13 +13,13 @@ _root = lru_cache(maxsize=4_096)(root_key)
 
 
 class Holder(Protocol):
-    """Whoever has blocks: the first ``num_sealed_blocks`` of its ``num_blocks`` are full and can be
+    """Whoever has blocks: the first ``num_cached_blocks`` of its ``num_blocks`` are full and can be
     found by its ``keys``."""
 
     salt: str
     keys: list[bytes]
     num_blocks: int
-    num_sealed_blocks: int
+    num_cached_blocks: int
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -87,7 +87,7 @@ class SimulatedBlocks:
             self._idle.pop(key, None)
             self._users[key] = self._users.get(key, 0) + 1
             self._note(key)
-        holder.num_blocks = holder.num_sealed_blocks = hit.num_blocks
+        holder.num_blocks = holder.num_cached_blocks = hit.num_blocks
         self.allocate(holder, num_fresh)
 
     def allocate(self, holder: Holder, count: int) -> None:
@@ -100,13 +100,13 @@ class SimulatedBlocks:
             self.num_evicted += 1
             self._note(key)
 
-    def seal(self, holder: Holder, num_full: int) -> None:
+    def cache_full_blocks(self, holder: Holder, num_full: int) -> None:
         """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
         from now on."""
         if not self._keep:
             return
         self._extend_keys(holder, num_full)
-        for key in holder.keys[holder.num_sealed_blocks : num_full]:
+        for key in holder.keys[holder.num_cached_blocks : num_full]:
             self._num_private -= 1
             if key in self._users:
                 self._users[key] += 1
@@ -116,19 +116,19 @@ class SimulatedBlocks:
                 del self._idle[key]
             else:
                 self._note(key)
-        holder.num_sealed_blocks = num_full
+        holder.num_cached_blocks = num_full
 
     def release(self, holder: Holder) -> None:
         """Take all blocks back; the ends of prefixes go before their beginnings."""
-        self._num_private -= holder.num_blocks - holder.num_sealed_blocks
-        for key in reversed(holder.keys[: holder.num_sealed_blocks]):
+        self._num_private -= holder.num_blocks - holder.num_cached_blocks
+        for key in reversed(holder.keys[: holder.num_cached_blocks]):
             left = self._users[key] - 1
             if left:
                 self._users[key] = left
             else:
                 del self._users[key]
                 self._idle[key] = None
-        holder.num_blocks = holder.num_sealed_blocks = 0
+        holder.num_blocks = holder.num_cached_blocks = 0
 
     def take_changes(self) -> PrefixChanges | None:
         """What came, was used again or went since the last call; None if nothing did."""
@@ -169,10 +169,10 @@ class SimulatedBlocks:
         """Raise AssertionError unless these holders, and nobody else, have what is in use."""
         users: dict[bytes, int] = {}
         for holder in holders:
-            for key in holder.keys[: holder.num_sealed_blocks]:
+            for key in holder.keys[: holder.num_cached_blocks]:
                 users[key] = users.get(key, 0) + 1
-        assert users == self._users, "sealed blocks and their users do not agree"
-        private = sum(holder.num_blocks - holder.num_sealed_blocks for holder in holders)
+        assert users == self._users, "cached blocks and their users do not agree"
+        private = sum(holder.num_blocks - holder.num_cached_blocks for holder in holders)
         assert private == self._num_private, "private blocks were miscounted"
         assert not self._idle.keys() & self._users.keys(), "a block is used and idle"
         assert self._num_private + len(self._users) + len(self._idle) <= self.num_blocks

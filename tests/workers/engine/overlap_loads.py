@@ -152,9 +152,9 @@ class World:
         self.num_preempted_unread = 0
         preempt = self.engine._planner._preempt
 
-        def counted(sequence: Sequence, draft: Any) -> None:
+        def counted(sequence: Sequence, schedule: Any) -> None:
             self.num_preempted_unread += sequence.has_unread_token
-            preempt(sequence, draft)
+            preempt(sequence, schedule)
 
         self.engine._planner._preempt = counted  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
-from workers.engine import output_processor as receiver
+from workers.engine import output_processor
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -163,12 +163,12 @@ def test_the_engine_outlives_failing_allocations(
         (engine._runner.cache, "finite_blocks"),
         (engine._sampler, "begin"),
         (engine._sampler, "_sample_chunk"),
-        (engine._grammars, "begin_masks"),
+        (engine._grammars, "start_masks"),
         (engine._grammars, "masks"),
         (engine._grammars, "accept"),
         (engine._host._memory, "store"),
-        (receiver, "add_chunk"),
-        (receiver, "add_scores"),
+        (output_processor, "add_chunk"),
+        (output_processor, "add_scores"),
     ):
         faults.into(monkeypatch, owner, name)
     callers = _Callers(engine, seed)

@@ -10,7 +10,7 @@ from schemas.config import EngineConfig
 from tests.workers.engine.device.device_double import DeviceRunner, Fault
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
 from workers.engine.engine import Engine
-from workers.engine.in_flight_step import LaunchedStep
+from workers.engine.in_flight_step import InFlightStep
 from workers.engine.scheduling.cost_model import StepWork
 from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import UNREAD_TOKEN, SequenceState
@@ -232,7 +232,7 @@ class _TimedRunner(DeviceRunner):
         self._clock = clock
         self._idle_from_s = 0.0
 
-    def launch(self, plan: list[ScheduledSequence]) -> LaunchedStep:
+    def launch(self, plan: list[ScheduledSequence]) -> InFlightStep:
         step = super().launch(plan)
         self._clock.now_s += 0.001
         self._idle_from_s = ready_s = max(self._idle_from_s, self._clock.now_s) + 0.010

@@ -183,10 +183,10 @@ class _Counting:
     def stats(self) -> EngineStats:
         return EngineStats(num_running=int(self.has_work))
 
-    def take_prefix_changes(self) -> PrefixChanges | None:
+    def pop_prefix_changes(self) -> PrefixChanges | None:
         return PrefixChanges(added=bytes([self.left]) * 8) if self.left == 1 else None
 
-    def take_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+    def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
         gone, self.gone = self.gone, []
         return [DeviceTime(name, 0, 1.5, over=True) for name in gone]
 

@@ -19,7 +19,7 @@ from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_nu
 from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.kernels.gpu.step_inputs import StepShape
 from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.device_linear import device_products
+from workers.models.device_linear import device_linears
 from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
 from workers.models.stacked_experts import stacked_experts
@@ -54,7 +54,7 @@ def load_device_runner(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
     fixed = engine.deterministic
-    product = device_products(kernels, fixed=fixed)
+    product = device_linears(kernels, fixed=fixed)
     weights = load_weights(
         path,
         config,

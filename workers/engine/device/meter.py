@@ -20,7 +20,7 @@ class DeviceMeter:
         self.charged_s = 0.0
         self._since_s = 0.0
 
-    def begin(self, now_s: float) -> None:
+    def start(self, now_s: float) -> None:
         """The device was idle until now."""
         self._since_s = now_s
 

@@ -9,7 +9,7 @@ import torch
 
 from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 from workers.kernels.gpu.kernel_set import Attention, KernelSet
-from workers.kernels.operations import HeadNorms, Product, Rotation
+from workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class DeviceMetadata(NamedTuple):
@@ -45,9 +45,9 @@ class DeviceOperations:
         return self._kernels.rms_norm(rows, weight, self._epsilon)
 
     def add_norm(
-        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+        self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return total, self._kernels.add_rms_norm(total, product(rows), weight, self._epsilon)
+        return total, self._kernels.add_rms_norm(total, linear(rows), weight, self._epsilon)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernels.swiglu(gate_up)

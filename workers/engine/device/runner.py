@@ -19,7 +19,7 @@ from workers.engine.device.inputs import SampledRow, exact_shape, finite_items, 
 from workers.engine.device.operations import DeviceMetadata
 from workers.engine.device.sampler import DeviceSampler
 from workers.engine.device.state import DeviceState, StateRow
-from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
+from workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from workers.engine.kv.cache import KVCache
 from workers.engine.pooling import PooledChunk, pool_rows
 from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
@@ -154,7 +154,7 @@ class DeviceRunner:
             self._tell(pack(layout, (), (), shape, self._state.padding_row))
             self._compute(shape)
 
-    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
 
         Launching a plan again gives the same: it only writes the cache where it wrote before.
@@ -164,7 +164,7 @@ class DeviceRunner:
         except Exception as error:
             raise self._failed(error) from error
 
-    def _launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+    def _launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         layout = lay_out(plan)
         rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
         exact = exact_shape(layout)
@@ -186,7 +186,7 @@ class DeviceRunner:
                 scored = score_rows(layout.scored, states, self._decoder.logits)
             read = self._read_back(plan, layout, shape, choice)
             logits = self._host_logits(choice.host_places)
-        return LaunchedStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
+        return InFlightStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _failed(self, error: Exception) -> BaseException:
         """What a launch or a read fails with: after an error on the device itself nothing works.
@@ -215,7 +215,7 @@ class DeviceRunner:
             if state_row.suits and not sequence.forks:
                 number = state_row.number
                 if not state_row.begun:
-                    self._sampler.begin(number, sequence)
+                    self._sampler.add(number, sequence)
                 choice.by_device.append(sequence)
                 choice.device_places.append(place)
             else:

@@ -86,7 +86,7 @@ class DeviceSampler:
             and sampling.typical_p == 1
         )
 
-    def begin(self, row: int, sequence: Sequence) -> None:
+    def add(self, row: int, sequence: Sequence) -> None:
         """From the next upload on, ``row`` is that of ``sequence`` with the tokens that it has.
 
         Has to be called again if a token of a penalised sequence was not chosen by this sampler.

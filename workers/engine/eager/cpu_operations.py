@@ -11,7 +11,7 @@ from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.eager.attention import PrefillChunk, TorchAttention
 from workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
-from workers.kernels.operations import HeadNorms, Product, Rotation
+from workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class CpuMetadata(NamedTuple):
@@ -69,9 +69,9 @@ class CpuOperations:
         return self._kernels.rms_norm(rows, weight, self._epsilon)
 
     def add_norm(
-        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+        self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = product.plus(total, rows)
+        total = linear.plus(total, rows)
         return total, self.rms_norm(total, weight)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,12 @@ from workers.engine.batch import FlatBatch, build_batch
 from workers.engine.eager.attention import TorchAttention
 from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
 from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
-from workers.engine.in_flight_step import ChosenTokens, LaunchedStep
+from workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from workers.engine.kv.cache import KVCache, choose_num_blocks
 from workers.engine.pooling import pool_rows
 from workers.engine.sampling.prompt_logprobs import score_rows
 from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.settings import choose_device, settled
+from workers.engine.settings import choose_device, with_device_defaults
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
@@ -58,7 +58,7 @@ class ModelRunner:
         """Load a checkpoint. Raises CheckpointError or ConfigError."""
         config = read_model_config(path)
         device = choose_device(engine.device)
-        engine = settled(engine, device)
+        engine = with_device_defaults(engine, device)
         dtype = choose_dtype(config, engine.dtype, device)
         if engine.kv_cache_dtype != "auto" or engine.deterministic:
             raise ConfigError(
@@ -109,7 +109,7 @@ class ModelRunner:
     def host_device(self) -> torch.device:
         return self._device
 
-    def launch(self, plan: Rows[ScheduledSequence]) -> LaunchedStep:
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
 
         Launching a plan again gives the same: it only writes the cache where it wrote before.
@@ -123,7 +123,7 @@ class ModelRunner:
                 logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
-            return LaunchedStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+            return InFlightStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
 
 
 def _nothing_chosen() -> ChosenTokens:

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from workers.engine.batch import FlatBatch
 from workers.engine.eager.attention import TorchAttention, TorchAttentionMetadata
-from workers.kernels.operations import HeadNorms, Product, Rotation
+from workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class TorchMetadata(NamedTuple):
@@ -40,9 +40,9 @@ class TorchOperations:
         return F.rms_norm(rows, weight.shape, weight, self._epsilon)
 
     def add_norm(
-        self, total: torch.Tensor, rows: torch.Tensor, product: Product, weight: torch.Tensor
+        self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = product.plus(total, rows)
+        total = linear.plus(total, rows)
         return total, self.rms_norm(total, weight)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

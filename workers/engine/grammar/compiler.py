@@ -73,7 +73,7 @@ class GrammarCompiler:
         """Have something else done where grammars are compiled."""
         self._threads.submit(task)
 
-    def take_settled(self) -> list[Settled]:
+    def pop_settled(self) -> list[Settled]:
         """Those that are over, each once, by their first choice; cancelled ones may be there."""
         settled = []
         while self._settled:

@@ -57,12 +57,12 @@ class Grammars:
         """Have the choices of a request made ready."""
         self._compiler.submit(choices)
 
-    def take_settled(self) -> list[Settled]:
+    def pop_settled(self) -> list[Settled]:
         """Requests that are over before they ran; not those that were cancelled meanwhile."""
-        settled = self._compiler.take_settled()
+        settled = self._compiler.pop_settled()
         return [s for s in settled if s.sequence.state is not SequenceState.FINISHED]
 
-    def begin_masks(self, plan: Iterable[tuple[Sequence, int]]) -> None:
+    def start_masks(self, plan: Iterable[tuple[Sequence, int]]) -> None:
         """Start on the masks of what a step will sample, before the model runs. ``plan``: how many
         tokens are computed of each sequence; choices that begin where it ends are sampled too."""
         constrained = [

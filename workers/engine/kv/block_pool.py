@@ -16,13 +16,13 @@ class BlockPool:
     Block ids are 0 … num_blocks - 1. A block is free exactly when its count is 0. Whoever
     allocated or shared a block frees it once; every operation is O(1) per block. A free block
     whose contents somebody wants to ``keep`` is idle: it may be shared again, and is handed out
-    only when no other free block is left, the one that has been idle longest first; then
-    ``forget`` is told. Of the others, the last freed is handed out first, since it is the one that
-    the processor's caches still hold.
+    only when no other free block is left, the one that has been idle longest first, after a call
+    of ``on_evict``. Of the others, the last freed is handed out first, since the processor's caches
+    still hold it.
     """
 
     def __init__(
-        self, num_blocks: int, block_size_tokens: int, forget: Callable[[int], None] = _ignore
+        self, num_blocks: int, block_size_tokens: int, on_evict: Callable[[int], None] = _ignore
     ) -> None:
         if num_blocks < 1 or block_size_tokens < 1:
             raise ValueError(
@@ -35,7 +35,7 @@ class BlockPool:
         self._counts = [0] * num_blocks
         self._kept = [False] * num_blocks
         self._idle: OrderedDict[int, float] = OrderedDict()  # block: when it went idle
-        self._forget = forget
+        self._on_evict = on_evict
 
     @property
     def num_free_blocks(self) -> int:
@@ -65,7 +65,7 @@ class BlockPool:
         while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
             self._kept[block] = False
-            self._forget(block)
+            self._on_evict(block)
             taken.append(block)
         for block in taken:
             self._counts[block] = 1
@@ -100,7 +100,7 @@ class BlockPool:
         self._kept[block] = True
 
     def drop_idle(self, block: int) -> None:
-        """Keep an idle block no longer. The caller knows, so ``forget`` is not told."""
+        """Keep an idle block no longer. The caller knows, so ``on_evict`` is not told."""
         del self._idle[block]
         self._kept[block] = False
         self._free.append(block)

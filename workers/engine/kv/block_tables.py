@@ -1,4 +1,4 @@
-"""Blocks of sequences: where they come from, who shares them, where they go."""
+"""Block tables of sequences: allocated, shared, cached and released."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from schemas.prefix import extend_keys, root_key
 from workers.engine.kv.block_pool import BlockPool
-from workers.engine.kv.events import PrefixLog
+from workers.engine.kv.events import KvEvents
 from workers.engine.kv.host_cache import HostCache
 from workers.engine.kv.prefix_cache import PrefixCache
 from workers.engine.sequence import Sequence
@@ -16,7 +16,7 @@ from workers.engine.types import PrefixChanges
 
 
 class BlockMemory(Protocol):
-    """What is done to the contents of blocks; ``workers.engine.kv.cache.KVCache`` is the one."""
+    """Operations on the contents of blocks; implemented by ``workers.engine.kv.cache.KVCache``."""
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero those whose contents are not finite."""
@@ -26,9 +26,9 @@ class BlockMemory(Protocol):
 
 
 class PrefixHit(NamedTuple):
-    """What a sequence may begin with: blocks of the cache, or None where only the host has a copy;
-    how many are blocks, and how many of those are idle. ``awaited`` is true when the block behind
-    them is being computed for somebody else right now."""
+    """The cached prefix of a sequence: blocks of the cache, or None where only the host has a
+    copy; how many are blocks, and how many of those are idle. ``awaited`` is true while the next
+    block is being computed for another sequence."""
 
     blocks: list[int | None]
     num_here: int
@@ -39,14 +39,14 @@ class PrefixHit(NamedTuple):
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences.
 
-    A block of a sequence's table is *sealed* once it is full, computed and known to be finite;
-    sealed blocks are never written again, and if tables are ``shared``, others find them by their
+    A block of a sequence's table is *cached* once it is full, computed and known to be finite;
+    cached blocks are never written again, and if tables are ``shared``, others find them by their
     tokens; otherwise only the sequence itself does, after a preemption. Only the last block of a
     table is ever written; while it is shared (between choices of one request), the first writer
     copies it.
 
-    ``num_promised_blocks`` are spoken for by sequences that were admitted with them in mind; of
-    them, ``num_reserved_blocks`` by sequences that nobody else's growth may take them from.
+    ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need; of them,
+    ``num_guaranteed_blocks`` are never allocated to other sequences.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class BlockTables:
         self._idle_offload_s = idle_offload_s
         self._size = pool.block_size_tokens
         self._computing: dict[bytes, Sequence] = {}
-        self._log = PrefixLog(self._is_kept, self._kept_keys)
+        self._events = KvEvents(self._is_kept, self._kept_keys)
         if shared:
-            cache.note = self._log.note
+            cache.on_change = self._events.record
             if host is not None:
-                host.note = self._log.note
-        self.num_promised_blocks = 0
+                host.on_change = self._events.record
         self.num_reserved_blocks = 0
+        self.num_guaranteed_blocks = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_swaps = 0
@@ -91,16 +91,16 @@ class BlockTables:
     ) -> BlockTables:
         """Tables over a pool of their own."""
         cache = PrefixCache()
-        pool = BlockPool(num_blocks, block_size_tokens, cache.forget)
+        pool = BlockPool(num_blocks, block_size_tokens, cache.evict)
         return cls(pool, memory, cache, shared=shared, host=host, idle_offload_s=idle_offload_s)
 
     @property
     def num_evicted_blocks(self) -> int:
         return self._cache.num_evicted_blocks
 
-    def take_prefix_changes(self) -> PrefixChanges | None:
-        """What others may find, and may not find any more, since the last call."""
-        return self._log.take()
+    def pop_prefix_changes(self) -> PrefixChanges | None:
+        """Changes of the shared prefix cache since the last call."""
+        return self._events.pop()
 
     def _is_kept(self, key: bytes) -> bool:
         return key in self._cache or (self.host is not None and key in self.host)
@@ -140,8 +140,8 @@ class BlockTables:
         self._extend_keys(sequence, num_blocks)
         return sequence.block_keys[:num_blocks]
 
-    def take(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Begin a table with a hit that ``match`` has just found."""
+    def attach_prefix(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Begin a table with the hit that ``match`` returned just now."""
         assert not sequence.block_table
         keys = self._keys_to_find(sequence)
         num_hit = len(hit.blocks)
@@ -149,9 +149,9 @@ class BlockTables:
             if block is not None:
                 self.pool.share(block)
         sequence.block_table = self._reload(keys[:num_hit], hit)
-        sequence.num_sealed_blocks = num_hit
+        sequence.num_cached_blocks = num_hit
         sequence.num_computed_tokens = num_hit * self._size
-        self._unpin(sequence)
+        self.unpin(sequence)
         if not sequence.started:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         if self._looks_for_hits(sequence):
@@ -177,18 +177,18 @@ class BlockTables:
         fresh = iter(new)
         return [next(fresh) if block is None else block for block in hit.blocks]
 
-    def promise(self, sequence: Sequence, num_blocks: int, *, reserved: bool) -> None:
-        """Speak for the blocks that are missing until the table has ``num_blocks``."""
-        sequence.num_promised_blocks = max(0, num_blocks - len(sequence.block_table))
-        sequence.reserved = reserved
-        self.num_promised_blocks += sequence.num_promised_blocks
-        if reserved:
-            self.num_reserved_blocks += sequence.num_promised_blocks
+    def reserve(self, sequence: Sequence, num_blocks: int, *, guaranteed: bool) -> None:
+        """Reserve the blocks that are missing until the table has ``num_blocks``."""
+        sequence.num_reserved_blocks = max(0, num_blocks - len(sequence.block_table))
+        sequence.guaranteed = guaranteed
+        self.num_reserved_blocks += sequence.num_reserved_blocks
+        if guaranteed:
+            self.num_guaranteed_blocks += sequence.num_reserved_blocks
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Have room for the next ``num_tokens`` tokens, in blocks that are the sequence's own.
+    def allocate_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate slots for the next ``num_tokens`` tokens, in blocks that are the sequence's own.
 
-        False, and nothing changed, if blocks lack.
+        False, and nothing changed, if there are too few free blocks.
         """
         table = sequence.block_table
         end = sequence.num_computed_tokens + num_tokens
@@ -198,14 +198,14 @@ class BlockTables:
         tail = sequence.num_computed_tokens // self._size
         copied = sequence.tail_shared and self.pool.num_references(table[tail]) > 1
         missing = max(missing, 0) + copied
-        kept_for_others = self.num_reserved_blocks
-        if sequence.reserved:
-            kept_for_others -= sequence.num_promised_blocks
+        kept_for_others = self.num_guaranteed_blocks
+        if sequence.guaranteed:
+            kept_for_others -= sequence.num_reserved_blocks
         if missing > self.pool.num_free_blocks - kept_for_others:
             return False
         blocks = self.pool.allocate(missing)
         assert blocks is not None
-        self._fulfil(sequence, missing)
+        self._use_reservation(sequence, missing)
         if copied:
             own = blocks.pop()
             self._memory.copy_block(table[tail], own)
@@ -215,18 +215,18 @@ class BlockTables:
         table += blocks
         return True
 
-    def seal(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that the first ``num_tokens`` tokens are known, and what was computed of them is
-        finite, and let others find the full blocks."""
-        first, end = sequence.num_sealed_blocks, num_tokens // self._size
+    def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Put the full blocks of the first ``num_tokens`` tokens, which are known and finite, into
+        the prefix cache."""
+        first, end = sequence.num_cached_blocks, num_tokens // self._size
         if end <= first:
             return
-        sequence.num_sealed_blocks = end
+        sequence.num_cached_blocks = end
         if self._shared:
             self._publish(sequence, first, end)
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """Have sealed blocks found by their keys."""
+        """Insert full blocks into the prefix cache by their keys."""
         self._extend_keys(sequence, end)
         for key, block in zip(
             sequence.block_keys[first:end], sequence.block_table[first:end], strict=True
@@ -242,7 +242,7 @@ class BlockTables:
             self.pool.share(block)
         child.block_table = list(parent.block_table)
         child.block_keys = list(parent.block_keys)
-        child.num_sealed_blocks = parent.num_sealed_blocks
+        child.num_cached_blocks = parent.num_cached_blocks
         child.num_computed_tokens = parent.num_computed_tokens
         if parent.num_computed_tokens % self._size:
             parent.tail_shared = child.tail_shared = True
@@ -252,27 +252,24 @@ class BlockTables:
     ) -> None:
         """Take the table back from a sequence that will come again.
 
-        Its sealed blocks stay to be found until their memory is needed; and if to copy them out
+        Its cached blocks stay to be found until their memory is needed; and if to copy them out
         and in again takes less time than ``recompute_s`` of their tokens, host memory keeps them.
         """
-        num_sealed = sequence.num_sealed_blocks
+        num_cached = sequence.num_cached_blocks
         if not self._shared:
-            self._publish(sequence, 0, num_sealed)
-        if self.host is not None and num_sealed > 0:
-            swap_s = 2 * self.host.copies_s(num_sealed)
-            if swap_s < recompute_s(num_sealed * self._size):
-                keys = sequence.block_keys[:num_sealed]
-                num_stored = self.host.store(keys, sequence.block_table[:num_sealed])
+            self._publish(sequence, 0, num_cached)
+        if self.host is not None and num_cached > 0:
+            swap_s = 2 * self.host.copies_s(num_cached)
+            if swap_s < recompute_s(num_cached * self._size):
+                keys = sequence.block_keys[:num_cached]
+                num_stored = self.host.store(keys, sequence.block_table[:num_cached])
                 sequence.pinned_keys = keys[:num_stored]
                 self.host.pin(sequence.pinned_keys)
                 self.num_swaps += num_stored > 0
         self.release(sequence, now_s)
 
-    def forget(self, sequence: Sequence) -> None:
-        """A sequence that waits for nothing any more: let host memory go that it had pinned."""
-        self._unpin(sequence)
-
-    def _unpin(self, sequence: Sequence) -> None:
+    def unpin(self, sequence: Sequence) -> None:
+        """Unpin the host memory of a preempted sequence that waits no more."""
         if sequence.pinned_keys:
             assert self.host is not None
             self.host.unpin(sequence.pinned_keys)
@@ -291,23 +288,23 @@ class BlockTables:
             self.pool.drop_idle(block)
 
     def release(self, sequence: Sequence, now_s: float) -> None:
-        """Take the table back. Sealed blocks that others may find stay until their memory is
+        """Take the table back. Cached blocks that others may find stay until their memory is
         needed."""
         if not sequence.contents_finite:
-            self._memory.scrub(sequence.block_table[sequence.num_sealed_blocks :])
+            self._memory.scrub(sequence.block_table[sequence.num_cached_blocks :])
             sequence.contents_finite = True
         if self._computing:
-            for key in sequence.block_keys[sequence.num_sealed_blocks :]:
+            for key in sequence.block_keys[sequence.num_cached_blocks :]:
                 if self._computing.get(key) is sequence:
                     del self._computing[key]
         if self._shared:
-            for key in reversed(sequence.block_keys[: sequence.num_sealed_blocks]):
-                self._log.note(key)
-        self._fulfil(sequence, sequence.num_promised_blocks)
+            for key in reversed(sequence.block_keys[: sequence.num_cached_blocks]):
+                self._events.record(key)
+        self._use_reservation(sequence, sequence.num_reserved_blocks)
         # The tail goes idle first: without its head it would be of no use.
         self.pool.free(reversed(sequence.block_table), now_s)
         sequence.block_table = []
-        sequence.num_sealed_blocks = 0
+        sequence.num_cached_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.tail_shared = False
 
@@ -316,12 +313,12 @@ class BlockTables:
         references = self.pool.num_references
         return sum(references(b) == 1 and b not in besides for b in sequence.block_table)
 
-    def _fulfil(self, sequence: Sequence, num_blocks: int) -> None:
-        kept = min(num_blocks, sequence.num_promised_blocks)
-        sequence.num_promised_blocks -= kept
-        self.num_promised_blocks -= kept
-        if sequence.reserved:
-            self.num_reserved_blocks -= kept
+    def _use_reservation(self, sequence: Sequence, num_blocks: int) -> None:
+        kept = min(num_blocks, sequence.num_reserved_blocks)
+        sequence.num_reserved_blocks -= kept
+        self.num_reserved_blocks -= kept
+        if sequence.guaranteed:
+            self.num_guaranteed_blocks -= kept
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         if len(sequence.block_keys) < num_blocks:
@@ -349,17 +346,17 @@ class BlockTables:
         for sequence in running:
             table = sequence.block_table
             assert sequence.num_computed_tokens <= len(table) * self._size, "tokens without blocks"
-            assert sequence.num_sealed_blocks <= sequence.num_computed_tokens // self._size
+            assert sequence.num_cached_blocks <= sequence.num_computed_tokens // self._size
             for index, block in enumerate(table):
                 held[block] = held.get(block, 0) + 1
                 shared = self.pool.num_references(block) > 1
-                assert not shared or index < sequence.num_sealed_blocks or sequence.tail_shared, (
+                assert not shared or index < sequence.num_cached_blocks or sequence.tail_shared, (
                     f"block {block} is shared, but may be written"
                 )
         for block in range(self.pool.num_blocks):
             assert self.pool.num_references(block) == held.get(block, 0), f"block {block} leaks"
-        promised = sum(s.num_promised_blocks for s in running)
-        reserved = sum(s.num_promised_blocks for s in running if s.reserved)
-        assert (promised, reserved) == (self.num_promised_blocks, self.num_reserved_blocks)
-        assert reserved <= self.pool.num_free_blocks, "reserved blocks are gone"
+        reserved = sum(s.num_reserved_blocks for s in running)
+        guaranteed = sum(s.num_reserved_blocks for s in running if s.guaranteed)
+        assert (reserved, guaranteed) == (self.num_reserved_blocks, self.num_guaranteed_blocks)
+        assert guaranteed <= self.pool.num_free_blocks, "guaranteed blocks are gone"
         assert all(owner in running for owner in self._computing.values())

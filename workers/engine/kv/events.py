@@ -1,4 +1,4 @@
-"""What came into the prefix cache and what left it, noted for those who choose workers by it."""
+"""Blocks that entered and left the prefix cache, for schedulers that place requests by them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from workers.engine.types import PrefixChanges
 MAX_NOTED_KEYS = 1 << 16
 
 
-class PrefixLog:
-    """Keys that something happened to since ``take``; O(1) a key, which is all a step pays.
+class KvEvents:
+    """Keys that changed since ``pop``; O(1) a key, which is all a step pays.
 
     ``is_kept`` says whether a key is found now, ``kept`` lists those that are, the longest unused
     first. Where more than ``max_noted`` keys gather, what is kept is told as a whole.
@@ -30,8 +30,8 @@ class PrefixLog:
         self._noted: dict[bytes, None] = {}
         self._overflowed = False
 
-    def note(self, key: bytes) -> None:
-        """A key was kept, let go or used just now."""
+    def record(self, key: bytes) -> None:
+        """A key was inserted, evicted or used."""
         noted = self._noted
         noted.pop(key, None)
         noted[key] = None
@@ -39,7 +39,7 @@ class PrefixLog:
             noted.clear()
             self._overflowed = True
 
-    def take(self) -> PrefixChanges | None:
+    def pop(self) -> PrefixChanges | None:
         """What changed since the last call; None if nothing did."""
         if self._overflowed:
             self._overflowed = False

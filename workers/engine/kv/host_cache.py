@@ -46,7 +46,7 @@ class HostCache:
     """Which slot of host memory holds the tokens that a key of the prefix cache stands for.
 
     Slots that are pinned stay; of the others, the one that was not used for longest gives way;
-    ``note`` hears of the key that does.
+    ``on_change`` hears of the key that does.
     Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
     """
 
@@ -56,7 +56,7 @@ class HostCache:
         self._memory = memory
         self._monotonic = monotonic
         self._num_slots = memory.num_slots
-        self.note: Callable[[bytes], None] = _ignore
+        self.on_change: Callable[[bytes], None] = _ignore
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # unpinned, the oldest first
         self._pinned: dict[bytes, int] = {}
         self._pins: Counter[bytes] = Counter()
@@ -122,7 +122,7 @@ class HostCache:
             return None
         self.num_evicted_blocks += 1
         key, slot = self._slot_of.popitem(last=False)
-        self.note(key)
+        self.on_change(key)
         return slot
 
     def _copy_out(self, new: dict[bytes, int], blocks: list[int]) -> bool:

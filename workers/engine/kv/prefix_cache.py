@@ -1,4 +1,4 @@
-"""Finding blocks of the KV cache again by what is in them."""
+"""Finds blocks of the KV cache by their contents."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 
 
 def _ignore(_key: bytes) -> None:
-    """Nobody asked to hear what comes and goes."""
+    """Nobody listens to changes."""
 
 
 class PrefixCache:
     """Which block holds the tokens that a key stands for.
 
-    One block a key and one key a block. It holds no references: the pool says ``forget`` before
-    it hands out a block whose contents were kept. ``note`` hears of keys
-    that come and of those that are forgotten.
+    One block a key and one key a block. It holds no references: the pool calls ``evict`` before
+    it allocates a block whose contents were kept. ``on_change`` is called with each key that is
+    inserted or evicted.
     """
 
-    def __init__(self, note: Callable[[bytes], None] = _ignore) -> None:
-        self.note = note
+    def __init__(self, on_change: Callable[[bytes], None] = _ignore) -> None:
+        self.on_change = on_change
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self.num_evicted_blocks = 0
@@ -45,15 +45,15 @@ class PrefixCache:
         if self._block_of.setdefault(key, block) != block:
             return False
         self._key_of[block] = key
-        self.note(key)
+        self.on_change(key)
         return True
 
-    def forget(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """The block's contents are about to be overwritten."""
         key = self.key_of(block)
         self.remove(block)
         self.num_evicted_blocks += 1
-        self.note(key)
+        self.on_change(key)
 
     def remove(self, block: int) -> None:
         """The block's contents are kept elsewhere."""

@@ -20,7 +20,7 @@ from workers.engine.sampling.groups import (
     ScaledRows,
     first_largest,
 )
-from workers.engine.sampling.top_k_top_p import Bounds, Limits, limits_of, narrow
+from workers.engine.sampling.top_k_top_p import Bounds, Limits, filter_top_k_top_p, limits_of
 from workers.kernels.random_stream import uniforms
 
 # No group weighs more than this many times its likeliest token, rounding included.
@@ -73,7 +73,7 @@ def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> to
     peaks = tops.sub(best[:, None]).div_(scales[:, None])
     bounds = None
     if draws.limits is not None:
-        bounds = narrow(logits, rows, peaks, draws.limits)
+        bounds = filter_top_k_top_p(logits, rows, peaks, draws.limits)
     times = uniforms(draws.keys, token_indices, GROUP_TOKENS + logits.num_groups).log_().neg_()
     member_times, group_times = times[:, :GROUP_TOKENS], times[:, GROUP_TOKENS:]
     most = _largest_weights(peaks, bounds).double().div_(group_times)

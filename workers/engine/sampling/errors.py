@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from schemas.errors import MillraceError
 
 
-class NoTokenAllowedError(MillraceError):
+class NoTokenAllowedError(MillraceError, code="no_token_allowed", http_status=400):
     """Everything is forbidden that could come next."""
-
-    code: ClassVar[str] = "no_token_allowed"
-    http_status: ClassVar[int] = 400
 
     def __init__(self, token_index: int) -> None:
         super().__init__(

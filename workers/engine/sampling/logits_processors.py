@@ -68,7 +68,7 @@ class Penalties:
         return self._amounts[: len(self._counts)]
 
 
-class RowEdits:
+class RowLogitsProcessor:
     """The edits of one sequence. It follows the sequence's tokens by itself."""
 
     __slots__ = (
@@ -96,23 +96,23 @@ class RowEdits:
         stops = sorted(t for t in sequence.stop_token_ids if t < vocab_size)
         self._stops: _Ids = np.array(stops, dtype=np.int64)
 
-    def add_to(self, edits: LogitEdits, row: int, sequence: Sequence) -> None:
+    def add_to(self, batch: LogitsProcessorBatch, row: int, sequence: Sequence) -> None:
         """Add what holds for the sequence's next token to those of its batch."""
         if self._penalties is not None:
             self._penalties.take(sequence.token_ids)
-            edits.penalise(row, self._penalties)
+            batch.penalise(row, self._penalties)
         if len(self._biased):
-            edits.bias(row, self._biased, self._bias)
+            batch.bias(row, self._biased, self._bias)
         if len(self._forbidden):
-            edits.forbid(row, self._forbidden)
+            batch.forbid(row, self._forbidden)
         num_output_tokens = sequence.num_output_tokens
         grammar_ends = sequence.matcher is not None and sequence.matcher.must_end
         if num_output_tokens < self._min_tokens and len(self._stops) and not grammar_ends:
-            edits.forbid(row, self._stops)
+            batch.forbid(row, self._stops)
         if self._bad_words is not None:
             tokens = self._bad_words.completing(sequence.token_ids, num_output_tokens)
             if tokens:
-                edits.forbid(row, np.array(tokens, dtype=np.int64))
+                batch.forbid(row, np.array(tokens, dtype=np.int64))
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -123,13 +123,13 @@ def has_penalties(sampling: SamplingParams) -> bool:
     )
 
 
-def has_edits(sampling: SamplingParams) -> bool:
+def needs_logits_processor(sampling: SamplingParams) -> bool:
     return bool(
         has_penalties(sampling) or sampling.logit_bias or sampling.bad_words or sampling.min_tokens
     )
 
 
-class LogitEdits:
+class LogitsProcessorBatch:
     """The edits of a batch's rows, each ``stride`` logits long: penalties first, then biases, then
     what is forbidden. ``rows`` are those that have any."""
 

@@ -19,7 +19,11 @@ from workers.engine.sampling.bad_words import bad_words_reader
 from workers.engine.sampling.drawing import Draws, draw, draws_of
 from workers.engine.sampling.errors import NoTokenAllowedError
 from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, largest, num_groups
-from workers.engine.sampling.logits_processors import LogitEdits, RowEdits, has_edits
+from workers.engine.sampling.logits_processors import (
+    LogitsProcessorBatch,
+    RowLogitsProcessor,
+    needs_logits_processor,
+)
 from workers.engine.sampling.logprobs import LogprobTable, tabulate
 from workers.engine.sampling.token_masks import TokenMasks
 from workers.engine.sequence import Sequence
@@ -46,26 +50,26 @@ class SamplingState(NamedTuple):
 
     sampling: SamplingParams
     key: int
-    edits: RowEdits | None
+    logits_processor: RowLogitsProcessor | None
 
 
 class _Layout(NamedTuple):
     """What the rows of a chunk of a batch ask for; the same as long as the same sequences are in
-    it. ``logprob_rows`` and their ``logprob_counts``, ``edited_rows`` and ``masked_rows`` are those
-    that ask for it. ``draws`` is None if all rows are greedy."""
+    it. ``logprob_rows`` and their ``logprob_counts``, ``processed_rows`` and ``masked_rows`` are
+    those that ask for it. ``draws`` is None if all rows are greedy."""
 
     states: list[SamplingState]
     drawn_rows: list[int]
     draws: Draws | None
     logprob_rows: list[int]
     logprob_counts: list[int]
-    edited_rows: list[int]
+    processed_rows: list[int]
     masked_rows: list[int]
 
 
 class Sampler:
     """Chooses tokens by temperature, top-k, top-p, min-p and typical sampling, in that order, from
-    logits that were edited before: by repetition, then presence and frequency penalties, then
+    logits that were processed before: by repetition, then presence and frequency penalties, then
     biases, then by what is forbidden.
 
     A row's token depends on its logits, its sequence's parameters and tokens, and its place in
@@ -90,7 +94,7 @@ class Sampler:
         self._scratch = torch.empty(0, self._stride, device=device)
         self._layouts: list[_Layout] = []
 
-    def begin(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Prepare for a sequence, with the tokens that it has. Raises ParameterError for
         parameters that this model cannot honour."""
         sampling = sequence.request.sampling
@@ -100,13 +104,13 @@ class Sampler:
                     "logit_bias",
                     f"Token id {token} is not in the vocabulary of {self._vocab_size} tokens.",
                 )
-        edits = None
-        if has_edits(sampling):
+        logits_processor = None
+        if needs_logits_processor(sampling):
             words = self._read_bad_words(sampling.bad_words) if sampling.bad_words else None
-            edits = RowEdits(sequence, words, self._vocab_size)
-        sequence.sampling_state = SamplingState(sampling, sequence.key, edits)
+            logits_processor = RowLogitsProcessor(sequence, words, self._vocab_size)
+        sequence.sampling_state = SamplingState(sampling, sequence.key, logits_processor)
 
-    def end(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Forget what was kept for a sequence; it may have been forgotten before."""
         sequence.sampling_state = None
 
@@ -167,7 +171,7 @@ class Sampler:
             outcomes[row] = NonFiniteLogitsError(sequences[row].num_output_tokens)
             _neutralise(logits, row)
         table = self._table(logits, layout)
-        if layout.edited_rows or (masks is not None and layout.masked_rows):
+        if layout.processed_rows or (masks is not None and layout.masked_rows):
             logits = self._edited(logits, sequences, layout, masks)
             for row in _not_finite(logits.best):
                 outcomes[row] = NoTokenAllowedError(sequences[row].num_output_tokens)
@@ -221,7 +225,7 @@ class Sampler:
             else None,
             logprob_rows=reported,
             logprob_counts=[states[i].sampling.logprobs or 0 for i in reported],
-            edited_rows=[i for i, s in enumerate(states) if s.edits is not None],
+            processed_rows=[i for i, s in enumerate(states) if s.logits_processor is not None],
             masked_rows=[i for i, s in enumerate(states) if s.sampling.grammar is not None],
         )
         self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
@@ -240,15 +244,15 @@ class Sampler:
         layout: _Layout,
         masks: torch.Tensor | None,
     ) -> GroupedLogits:
-        """The logits, edited in place, and what is now their largest."""
-        edits = LogitEdits(self._stride)
-        for row in layout.edited_rows:
-            edits_of_row = layout.states[row].edits
-            assert edits_of_row is not None
-            edits_of_row.add_to(edits, row, sequences[row])
+        """The logits, processed in place, and what is now their largest."""
+        batch = LogitsProcessorBatch(self._stride)
+        for row in layout.processed_rows:
+            processor = layout.states[row].logits_processor
+            assert processor is not None
+            processor.add_to(batch, row, sequences[row])
         rows = logits.members.view(-1, self._stride)
-        edits.apply_(rows)
-        touched = edits.rows
+        batch.apply_(rows)
+        touched = batch.rows
         if masks is not None and layout.masked_rows:
             self._masks.apply_(rows[:, : self._vocab_size], layout.masked_rows, masks)
             touched = touched.union(layout.masked_rows)

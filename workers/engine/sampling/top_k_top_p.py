@@ -125,7 +125,9 @@ class Bounds(NamedTuple):
         )
 
 
-def narrow(logits: GroupedLogits, drawn: ScaledRows, peaks: torch.Tensor, limits: Limits) -> Bounds:
+def filter_top_k_top_p(
+    logits: GroupedLogits, drawn: ScaledRows, peaks: torch.Tensor, limits: Limits
+) -> Bounds:
     """Bounds of the rows ``drawn`` of ``logits``; ``peaks`` [num_drawn, num_groups] are the
     largest scaled logits of their groups."""
     low = limits.log_min_p

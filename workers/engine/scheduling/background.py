@@ -17,10 +17,10 @@ def is_background(sequence: Sequence) -> bool:
     return sequence.rank[0] > 0
 
 
-def immune(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[Sequence]:
+def non_preemptible(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[Sequence]:
     """Those of the running, by rank, that nobody may preempt.
 
-    They are the reserved ones: all that are no background work, and of that as many as together
+    They are the guaranteed ones: all that are no background work, and of that as many as together
     have no more than a share of ``num_slots`` and ``num_blocks``, or one that has a larger share
     alone. So background work that was preempted often gets on too, one after the other, and is
     never in the way of all.
@@ -29,10 +29,10 @@ def immune(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[
     slots = blocks = 0
     share = _SHARE_OF_ONE
     for sequence in running:
-        if not sequence.reserved:
+        if not sequence.guaranteed:
             continue
         if is_background(sequence):
-            own_blocks = len(sequence.block_table) + sequence.num_promised_blocks
+            own_blocks = len(sequence.block_table) + sequence.num_reserved_blocks
             if slots + 1 > share * num_slots or blocks + own_blocks > share * num_blocks:
                 continue
             slots, blocks, share = slots + 1, blocks + own_blocks, _SHARE_OF_ALL

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from workers.engine.kv.block_tables import BlockTables, PrefixHit
-from workers.engine.scheduling.background import immune, is_background
+from workers.engine.scheduling.background import is_background, non_preemptible
 from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.schedule import Draft, ScheduledSequence
+from workers.engine.scheduling.schedule import Schedule, ScheduledSequence
 from workers.engine.scheduling.waiting import WaitingQueue
 from workers.engine.sequence import Sequence, SequenceState
 
@@ -28,7 +28,7 @@ _rank = attrgetter("rank")
 
 
 class Planner:
-    """Holds the waiting and running sequences and says who gets blocks and who loses them.
+    """Owns the waiting and running sequences and decides which get blocks and which lose them.
 
     One rule for every kind of work: a sequence is behind by some tokens, and gets as many of them
     as the budget allows. Those that are behind by one token (they decode) come first, then
@@ -44,7 +44,8 @@ class Planner:
 
     Background work, of a priority below 0, ranks behind all other work however long it waits. It
     gets what the others leave of a step, and a newcomer that is none of it begins with the next
-    step if it fits beside the others. Some of it gets its blocks for good too: see ``immune``.
+    step if it fits beside the others. Some of it gets its blocks for good too: see
+    ``non_preemptible``.
 
     ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
     ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
@@ -131,11 +132,11 @@ class Planner:
             return
         self.outstanding_tokens -= sequence.outstanding_tokens
         if sequence.state is SequenceState.RUNNING:
-            self._leave_batch(sequence)
+            self._remove_from_batch(sequence)
             self.tables.release(sequence, self._now_s)
         elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
-            self.tables.forget(sequence)
+            self.tables.unpin(sequence)
         sequence.state = SequenceState.FINISHED
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
@@ -163,13 +164,13 @@ class Planner:
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
         self.tables.offload_idle(self._now_s)
-        draft = Draft(self.max_batch_tokens)
+        schedule = Schedule(self.max_batch_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
             num_tokens = len(sequence.token_ids)
             if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
-                draft.ending.append(sequence)
+                schedule.ending.append(sequence)
             elif num_tokens - sequence.num_computed_tokens == 1:
                 decoding.append(sequence)
             else:
@@ -178,45 +179,45 @@ class Planner:
         kept_tokens = self.max_batch_tokens // 2 if num_urgent or self._has_urgent_newcomer else 0
         size = self._pool.block_size_tokens
         for sequence in decoding:
-            if draft.budget <= kept_tokens and (draft.budget == 0 or is_background(sequence)):
+            if schedule.budget <= kept_tokens and (schedule.budget == 0 or is_background(sequence)):
                 break
             if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
-                self._schedule(sequence, 1, draft)
+                self._schedule(sequence, 1, schedule)
             elif sequence.state is SequenceState.RUNNING:
-                draft.put(sequence, 1)  # its last block has room
-        if draft.counts and (prefilling or self._waiting):
-            self._bound_chunks(draft, prefilling)
-        self._go_on(prefilling[:num_urgent], draft)
+                schedule.add(sequence, 1)  # its last block has room
+        if schedule.counts and (prefilling or self._waiting):
+            self._bound_chunks(schedule, prefilling)
+        self._continue_prefills(prefilling[:num_urgent], schedule)
         if num_urgent < len(prefilling):
-            self._admit(draft, background=False)
-            self._go_on(prefilling[num_urgent:], draft)
-        self._admit(draft)
-        return list(map(ScheduledSequence._make, draft.counts.items()))
+            self._admit(schedule, background=False)
+            self._continue_prefills(prefilling[num_urgent:], schedule)
+        self._admit(schedule)
+        return list(map(ScheduledSequence._make, schedule.counts.items()))
 
     @property
     def _has_urgent_newcomer(self) -> bool:
         first = self._waiting.first()
         return first is not None and not is_background(first)
 
-    def _go_on(self, prefilling: list[Sequence], draft: Draft) -> None:
+    def _continue_prefills(self, prefilling: list[Sequence], schedule: Schedule) -> None:
         for sequence in prefilling:
-            if draft.budget == 0:
+            if schedule.budget == 0:
                 break
             behind = len(sequence.token_ids) - sequence.num_computed_tokens
-            self._schedule(sequence, min(behind, draft.budget), draft)
+            self._schedule(sequence, min(behind, schedule.budget), schedule)
 
-    def _schedule(self, sequence: Sequence, num_tokens: int, draft: Draft) -> None:
+    def _schedule(self, sequence: Sequence, num_tokens: int, schedule: Schedule) -> None:
         """Plan a running sequence if there is room, if need be by preempting lower ranks; but
         where others give up their blocks as soon as they are read, it waits for those."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was planned before it
-        while not self.tables.grow(sequence, num_tokens):
-            draft.short_of_blocks = True
-            victim = None if draft.ending else self._lowest_below(sequence)
+        while not self.tables.allocate_slots(sequence, num_tokens):
+            schedule.short_of_blocks = True
+            victim = None if schedule.ending else self._lowest_below(sequence)
             if victim is None:
                 return
-            self._preempt(victim, draft)
-        draft.put(sequence, num_tokens)
+            self._preempt(victim, schedule)
+        schedule.add(sequence, num_tokens)
 
     def _lowest_below(self, sequence: Sequence) -> Sequence | None:
         kept = self._kept_from(sequence)
@@ -230,34 +231,36 @@ class Planner:
     def _kept_from(self, sequence: Sequence) -> set[Sequence]:
         """Whom it may not preempt, whatever the ranks."""
         if is_background(sequence):
-            return {other for other in self.running if other.reserved}
-        return immune(self.running, self.max_num_sequences, self._pool.num_blocks)
+            return {other for other in self.running if other.guaranteed}
+        return non_preemptible(self.running, self.max_num_sequences, self._pool.num_blocks)
 
-    def _bound_chunks(self, draft: Draft, prefilling: list[Sequence]) -> None:
+    def _bound_chunks(self, schedule: Schedule, prefilling: list[Sequence]) -> None:
         """Cut the budget to what keeps the predicted step under the bound, for the sake of those
         who decode, unless all of them are background work."""
         if self._itl_bound_s <= 0 or not self._costs.is_warm:
             return
-        if is_background(next(iter(draft.counts))):
+        if is_background(next(iter(schedule.counts))):
             return
         beside = StepWork(
-            decodes=len(draft.counts),
-            context_tokens=sum(s.num_computed_tokens for s in draft.counts),
+            decodes=len(schedule.counts),
+            context_tokens=sum(s.num_computed_tokens for s in schedule.counts),
         )
         context = prefilling[0].num_computed_tokens if prefilling else 0
         chunk = self._costs.largest_chunk(self._itl_bound_s, beside, context)
-        draft.budget = min(draft.budget, max(chunk, self._pool.block_size_tokens))
+        schedule.budget = min(schedule.budget, max(chunk, self._pool.block_size_tokens))
 
-    def _admit(self, draft: Draft, *, background: bool = True) -> None:
+    def _admit(self, schedule: Schedule, *, background: bool = True) -> None:
         held: list[Sequence] = []
-        while draft.budget > 0 and len(held) < _MAX_HELD:
+        while schedule.budget > 0 and len(held) < _MAX_HELD:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
             if not background and is_background(sequence):
                 held.append(sequence)
                 break
-            if (self._is_full or draft.short_of_blocks) and not self._may_displace(sequence, draft):
+            if (self._is_full or schedule.short_of_blocks) and not self._may_displace(
+                sequence, schedule
+            ):
                 held.append(sequence)  # nobody gives way to it, so do not even look
                 break
             hit = self.tables.match(sequence)
@@ -265,25 +268,25 @@ class Planner:
                 held.append(sequence)
                 continue
             if not self._fits(sequence, hit):
-                victims = self._victims_for(sequence, hit, draft)
+                victims = self._victims_for(sequence, hit, schedule)
                 if not victims:
                     held.append(sequence)
                     break
                 for victim in victims:
-                    self._preempt(victim, draft)
+                    self._preempt(victim, schedule)
                 hit = self.tables.match(sequence)
-            self._start(sequence, hit)
+            self._add_to_batch(sequence, hit)
             behind = sequence.num_tokens - sequence.num_computed_tokens
-            self._schedule(sequence, min(behind, draft.budget), draft)
+            self._schedule(sequence, min(behind, schedule.budget), schedule)
         for sequence in held:
             self._waiting.add(sequence)
 
-    def _may_displace(self, sequence: Sequence, draft: Draft) -> bool:
+    def _may_displace(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Whether there may be somebody who gives way to a newcomer. What those who run are short
         of, only background work gives to others."""
         if not self.running or self.running[-1].rank < sequence.rank:
             return False
-        return not draft.short_of_blocks or (
+        return not schedule.short_of_blocks or (
             is_background(self.running[-1]) and not is_background(sequence)
         )
 
@@ -291,11 +294,11 @@ class Planner:
     def _is_full(self) -> bool:
         return len(self.running) >= self.max_num_sequences
 
-    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+    def _add_to_batch(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Put a newcomer that fits into the batch."""
-        self.tables.take(sequence, hit)
-        reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
-        self.tables.promise(sequence, self._wanted_blocks(sequence), reserved=reserved)
+        self.tables.attach_prefix(sequence, hit)
+        guaranteed = sequence.num_preemptions >= MAX_PREEMPTIONS
+        self.tables.reserve(sequence, self._wanted_blocks(sequence), guaranteed=guaranteed)
         self.outstanding_tokens -= sequence.num_computed_tokens
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
@@ -318,20 +321,22 @@ class Planner:
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
             needed += self._watermark_blocks
-        free = self._pool.num_free_blocks - self.tables.num_promised_blocks
+        free = self._pool.num_free_blocks - self.tables.num_reserved_blocks
         return needed <= free + num_blocks
 
-    def _victims_for(self, sequence: Sequence, hit: PrefixHit, draft: Draft) -> list[Sequence]:
+    def _victims_for(
+        self, sequence: Sequence, hit: PrefixHit, schedule: Schedule
+    ) -> list[Sequence]:
         """Whom to preempt, the lowest rank first, so that a newcomer of higher priority fits; []
         if that does not help, or if it will fit anyway when those who are ending have left."""
         kept = frozenset(block for block in hit.blocks if block is not None)
-        if draft.ending:
-            num_blocks = sum(self.tables.num_exclusive_blocks(s, kept) for s in draft.ending)
-            if self._fits(sequence, hit, len(draft.ending), num_blocks):
+        if schedule.ending:
+            num_blocks = sum(self.tables.num_exclusive_blocks(s, kept) for s in schedule.ending)
+            if self._fits(sequence, hit, len(schedule.ending), num_blocks):
                 return []
         victims: list[Sequence] = []
         num_blocks = 0
-        spared = self._kept_from(sequence).union(draft.ending)
+        spared = self._kept_from(sequence).union(schedule.ending)
         for other in reversed(self.running):
             if other.rank < sequence.rank:
                 break
@@ -339,15 +344,15 @@ class Planner:
                 continue
             victims.append(other)
             num_blocks += self.tables.num_exclusive_blocks(other, kept)
-            num_blocks += other.num_promised_blocks
+            num_blocks += other.num_reserved_blocks
             if self._fits(sequence, hit, len(victims), num_blocks):
                 return victims
         return []
 
-    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
-        draft.drop(sequence)
+    def _preempt(self, sequence: Sequence, schedule: Schedule) -> None:
+        schedule.remove(sequence)
         self.outstanding_tokens += sequence.num_computed_tokens
-        self._leave_batch(sequence)
+        self._remove_from_batch(sequence)
         self.tables.preempt(sequence, self._now_s, self._recompute_s)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -356,7 +361,7 @@ class Planner:
     def _recompute_s(self, num_tokens: int) -> float:
         return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
 
-    def _leave_batch(self, sequence: Sequence) -> None:
+    def _remove_from_batch(self, sequence: Sequence) -> None:
         index = bisect_left(self.running, sequence.rank, key=_rank)
         assert self.running[index] is sequence
         del self.running[index]

@@ -1,4 +1,4 @@
-"""What a step computes: its plan, and the plan while it is made."""
+"""What a step computes: its items, and the schedule while it is made."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
 
 
-class Draft:
-    """What each sequence computes, and the tokens left to give out.
+class Schedule:
+    """The tokens that each sequence computes, and the token budget that is left.
 
     ``ending`` sequences of the batch only have their last token to be read: they leave before the
     next plan. ``short_of_blocks``: somebody who runs did not get all that it needs.
@@ -29,9 +29,9 @@ class Draft:
         self.ending: list[Sequence] = []
         self.short_of_blocks = False
 
-    def put(self, sequence: Sequence, num_tokens: int) -> None:
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.counts[sequence] = num_tokens
         self.budget -= num_tokens
 
-    def drop(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         self.budget += self.counts.pop(sequence, 0)

@@ -16,11 +16,11 @@ from registry.checkpoints.checkpoint import ModelConfig
 from schemas.frames import TokenLogprob
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingParams
-from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, LaunchedStep
+from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
 from workers.engine.pooling import PooledChunk
 from workers.engine.sampling.drawing import draw, draws_of
 from workers.engine.sampling.groups import GROUP_TOKENS, largest
-from workers.engine.sampling.logits_processors import has_edits
+from workers.engine.sampling.logits_processors import needs_logits_processor
 from workers.engine.sampling.prompt_logprobs import ScoredChunk
 from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.sequence import UNREAD_TOKEN, Sequence
@@ -137,7 +137,7 @@ class DeviceRunner:
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
 
-    def launch(self, plan: list[ScheduledSequence]) -> LaunchedStep:
+    def launch(self, plan: list[ScheduledSequence]) -> InFlightStep:
         self._check(len(self._unread) <= 1, "two unread steps go before a launch")
         self._check(not (self._failed and self._unread), "launched again with a step unread")
         self._failed = False
@@ -163,7 +163,7 @@ class DeviceRunner:
             np.array([step.rows[sequence] for sequence in by_host]).reshape(-1, VOCAB_SIZE),
             dtype=torch.float32,
         )
-        return LaunchedStep(
+        return InFlightStep(
             by_device, by_host, self._logits, pooled, scored, lambda: self._read(step, by_device)
         )
 
@@ -287,7 +287,10 @@ class DeviceRunner:
 def _suits(sequence: Sequence) -> bool:
     sampling = sequence.request.sampling
     return not (
-        has_edits(sampling) or sampling.grammar or sequence.forks or sequence.prompt_logprobs
+        needs_logits_processor(sampling)
+        or sampling.grammar
+        or sequence.forks
+        or sequence.prompt_logprobs
     )
 
 

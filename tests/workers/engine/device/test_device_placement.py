@@ -33,8 +33,8 @@ from workers.engine.device import loading as device_loading
 from workers.engine.device.device import MemoryInfo
 from workers.engine.device.runner import DeviceRunner
 from workers.engine.engine import Engine
-from workers.engine.in_flight_step import LaunchedStep
-from workers.engine.settings import settled
+from workers.engine.in_flight_step import InFlightStep
+from workers.engine.settings import with_device_defaults
 from workers.engine.types import EngineRequest
 from workers.kernels.gpu.blocks import copy_blocks
 
@@ -60,7 +60,7 @@ class Pretence:
             "max_num_sequences": 12,
             "max_batch_tokens": 64,
         }
-        engine = settled(EngineConfig(**(given | config)), CUDA)
+        engine = with_device_defaults(EngineConfig(**(given | config)), CUDA)
         with pretending(self.operations):
             return device_loading.load_device_runner(
                 self._folder, read_model_config(self._folder), engine, self.device
@@ -71,7 +71,7 @@ class Pretence:
         some sort for what it looks at itself."""
         launch = runner.launch
 
-        def launch_pretended(plan: Any) -> LaunchedStep:
+        def launch_pretended(plan: Any) -> InFlightStep:
             with pretending(self.operations):
                 step = launch(plan)
             assert all(chunk.total.is_cuda for chunk in step.pooled)

@@ -28,7 +28,7 @@ from workers.engine.device.runner import DeviceRunner
 from workers.engine.device.state import DeviceState
 from workers.engine.engine import Engine
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.settings import settled
+from workers.engine.settings import with_device_defaults
 from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest
 from workers.kernels.gpu.step_inputs import StepShape
 
@@ -38,7 +38,7 @@ GIB = 1 << 30
 
 def make_runner(path: Path, device: HostDevice | None = None, **config: Any) -> DeviceRunner:
     given_settings: dict[str, Any] = {"num_blocks": 128, "kernels": "reference"} | config
-    engine = settled(EngineConfig(**given_settings), CPU)
+    engine = with_device_defaults(EngineConfig(**given_settings), CPU)
     return load_device_runner(path, read_model_config(path), engine, device or LateDevice())
 
 

@@ -59,7 +59,7 @@ def test_a_row_can_be_given_to_another_sequence() -> None:
         row(frequency_penalty=0.7, prompt=[3], output=[60]),
         row(temperature=0.0),
     ):
-        sampler.begin(0, other)
+        sampler.add(0, other)
         sampler.upload(torch.from_numpy)
         assert choose(sampler, logits, [other]) == sample(logits, [other]).token_ids
 
@@ -68,8 +68,8 @@ def test_the_last_that_was_begun_has_the_row() -> None:
     logits = random_logits(1)
     last = row(temperature=0.0)
     sampler = DeviceSampler(150, 2, CPU)
-    sampler.begin(0, row(presence_penalty=1.0, output=[1]))
-    sampler.begin(0, last)
+    sampler.add(0, row(presence_penalty=1.0, output=[1]))
+    sampler.add(0, last)
     sampler.upload(torch.from_numpy)
     assert choose(sampler, logits, [last]) == [int(logits.argmax())]
 
@@ -85,7 +85,7 @@ def test_what_was_begun_is_copied_at_once_and_only_once() -> None:
     sampler.upload(copy)
     assert not copies
     for number in range(3):
-        sampler.begin(number, row(presence_penalty=0.1, output=[5, 5, 6]))
+        sampler.add(number, row(presence_penalty=0.1, output=[5, 5, 6]))
     sampler.upload(copy)
     sampler.upload(copy)
     assert len(copies) == 1

@@ -47,7 +47,7 @@ class Ledger:
 
     def check(self) -> None:
         """What was told and what is still to be told is all the time that the device was busy."""
-        times = self.engine.take_device_times()
+        times = self.engine.pop_device_times()
         assert all(time.over for time in times)
         self.told_us += sum(time.device_us for time in times)
         to_come = (*self.engine._live, *self.engine._owing)
@@ -162,14 +162,14 @@ def test_a_cancel_is_answered_with_what_the_request_took(llama: tuple[Path, Any]
         engine.step()
     engine.cancel("a")
     engine.cancel("nobody")
-    took, unknown = sorted(engine.take_device_times(), key=lambda time: time.request_id)
+    took, unknown = sorted(engine.pop_device_times(), key=lambda time: time.request_id)
     assert (took.request_id, took.choice, took.over) == ("a", 0, True)
     assert took.device_us > 0
     assert (unknown.request_id, unknown.device_us, unknown.over) == ("nobody", 0.0, True)
-    (live,) = engine.take_device_times(live=True)
+    (live,) = engine.pop_device_times(live=True)
     assert (live.request_id, live.over) == ("b", False)
     assert live.device_us + took.device_us == pytest.approx(engine.stats().busy_s * 1e6)
-    assert not engine.take_device_times()
+    assert not engine.pop_device_times()
 
 
 def test_who_ends_alone_while_the_next_step_runs_owes_that_step() -> None:

@@ -207,10 +207,10 @@ def test_compiled_grammars_are_kept_and_so_are_refusals(
     for text in ["a", "(", "a", "(", "b", "a", "("]:
         one = sequence(text, regex(text))
         compiler.submit([one])
-        over = compiler.take_settled()
+        over = compiler.pop_settled()
         while not one.ready and not over:
             assert settled.acquire(timeout=30)
-            over = compiler.take_settled()
+            over = compiler.pop_settled()
         assert one.ready == (one.matcher is not None) == (text != "(")
         assert [(o.sequence, o.error is None) for o in over] == (
             [] if one.ready else [(one, False)]
@@ -244,7 +244,7 @@ def test_whatever_goes_wrong_settles_the_request() -> None:
     for _ in range(2):
         compiler.submit([sequence("a", regex("a"))])
         assert settled.acquire(timeout=30)
-        (over,) = compiler.take_settled()
+        (over,) = compiler.pop_settled()
         assert over.error is not None
         assert over.error.code == GrammarError.code
 

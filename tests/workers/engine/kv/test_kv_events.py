@@ -9,7 +9,7 @@ from schemas.prefix import extend_keys, root_key
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, prompt, request
 from workers.engine.engine import Engine
-from workers.engine.kv.events import PrefixLog
+from workers.engine.kv.events import KvEvents
 from workers.engine.scheduling.cost_model import CostModel, StepWork
 from workers.engine.scheduling.step_speed import StepSpeed
 from workers.engine.types import PrefixChanges
@@ -49,13 +49,13 @@ class Mirror:
 
 def test_blocks_of_prompts_and_answers_are_told(make_engine: MakeEngine) -> None:
     engine, mirror = make_engine(), Mirror()
-    assert engine.take_prefix_changes() is None
+    assert engine.pop_prefix_changes() is None
     tokens = prompt(1, 70)
     engine.add(request("a", tokens, max_tokens=30))
     tokens += [token for output in drain(engine) for token in output.token_ids]
-    mirror.hear(engine.take_prefix_changes())
+    mirror.hear(engine.pop_prefix_changes())
     assert list(mirror.known) == keys_of(tokens, 6)[::-1], "the head of a prompt is worth most"
-    assert engine.take_prefix_changes() is None
+    assert engine.pop_prefix_changes() is None
 
 
 def test_evicted_blocks_are_told(make_engine: MakeEngine) -> None:
@@ -70,7 +70,7 @@ def test_evicted_blocks_are_told(make_engine: MakeEngine) -> None:
             for _ in range(generator.randrange(4)):
                 if engine.has_work:
                     engine.step()
-        mirror.hear(engine.take_prefix_changes())
+        mirror.hear(engine.pop_prefix_changes())
         assert set(mirror.known) == kept_by(engine)
     assert engine.stats().num_evicted_blocks > 0
 
@@ -80,7 +80,7 @@ def test_what_only_host_memory_has_counts_as_kept(make_engine: MakeEngine) -> No
     for number in range(6):
         engine.add(request(str(number), prompt(number, 100), max_tokens=4))
         drain(engine)
-        mirror.hear(engine.take_prefix_changes())
+        mirror.hear(engine.pop_prefix_changes())
         assert set(mirror.known) == kept_by(engine)
     assert engine.stats().num_used_host_blocks > 0
     assert len(mirror.known) > 12
@@ -92,7 +92,7 @@ def test_tenants_have_keys_of_their_own(make_engine: MakeEngine) -> None:
     tokens = prompt(1, 40)
     engine.add(request("a", tokens, cache_salt="acme", max_tokens=2))
     drain(engine)
-    mirror.hear(engine.take_prefix_changes())
+    mirror.hear(engine.pop_prefix_changes())
     assert set(mirror.known) == set(keys_of(tokens, 2, "acme"))
 
 
@@ -100,20 +100,20 @@ def test_without_a_prefix_cache_there_is_nothing_to_tell(make_engine: MakeEngine
     engine = make_engine(prefix_cache=False)
     engine.add(request("a", prompt(1, 40)))
     drain(engine)
-    assert engine.take_prefix_changes() is None
+    assert engine.pop_prefix_changes() is None
 
 
 def test_more_than_is_noted_is_told_as_a_whole() -> None:
     kept = {bytes([number]) * 16: None for number in range(9)}
-    log = PrefixLog(kept.__contains__, lambda: kept, max_noted=4)
+    log = KvEvents(kept.__contains__, lambda: kept, max_noted=4)
     for key in kept:
-        log.note(key)
-    log.note(next(iter(kept)))
-    changes = log.take()
+        log.record(key)
+    log.record(next(iter(kept)))
+    changes = log.pop()
     assert changes is not None
     assert changes.whole
     assert split(changes.added) == [bytes([number]) * 8 for number in range(5, 9)]
-    assert log.take() is None
+    assert log.pop() is None
 
 
 def warm_costs() -> CostModel:

@@ -58,9 +58,9 @@ def test_keys_grow_in_any_portions() -> None:
     assert keys == keys_of(token_ids)
 
 
-def test_the_longest_idle_block_is_forgotten_first() -> None:
+def test_the_longest_idle_block_is_evicted_first() -> None:
     cache = PrefixCache()
-    pool = BlockPool(3, 4, cache.forget)
+    pool = BlockPool(3, 4, cache.evict)
     blocks = pool.allocate(3)
     assert blocks is not None
     for block in blocks:

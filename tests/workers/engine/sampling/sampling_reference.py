@@ -14,7 +14,7 @@ from schemas.sampling import SamplingParams
 Row = npt.NDArray[np.float64]
 
 
-def edited(
+def processed(
     logits: Row,
     sampling: SamplingParams,
     prompt: Rows[int] = (),
@@ -24,22 +24,22 @@ def edited(
     allowed: frozenset[int] | None = None,
 ) -> Row:
     """The logits after penalties, biases and what is forbidden; ``bad`` are token sequences."""
-    edited = logits.astype(np.float64)
+    processed = logits.astype(np.float64)
     for token in {*prompt, *output}:
-        value, penalty = edited[token], sampling.repetition_penalty
-        edited[token] = value / penalty if value > 0 else value * penalty
+        value, penalty = processed[token], sampling.repetition_penalty
+        processed[token] = value / penalty if value > 0 else value * penalty
     for token, count in Counter(output).items():
-        edited[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
+        processed[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
     for token, bias in sampling.logit_bias.items():
-        edited[token] += bias
+        processed[token] += bias
     if len(output) < sampling.min_tokens:
-        edited[list(stops)] = -math.inf
+        processed[list(stops)] = -math.inf
     for *prefix, last in bad:
         if len(prefix) <= len(output) and list(output[len(output) - len(prefix) :]) == prefix:
-            edited[last] = -math.inf
+            processed[last] = -math.inf
     if allowed is not None:
-        edited[[token for token in range(len(edited)) if token not in allowed]] = -math.inf
-    return edited
+        processed[[token for token in range(len(processed)) if token not in allowed]] = -math.inf
+    return processed
 
 
 def distribution(logits: Row, sampling: SamplingParams) -> Row:

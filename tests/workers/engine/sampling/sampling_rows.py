@@ -65,7 +65,7 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence], masks: torch.Tensor | Non
     """One token a row by a sampler of its own; ``logits``: [num_rows, vocab_size]."""
     sampler = Sampler(logits.shape[1], logits.device)
     for sequence in rows:
-        sampler.begin(sequence)
+        sampler.add(sequence)
     outcomes, logprobs = sampler.sample(rows, logits, masks)
     return Drawn(
         [None if isinstance(outcome, MillraceError) else outcome for outcome in outcomes],

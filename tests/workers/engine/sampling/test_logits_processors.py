@@ -22,11 +22,11 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.errors import MillraceError, ParameterError
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.engine.tokenizers_made import byte_level
-from tests.workers.engine.sampling.sampling_reference import edited
+from tests.workers.engine.sampling.sampling_reference import processed
 from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
 from workers.engine.sampling.bad_words import BadWords
 from workers.engine.sampling.errors import NoTokenAllowedError
-from workers.engine.sampling.logits_processors import LogitEdits, RowEdits
+from workers.engine.sampling.logits_processors import LogitsProcessorBatch, RowLogitsProcessor
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.types import NonFiniteLogitsError
 
@@ -36,15 +36,15 @@ TOKENS = st.integers(0, VOCAB_SIZE - 1)
 def after(rows: list[Row], logits: torch.Tensor, bad: BadWords | None = None) -> torch.Tensor:
     """The logits as the rows edit them."""
     changed = logits.clone()
-    edits = LogitEdits(logits.shape[1])
+    batch = LogitsProcessorBatch(logits.shape[1])
     for index, sequence in enumerate(rows):
-        RowEdits(sequence, bad, logits.shape[1]).add_to(edits, index, sequence)
-    edits.apply_(changed)
+        RowLogitsProcessor(sequence, bad, logits.shape[1]).add_to(batch, index, sequence)
+    batch.apply_(changed)
     return changed
 
 
 @st.composite
-def edited_rows(draw: st.DrawFn) -> tuple[Row, SamplingParams, list[int], list[int], list[int]]:
+def processed_rows(draw: st.DrawFn) -> tuple[Row, SamplingParams, list[int], list[int], list[int]]:
     prompt = draw(st.lists(TOKENS, min_size=1, max_size=40))
     output = draw(st.lists(TOKENS, max_size=40))
     stops = draw(st.lists(TOKENS, max_size=3))
@@ -61,7 +61,7 @@ def edited_rows(draw: st.DrawFn) -> tuple[Row, SamplingParams, list[int], list[i
 
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.lists(edited_rows(), min_size=1, max_size=5),
+    rows=st.lists(processed_rows(), min_size=1, max_size=5),
     bad=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=4),
     seed=st.integers(0, 1000),
 )
@@ -73,7 +73,7 @@ def test_they_are_what_the_definitions_say(
     logits = random_logits(len(rows), seed)
     changed = after([made[0] for made in rows], logits, BadWords(bad))
     for index, (_, sampling, prompt, output, stops) in enumerate(rows):
-        wanted = edited(logits[index].numpy(), sampling, prompt, output, stops, bad)
+        wanted = processed(logits[index].numpy(), sampling, prompt, output, stops, bad)
         np.testing.assert_allclose(changed[index].numpy(), wanted, rtol=1e-5, atol=1e-4)
 
 
@@ -91,12 +91,12 @@ def test_a_resumed_sequence_stands_where_an_undisturbed_one_does(
     logits = random_logits(1)
     resumed = row(prompt=(1, 2, 3), output=output, eos=(9,), **params)
     steady = row(prompt=(1, 2, 3), output=output[:cut], eos=(9,), **params)
-    state = RowEdits(steady, None, VOCAB_SIZE)
+    state = RowLogitsProcessor(steady, None, VOCAB_SIZE)
     for token in [*output[cut:], None]:
         changed = logits.clone()
-        edits = LogitEdits(VOCAB_SIZE)
-        state.add_to(edits, 0, steady)
-        edits.apply_(changed)
+        batch = LogitsProcessorBatch(VOCAB_SIZE)
+        state.add_to(batch, 0, steady)
+        batch.apply_(changed)
         if token is not None:
             steady.token_ids.append(token)
     assert torch.equal(changed, after([resumed], logits))
@@ -148,10 +148,10 @@ def test_bad_words_are_taken_with_and_without_a_space() -> None:
         logits[0, last] = 9.0
         for output, allowed in ((prefix, False), ([*prefix, 50], True)):
             sequence = row(output=output, temperature=0.0, bad_words=(word,))
-            sampler.begin(sequence)
+            sampler.add(sequence)
             (token,) = sampler.sample([sequence], logits).outcomes
             assert (token == last) is allowed
-            sampler.end(sequence)
+            sampler.remove(sequence)
             assert sequence.sampling_state is None
 
 
@@ -162,15 +162,15 @@ def test_what_the_model_cannot_honour_is_refused_by_name() -> None:
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
     ):
         with pytest.raises(ParameterError) as caught:
-            sampler.begin(row(**params))
+            sampler.add(row(**params))
         assert caught.value.param == param
     with_words = Sampler(10_000, torch.device("cpu"), tokenizer)
     with pytest.raises(ParameterError, match="valid Unicode") as caught:
-        with_words.begin(row(bad_words=("\ud800",)))
+        with_words.add(row(bad_words=("\ud800",)))
     assert caught.value.param == "bad_words"
     nothing = Sampler(2, torch.device("cpu"), tokenizer)
     with pytest.raises(ParameterError, match="no tokens in this model"):
-        nothing.begin(row(bad_words=("mill",)))
+        nothing.add(row(bad_words=("mill",)))
 
 
 def packed(allowed: list[set[int] | None]) -> torch.Tensor:
@@ -230,7 +230,7 @@ def test_whatever_fails_in_a_row_ends_that_row_only(caplog: pytest.LogCaptureFix
     rows = [row(seed=i, temperature=i % 2, presence_penalty=1.0) for i in range(9)]
     sampler = Sampler(VOCAB_SIZE, logits.device)
     for sequence in rows:
-        sampler.begin(sequence)
+        sampler.add(sequence)
     wanted = sampler.sample(rows, logits).outcomes
     rows[4].token_ids.append(10**9)
     rows[6].sampling_state = None

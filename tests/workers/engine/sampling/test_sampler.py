@@ -14,7 +14,7 @@ from tests.workers.engine.sampling.sampling_reference import (
     chi_square,
     chi_square_limit,
     distribution,
-    edited,
+    processed,
 )
 from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
 from workers.engine.sampling.sampler import Sampler
@@ -59,7 +59,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     prompt, output, stops = (1, 2, 3, 3, 149), (5, 60, 60, 60, 100), (11, 12)
     logits = random_logits(1)
     sampling = SamplingParams(**params)
-    changed = edited(logits[0].numpy(), sampling, prompt, output, stops)
+    changed = processed(logits[0].numpy(), sampling, prompt, output, stops)
     expected = distribution(changed, sampling)
     counts = np.zeros(VOCAB_SIZE)
     rows = [row(0, 1, prompt, output, stops, **params) for _ in range(batch)]
@@ -67,7 +67,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     for start in range(0, num_draws, batch):
         for i, sequence in enumerate(rows):
             sequence.key = stream_key(start + i)
-            sampler.begin(sequence)
+            sampler.add(sequence)
         tokens = sampler.sample(rows, logits.expand(batch, -1)).outcomes
         counts += np.bincount(np.array(tokens, dtype=np.int64), minlength=VOCAB_SIZE)
     assert counts[expected == 0].sum() == 0
@@ -153,7 +153,7 @@ def test_a_batch_is_cut_where_the_cache_ends_and_nobody_notices() -> None:
     rows = [row(seed=i, temperature=i % 2, top_p=(1.0, 0.9)[i // 2 % 2]) for i in range(70)]
     sampler = Sampler(vocab_size, logits.device)
     for sequence in rows:
-        sampler.begin(sequence)
+        sampler.add(sequence)
     together = sampler.sample(rows, logits).outcomes
     assert together == [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(70)]
     # The same sampler goes on with fewer and other rows.

@@ -22,7 +22,7 @@ from schemas.sampling import SamplingParams
 from tests.workers.engine.sampling.sampling_reference import distribution
 from tests.workers.engine.sampling.sampling_rows import random_logits
 from workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
-from workers.engine.sampling.top_k_top_p import limits_of, narrow
+from workers.engine.sampling.top_k_top_p import filter_top_k_top_p, limits_of
 
 _NOTHING = 1e-30
 
@@ -39,7 +39,7 @@ def kept(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         return torch.ones_like(logits, dtype=torch.bool)
     peaks = (grouped.tops - grouped.best[:, None]) / temperatures[:, None]
     rows = ScaledRows(torch.arange(num_rows), grouped.best, temperatures)
-    low, high = narrow(grouped, rows, peaks, limits)
+    low, high = filter_top_k_top_p(grouped, rows, peaks, limits)
     scaled = (logits - grouped.best[:, None]) / temperatures[:, None]
     inside = scaled >= low[:, None]
     return inside if high is None else inside & (scaled <= high[:, None])

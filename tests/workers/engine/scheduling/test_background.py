@@ -127,8 +127,8 @@ def test_batch_work_that_was_preempted_often_gets_on_and_leaves_room() -> None:
             planner.add(sequence(4, 1))
         step(planner)
         step(planner)
-    assert all(job.reserved for job in planner.running)
-    # All slots are reserved; two of them for good, the others give way.
+    assert all(job.guaranteed for job in planner.running)
+    # All slots are guaranteed; two of them for good, the others give way.
     arrivals = [sequence(4, 100) for _ in range(8)]
     for arrival in arrivals:
         planner.add(arrival)

@@ -64,7 +64,7 @@ def step(planner: Planner) -> dict[Sequence, int]:
         assert item.num_computed_tokens + num_tokens <= capacity
     planner.advance(plan)
     for item in planned:
-        planner.tables.seal(item, item.num_computed_tokens)
+        planner.tables.cache_full_blocks(item, item.num_computed_tokens)
         if item.num_uncomputed_tokens == 0:
             item.token_ids.append(1)
             if item.num_tokens == item.max_total_tokens:
@@ -188,7 +188,7 @@ def test_preemptions_are_bounded_by_giving_all_blocks_for_good() -> None:
         step(planner)
     assert low.num_preemptions == MAX_PREEMPTIONS
     assert low in planner.running
-    assert low.reserved
+    assert low.guaranteed
 
 
 def test_a_sequence_that_is_not_ready_waits_beside_the_others() -> None:
@@ -255,7 +255,7 @@ def test_choices_share_blocks_until_they_write() -> None:
     planner.add(parent)
     plan = planner.plan()
     planner.advance(plan)
-    planner.tables.seal(parent, parent.num_computed_tokens)
+    planner.tables.cache_full_blocks(parent, parent.num_computed_tokens)
     parent.forks = []
     planner.fork(parent, child)
     assert child.block_table == parent.block_table
@@ -275,7 +275,7 @@ def test_what_is_not_known_to_be_finite_is_scrubbed() -> None:
     planner = make_planner(num_blocks=8, max_batch_tokens=6, memory=memory)
     half = sequence(20)
     planner.add(half)
-    step(planner)  # one full block, which is sealed, and half of another
+    step(planner)  # one full block, which is cached, and half of another
     assert planner.plan()
     half.contents_finite = False
     blocks = list(half.block_table)

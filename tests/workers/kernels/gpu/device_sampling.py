@@ -26,7 +26,7 @@ def begun(sequences: Rows[Row], vocab_size: int, backend: str = "triton") -> Dev
     """A sampler whose row i is that of sequence i; one more is for padding."""
     sampler = DeviceSampler(vocab_size, len(sequences) + 1, CPU, kernels=backend)
     for number, sequence in enumerate(sequences):
-        sampler.begin(number, sequence)
+        sampler.add(number, sequence)
     sampler.upload(torch.from_numpy)
     return sampler
 
