@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from bus.nats.permissions import Part
 from bus.startup import enter
-from gateway.core import Gateway, new_gateway_id
-from gateway.request.models import Models
+from gateway.core import Backends, Gateway, new_gateway_id
+from gateway.models import Models
 from gateway.server import Server, listen
 from gateway.tools.catalogue import load_tools
 from gateway.transport.certificate import certificate_of, front_url
@@ -77,18 +77,8 @@ async def _run(config: Config) -> None:
         listener.close()
         raise
     redis = RedisLink(config.redis)
-    gateway = Gateway(
-        bus,
-        config.gateway,
-        models,
-        SystemClock(),
-        generations=generations,
-        redis=redis,
-        tools=tools,
-        tracing=tracing,
-        storage=config.storage,
-        exposure=config.metrics,
-    )
+    backends = Backends(bus, redis, generations)
+    gateway = Gateway(backends, config, models, SystemClock(), tools=tools, tracing=tracing)
     server = Server(gateway, listener)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = stop_event()
@@ -112,7 +102,7 @@ def _trouble(gateway: Gateway) -> str:
     if gateway.draining:
         return "draining"
     if not gateway.bus.connected:
-        return "the message bus is away"
+        return "the message bus is unreachable"
     return "; ".join(f"{store} {why}" for store, why in gateway.stores.troubles().items())
 
 

@@ -10,10 +10,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.streams.deliveries import Deliveries
-from gateway.streams.fleet import Fleet
-from gateway.streams.latency import GapCounts
+from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import OpenStream, status_of
 from gateway.streams.streams import StreamTable
+from gateway.streams.token_gaps import TokenGaps
 from gateway.tenancy.limits import Limiter
 from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
 from runtime.metrics_server import new_registry, render
@@ -25,7 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = new_registry()
-        self.gaps = GapCounts()
+        self.gaps = TokenGaps()
         self.registry.register(self.gaps)
         self.requests = Counter(
             "millrace_http_requests",
@@ -114,7 +114,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, streams: StreamTable, fleet: Fleet) -> None:
+    def watch(self, streams: StreamTable, fleet: FleetView) -> None:
         """Report the present state of these at every scrape."""
         self.registry.register(_PresentState(streams, fleet))
 
@@ -160,7 +160,7 @@ class Metrics:
 class _PresentState(Collector):
     """Gauges that are read when they are asked for."""
 
-    def __init__(self, streams: StreamTable, fleet: Fleet) -> None:
+    def __init__(self, streams: StreamTable, fleet: FleetView) -> None:
         self._streams = streams
         self._fleet = fleet
 

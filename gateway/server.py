@@ -24,7 +24,7 @@ from gateway.core import Gateway
 from gateway.errors import Refusal, SlowRequestError, refusal_of
 from gateway.tenancy.caller import Caller
 from gateway.transport.certificate import Certificate, certificate_of
-from gateway.transport.connection_writer import WIRE_EXTENSION, chunk, text_frames
+from gateway.transport.connection_writer import WRITER_EXTENSION, chunk, text_frames
 from gateway.transport.http import JSON, new_request_id, request_id_header
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
@@ -99,7 +99,7 @@ class Server:
         if self._certificate is not None:
             config.load()
             config.ssl = self._certificate.context
-        self._server = _QuietServer(config)
+        self._server = _ManagedServer(config)
 
     @property
     def port(self) -> int:
@@ -149,7 +149,7 @@ def tune_gc() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
-class _QuietServer(uvicorn.Server):
+class _ManagedServer(uvicorn.Server):
     """Signals are handled by whoever runs the process; ``up`` is set once it accepts."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -175,7 +175,7 @@ class _HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wires: deque[_HttpWire] = deque()  # of requests without their whole answer
+        self._writers: deque[_HttpWriter] = deque()  # of requests without their whole answer
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -203,9 +203,12 @@ class _HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        wire = _HttpWire(self.transport, self.flow)
-        self._wires.append(wire)
-        extensions: dict[str, Any] = {ABORT_EXTENSION: self.transport.abort, WIRE_EXTENSION: wire}
+        writer = _HttpWriter(self.transport, self.flow)
+        self._writers.append(writer)
+        extensions: dict[str, Any] = {
+            ABORT_EXTENSION: self.transport.abort,
+            WRITER_EXTENSION: writer,
+        }
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
@@ -214,14 +217,14 @@ class _HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        self._wires.popleft()
+        self._writers.popleft()
         super().on_response_complete()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         # Answers go out in the order of their requests.
-        if self._wires and self._wires[0].on_writable is not None:
-            self._wires[0].on_writable()
+        if self._writers and self._writers[0].on_writable is not None:
+            self._writers[0].on_writable()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(Refusal(status=400, code="invalid_http", message=msg))
@@ -272,7 +275,7 @@ def _http_protocol(note: Callable[[Refusal, Caller | None], None]) -> type[_Http
     return Protocol
 
 
-class _HttpWire:
+class _HttpWriter:
     """A response whose head was sent by ``send``, without a length, and whose end will be.
 
     Wires know the transport, which forgets its protocol when it closes: so nothing of a connection
@@ -292,7 +295,7 @@ class _HttpWire:
         self._transport.write(chunk(payloads))
 
 
-class _SocketWire:
+class _SocketWriter:
     """An accepted socket."""
 
     def __init__(self, transport: asyncio.Transport, writable: asyncio.Event) -> None:
@@ -312,19 +315,22 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
     """Queues a close frame behind whatever a client has not read, instead of waiting for it; tells
     a connection that was lost (1006) from one that was closed without a code (1005)."""
 
-    _wire: _SocketWire | None = None
+    _writer: _SocketWriter | None = None
 
     def handle_connect(self, event: Any) -> None:
         super().handle_connect(event)
         if not self.handshake_complete:
-            self._wire = _SocketWire(self.transport, self.writable)
-            extensions: dict[str, Any] = {**self.scope["extensions"], WIRE_EXTENSION: self._wire}
+            self._writer = _SocketWriter(self.transport, self.writable)
+            extensions: dict[str, Any] = {
+                **self.scope["extensions"],
+                WRITER_EXTENSION: self._writer,
+            }
             self.scope["extensions"] = extensions
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._wire is not None and self._wire.on_writable is not None:
-            self._wire.on_writable()
+        if self._writer is not None and self._writer.on_writable is not None:
+            self._writer.on_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.handshake_complete and self.conn.close_rcvd is None:

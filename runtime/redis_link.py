@@ -28,7 +28,9 @@ _Command = tuple[Argument, ...]
 _Batch = list[tuple[_Command, asyncio.Future[Any]]]
 
 
-class RedisUnreachableError(MillraceError, code="state_unavailable", retryable=True, http_status=503):
+class RedisUnreachableError(
+    MillraceError, code="state_unavailable", retryable=True, http_status=503
+):
     """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
     it may or may not have been done."""
 

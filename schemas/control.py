@@ -131,7 +131,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     open: bool = True
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client saw of one job's answer before another connection continued it, in the terms of
     ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not happened; ``epoch`` is that of
     the latest frame, one of ``num_epochs``."""
@@ -153,7 +153,7 @@ class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that asked. ``seen`` is by the id of the job, of which an answer may have several."""
 
     token_ids: tuple[int, ...] = ()
-    seen: dict[str, Seen] = {}
+    seen: dict[str, DeliveryStatistics] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

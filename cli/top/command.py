@@ -47,12 +47,12 @@ async def _run(arguments: argparse.Namespace) -> int:
     from cli.top.live import LiveView
     from cli.top.source import SnapshotSource
     from cli.top.view import as_text, view
-    from gateway.streams.fleet import Fleet
+    from gateway.streams.fleet_view import FleetView
     from runtime.clock import SystemClock
 
     config = locate_nats(arguments.data, arguments.nats)
     bus = await nats.connect(config, "millrace-top")
-    fleet = Fleet(SystemClock())
+    fleet = FleetView(SystemClock())
     try:
         await fleet.start(bus)
         place = config.url.rpartition("@")[2]  # what is before it may be a password

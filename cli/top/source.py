@@ -11,7 +11,7 @@ import msgspec
 
 from bus.api import Bus
 from cli.top.view import Snapshot, TenantRow, Totals, WorkerRow
-from gateway.streams.fleet import Fleet
+from gateway.streams.fleet_view import FleetView
 from schemas.control import TelemetryQuery
 from schemas.errors import MillraceError
 
@@ -29,7 +29,7 @@ class SnapshotSource:
     """Where snapshots come from: heartbeats and queue statuses, which are listened to, and
     telemetry, which is asked."""
 
-    def __init__(self, bus: Bus, fleet: Fleet, place: str) -> None:
+    def __init__(self, bus: Bus, fleet: FleetView, place: str) -> None:
         self._bus = bus
         self._fleet = fleet
         self._place = place

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.files import Files
-from gateway.api.paging import new_ordered_id, page_of
+from gateway.api.paging import page_of
+from gateway.batches.files import Files
+from gateway.batches.ordered_ids import new_ordered_id
 from gateway.batches.store import BatchRecord, BatchStore
 from gateway.core import Gateway
 from gateway.errors import NotFoundError

@@ -35,14 +35,14 @@ class HttpClient(Client):
         return bool(self.gone)
 
     def drop(self, reason: str) -> None:
-        self.leave(reason)
+        self.disconnect(reason)
         self._abort()
 
     def go_away(self) -> None:
         self.going_away = True
         self._wakeup.set()
 
-    def leave(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         self.gone = self.gone or reason
         self._wakeup.set()
 
@@ -63,4 +63,4 @@ class HttpClient(Client):
     async def watch(self, receive: Receive) -> None:
         """Note that the client closes its connection. Runs until then."""
         await wait_for_disconnect(receive)
-        self.leave("disconnect")
+        self.disconnect("disconnect")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,13 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.core import Gateway
-from gateway.errors import DrainingError, refusal_of, refusal_of_end
+from gateway.errors import refusal_of, refusal_of_end
+from gateway.models import ServedModelLike
+from gateway.rendering.embedding_jobs import Input, form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.rendering.rendering import read_long
-from gateway.request.models import ServedModelLike
+from gateway.request.job_maker import bare_job
 from gateway.request.parsing import decode
 from gateway.request.tracing import TRACEPARENT, RequestTrace
-from gateway.streams.stream import Client, OpenStream
+from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from gateway.transport.http import (
     JSON,
@@ -31,28 +32,21 @@ from gateway.transport.http import (
     read_body,
     wait_for_disconnect,
 )
-from registry.pricing import cost
-from registry.tokenizers.prompt_pool import PromptPool
 from schemas.embeddings import (
-    MAX_INPUTS,
     EmbeddingList,
     EmbeddingObject,
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from schemas.errors import MillraceError, ParameterError
+from schemas.errors import MillraceError
 from schemas.frames import Done, TerminalFrame, Usage
-from schemas.jobs import MAX_LABEL_CHARACTERS, Job, Source
+from schemas.jobs import Job
 
 # Jobs of one request that are in the queue or run at a time.
 MAX_JOBS_AT_ONCE = 64
 
 _ROUTE = "/v1/embeddings"
 _NS_PER_S = 1_000_000_000
-_CANCELLED = "cancelled"
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids")
-
-Input = str | tuple[int, ...]
 
 
 class _Made(NamedTuple):
@@ -68,34 +62,6 @@ class _EndedBadlyError(Exception):
     def __init__(self, end: TerminalFrame) -> None:
         super().__init__(type(end).__name__)
         self.end = end
-
-
-class _Waiting(Client):
-    """Waits for the end of one stream."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(gateway.config.client_buffer_bytes)
-        self._gateway = gateway
-        self._over = asyncio.Event()
-        self._dropped = ""
-
-    def wake(self, stream: OpenStream) -> None:
-        # What is taken wakes us for the next news; there is no text to keep.
-        stream.take(self._gateway.clock.monotonic(), self._gateway.metrics.gaps)
-        if stream.ended:
-            self._over.set()
-
-    def drop(self, reason: str) -> None:
-        """Nothing of an embedding waits to be written, so nobody can be slow to read it: it is the
-        gateway that goes."""
-        self._dropped = reason
-        self._over.set()
-
-    async def over(self) -> None:
-        """Return when the stream has ended. Raises DrainingError if this gateway goes before."""
-        await self._over.wait()
-        if self._dropped:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
 
 
 class Embeddings:
@@ -114,7 +80,7 @@ class Embeddings:
         if traces is None:
             return await self._embed(request, None)
         traceparent = header_of(request.scope, TRACEPARENT)
-        trace = traces.begin(traceparent, _ROUTE, request.method)
+        trace = traces.start(traceparent, _ROUTE, request.method)
         status, refusal = 500, None
         try:
             response = await self._embed(request, trace)
@@ -128,7 +94,7 @@ class Embeddings:
             raise
         finally:
             if trace is not None:
-                trace.over(status, refusal)
+                trace.finish(status, refusal)
         return response if trace is None else _with_headers(response, trace.headers)
 
     async def _embed(self, request: Request, trace: RequestTrace | None) -> Response:
@@ -136,7 +102,7 @@ class Embeddings:
         what is not done."""
         caller = await self._gateway.identity.caller(request.scope)
         request_id = new_request_id("embd")
-        async with self._gateway.entries.refusals_count(caller, request_id):
+        async with self._gateway.intake_limits.refusals_count(caller, request_id):
             return await self._answer(request, caller, request_id, trace)
 
     async def _answer(
@@ -144,43 +110,29 @@ class Embeddings:
     ) -> Response:
         gateway = self._gateway
         body = await read_body(request.scope, request.receive, gateway.config)
-        await gateway.entries.admit(caller, request_id, len(body))
+        await gateway.intake_limits.admit(caller, request_id, len(body))
         asked, inputs = await read_long(gateway.prompts, caller, body, self._read)
         model = await gateway.models.get(asked.model)
         form = form_of(asked, model)
         base = self._base_job(asked, request_id, model, caller)
         if trace is not None:
-            trace.asked_for(asked.model)
+            trace.note_model(asked.model)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
         jobs = await jobs_of(base, inputs, model, gateway.prompts)
-        num_tokens = sum(len(job.prompt_token_ids or ()) for job in jobs)
-        await gateway.entries.give_back(request_id)
-        reservation = await gateway.limiter.reserve(
-            caller,
-            request_id,
-            model=asked.model,
-            num_prompt_tokens=num_tokens,
-            max_tokens=0,
-            cost_upper=cost(model.prices, num_tokens, 0, 0),
-            deadline_s=gateway.config.request_timeout_s,
-            longest_tokens=max(len(job.prompt_token_ids or ()) for job in jobs),
-        )
+        limit_headers = await gateway.admission.reserve(caller, request_id, model, jobs)
         made: list[_Made | None] = [None] * len(jobs)
         try:
             await self._make(jobs, form, made, request.receive)
         except _EndedBadlyError as error:
             refusal = refusal_of_end(error.end)
-            headers = [*refusal.headers, *reservation.headers]
+            headers = [*refusal.headers, *limit_headers]
             return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
         finally:
-            usage = _sum(made)
+            usage = total_usage(one.usage for one in made if one is not None)
             if trace is not None:
-                trace.used(usage)
-            spent = cost(model.prices, usage.prompt_tokens, usage.cached_tokens, 0)
-            served = any(one is not None for one in made)
-            gateway.limiter.settle_soon(
-                request_id, usage if served else None, spent if served else None
-            )
+                trace.note_usage(usage)
+            served = [None if one is None else one.usage for one in made]
+            gateway.admission.settle(request_id, model, served)
         answer = EmbeddingList(
             data=tuple(
                 EmbeddingObject(index=index, embedding=one.embedding)
@@ -192,7 +144,7 @@ class Embeddings:
                 prompt_tokens=usage.prompt_tokens, total_tokens=usage.prompt_tokens
             ),
         )
-        return _with_headers(json_response(answer), reservation.headers)
+        return _with_headers(json_response(answer), limit_headers)
 
     # --- from inputs to jobs ---
 
@@ -205,20 +157,14 @@ class Embeddings:
     ) -> Job:
         gateway = self._gateway
         received_ns = gateway.clock.now_ns()
-        return Job(
-            request_id=request_id,
-            model=asked.model,
-            prompt_token_ids=(),
+        deadline_ns = received_ns + round(gateway.config.request_timeout_s * _NS_PER_S)
+        job = bare_job(asked.model, caller, request_id, caller.tier, received_ns, deadline_ns)
+        return msgspec.structs.replace(
+            job,
             pooling=asked.pooling or model.embedding_defaults.pooling,
             reply=gateway.gateway_id,
             batch_frames=True,
-            tenant=caller.tenant,
             user=user_of(asked),
-            tier=caller.tier,
-            source=Source.HTTP,
-            model_requested=asked.model,
-            received_ns=received_ns,
-            deadline_ns=received_ns + round(gateway.config.request_timeout_s * _NS_PER_S),
         )
 
     # --- jobs to embeddings ---
@@ -253,113 +199,13 @@ class Embeddings:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _make_one(self, job: Job, form: VectorForm) -> _Made:
-        gateway = self._gateway
-        client = _Waiting(gateway)
-        stream = await gateway.begin_job(job, client)
-        try:
-            await client.over()
-            gateway.streams.finish(stream)
-        finally:
-            # Nothing to do if the end was taken.
-            gateway.streams.leave(stream, _CANCELLED)
-        reader = stream.reader
+        reader, _ = await self._gateway.runner.run(job)
         end = reader.terminal
         assert end is not None
         if not isinstance(end, Done):
             raise _EndedBadlyError(end)
         assert reader.usage is not None
         return _Made(form.encode(reader.embedding), reader.usage)
-
-
-def inputs_of(asked: EmbeddingRequest) -> list[Input]:
-    """The texts and token ids to embed. Raises ParameterError."""
-    given = asked.input
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise ParameterError("input", "input must not be empty")
-    texts = [one for one in given if isinstance(one, str)]
-    token_ids = [one for one in given if isinstance(one, int)]
-    lists = [one for one in given if isinstance(one, tuple)]
-    if len(token_ids) == len(given):
-        return [tuple(token_ids)]
-    if len(given) > MAX_INPUTS:
-        raise ParameterError("input", f"input takes at most {MAX_INPUTS} items, got {len(given)}")
-    if len(texts) == len(given):
-        return list(texts)
-    if len(lists) == len(given):
-        return list(lists)
-    raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
-
-
-async def jobs_of(
-    base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
-) -> list[Job]:
-    """A job like ``base`` for each input. Raises MillraceError, naming the input at fault."""
-
-    def prepare_all() -> list[Job]:
-        # Nothing is drawn for an embedding, so any seed will do.
-        seeds = random.Random(base.request_id)
-        return [
-            _prepare(base, index, one, is_list=len(inputs) > 1, model=model, seeds=seeds)
-            for index, one in enumerate(inputs)
-        ]
-
-    return await prompts.run(base.tenant, sum(map(len, inputs)), prepare_all)
-
-
-def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
-    """How the vectors are given out. Raises ParameterError."""
-    dimensions, size = asked.dimensions, model.embedding_size
-    if dimensions is not None and not 1 <= dimensions <= size:
-        raise ParameterError(
-            "dimensions", f"dimensions must be between 1 and {size}, got {dimensions}"
-        )
-    normalize = asked.normalize
-    if normalize is None:
-        normalize = model.embedding_defaults.normalize
-    return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
-
-
-def user_of(asked: EmbeddingRequest) -> str:
-    """Raises ParameterError for a name that is too long."""
-    user = asked.user or ""
-    if len(user) > MAX_LABEL_CHARACTERS:
-        raise ParameterError("user", f"user must have at most {MAX_LABEL_CHARACTERS} characters")
-    return user
-
-
-def _prepare(
-    base: Job,
-    index: int,
-    given: Input,
-    *,
-    is_list: bool,
-    model: ServedModelLike,
-    seeds: random.Random,
-) -> Job:
-    where = f"input[{index}]" if is_list else "input"
-    if not given:
-        raise ParameterError("input", f"{where} must not be empty")
-    text, token_ids = (given, None) if isinstance(given, str) else (None, given)
-    request_id = f"{base.request_id}.{index}" if index else base.request_id
-    job = msgspec.structs.replace(
-        base, request_id=request_id, prompt=text, prompt_token_ids=token_ids
-    )
-    try:
-        return model.prepare(job, seeds)
-    except ParameterError as error:
-        if error.param not in _PROMPT_FIELDS:
-            raise
-        raise ParameterError("input", error.message.replace(error.param, where, 1)) from error
-
-
-def _sum(made: Sequence[_Made | None]) -> Usage:
-    usages = [one.usage for one in made if one is not None]
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-    )
 
 
 def _with_headers(response: Response, headers: Sequence[tuple[bytes, bytes]]) -> Response:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gateway.api.client_connection import HttpClient
+from gateway.core import Gateway
 from gateway.rendering.chunks import SSE_KEEP_ALIVE, encode
 from gateway.rendering.rendering import Renderer
-from gateway.request.response_stream import Answer
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
-from gateway.transport.connection_writer import Wire
+from gateway.transport.connection_writer import ConnectionWriter
 from gateway.transport.event_ids import event_id_line, with_event_id
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
 
 _KEEP_ALIVE_S = 15.0
 
@@ -24,18 +20,18 @@ class EventPump:
     def __init__(
         self,
         gateway: Gateway,
-        answer: Answer,
+        response: ResponseStream,
         client: HttpClient,
-        wire: Wire,
+        writer: ConnectionWriter,
         renderer: Renderer,
     ) -> None:
         self._gateway = gateway
-        self._answer = answer
+        self._response = response
         self._client = client
-        self._wire = wire
+        self._writer = writer
         self._render = renderer.part
         self._plain = renderer.plain
-        self._id_prefix = f"id: {answer.request_id}/".encode()
+        self._id_prefix = f"id: {response.request_id}/".encode()
         self._is_asked = False
         self._is_over = False
         self._has_written = False
@@ -43,54 +39,54 @@ class EventPump:
     async def run(self, early: list[Part]) -> bool:
         """Write ``early``, then parts as they come until the answer's end; False if the client is
         gone before that. Silence is broken by comments."""
-        client, answer = self._client, self._answer
+        client, response = self._client, self._response
         self._write(early)
-        client.on_wake = self._wire.on_writable = self._ask
-        self._ask()
+        client.on_wake = self._writer.on_writable = self._schedule_flush
+        self._schedule_flush()
         try:
-            while not (answer.ended or client.has_left() or client.going_away):
+            while not (response.ended or client.has_left() or client.going_away):
                 if await client.wait_up_to(_KEEP_ALIVE_S):
                     continue
-                if not self._has_written and self._wire.is_writable:
-                    self._wire.write([SSE_KEEP_ALIVE])
+                if not self._has_written and self._writer.is_writable:
+                    self._writer.write([SSE_KEEP_ALIVE])
                 self._has_written = False
         finally:
-            client.on_wake = self._wire.on_writable = None
+            client.on_wake = self._writer.on_writable = None
             self._is_over = True
-        return answer.ended and not client.has_left()
+        return response.ended and not client.has_left()
 
-    def pulse(self) -> None:
+    def flush(self) -> None:
         self._is_asked = False
-        client, answer = self._client, self._answer
+        client, response = self._client, self._response
         if self._is_over or client.has_left():
             return
         now_s = self._gateway.clock.monotonic()
-        if not self._wire.is_writable:
+        if not self._writer.is_writable:
             client.sending_since_s = client.sending_since_s or now_s
             return
         client.sending_since_s = None
         if self._plain is not None:
-            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            progress = response.choices[0].read_plain(now_s, self._gateway.metrics.gaps)
             if progress is not None:
                 if progress.text:
                     self._write_plain(progress.text, *self._plain)
                 return
-        self._write(answer.take(now_s))
-        if answer.ended:
+        self._write(response.read_parts(now_s))
+        if response.ended:
             client.call()
 
     def drop(self, reason: str) -> None:
         self._client.drop(reason)
 
-    def _ask(self) -> None:
+    def _schedule_flush(self) -> None:
         if not self._is_asked:
             self._is_asked = True
-            self._gateway.pulse.ask(self)
+            self._gateway.write_coalescer.schedule(self)
 
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
-        next_index = self._answer.choices[0].next_index
+        next_index = self._response.choices[0].next_index
         event = b"%b%d\n%b%b%b" % (self._id_prefix, next_index, before, encode(text), after)
-        self._wire.write([event])
+        self._writer.write([event])
         self._has_written = True
 
     def _write(self, parts: list[Part]) -> None:
@@ -100,6 +96,6 @@ class EventPump:
         events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
         if not events:
             return
-        line = event_id_line(self._id_prefix, self._answer.next_indices)
-        self._wire.write([with_event_id(events, line)])
+        line = event_id_line(self._id_prefix, self._response.next_indices)
+        self._writer.write([with_event_id(events, line)])
         self._has_written = True

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from bus.api import Objects, StoredObject
-from gateway.api.paging import new_ordered_id, page_of
+from gateway.api.paging import page_of
+from gateway.batches.files import Files
+from gateway.batches.ordered_ids import new_ordered_id
 from gateway.batches.store import BatchStore
 from gateway.core import Gateway
-from gateway.errors import NotFoundError
 from gateway.transport.body_deadline import BodyDeadline
 from gateway.transport.http import ClientLeftError, content_length, json_response
 from schemas.config import GatewayConfig
@@ -30,7 +30,6 @@ _MAX_FILENAME_CHARACTERS = 256
 _MAX_PAGE = 10_000
 _NO_CHARSET = "The form is not in the charset that its content-type names; leave charset out."
 _LIST_FIELDS = ("order", "purpose")
-_NS_PER_S = 1_000_000_000
 
 
 class FileInUseError(MillraceError):
@@ -45,59 +44,6 @@ class StorageFullError(MillraceError):
 
     code = "storage_limit_exceeded"
     http_status = 413
-
-
-class Files:
-    """The files of all tenants, in the bus's object store."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-
-    async def put(
-        self,
-        tenant: str,
-        file_id: str,
-        chunks: AsyncIterator[bytes],
-        filename: str,
-        purpose: FilePurpose,
-    ) -> FileObject:
-        """Store a file; one that is there already stays."""
-        metadata = {"filename": filename, "purpose": purpose.value}
-        return self._file(await self._objects.put(tenant, file_id, chunks, metadata))
-
-    async def get(self, tenant: str, file_id: str) -> tuple[FileObject, StoredObject]:
-        """Raises NotFoundError, also for another tenant's file."""
-        stored = await self._objects.info(tenant, file_id)
-        if stored is None:
-            raise NotFoundError(f"There is no file {file_id!r:.100}.")
-        return self._file(stored), stored
-
-    def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
-        """Its bytes. Raises ObjectLostError when they are not all there."""
-        return self._objects.read(stored)
-
-    async def ids(self, tenant: str) -> list[str]:
-        return await self._objects.names(tenant)
-
-    async def files(self, tenant: str, ids: list[str]) -> list[FileObject]:
-        """Those that are still there."""
-        return [self._file(stored) for stored in await self._objects.infos(tenant, ids)]
-
-    async def delete(self, tenant: str, file_id: str) -> None:
-        """Raises NotFoundError."""
-        if not await self._objects.delete(tenant, file_id):
-            raise NotFoundError(f"There is no file {file_id!r:.100}.")
-
-    def _file(self, stored: StoredObject) -> FileObject:
-        created_s = stored.stored_ns // _NS_PER_S
-        return FileObject(
-            id=stored.name,
-            bytes=stored.size_bytes,
-            created_at=created_s,
-            expires_at=created_s + round(self._objects.ttl_s),
-            filename=stored.metadata["filename"],
-            purpose=FilePurpose(stored.metadata["purpose"]),
-        )
 
 
 class FilesApi:

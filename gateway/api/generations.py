@@ -7,10 +7,10 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from gateway.api.client_connection import ABORT_EXTENSION, HttpClient
 from gateway.api.event_pump import EventPump
+from gateway.core import Gateway
 from gateway.errors import (
     GOING_AWAY_REFUSAL,
     InternalError,
@@ -21,11 +21,12 @@ from gateway.errors import (
 )
 from gateway.rendering.rendering import Endpoint, Prepared, Renderer
 from gateway.request.index import digest_of
-from gateway.request.response_stream import Answer
+from gateway.request.response_stream import ResponseStream
+from gateway.request.submitter import Requester
 from gateway.request.tracing import TRACEPARENT, RequestTrace
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
-from gateway.transport.connection_writer import WIRE_EXTENSION, Wire
+from gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
 from gateway.transport.event_ids import parse_event_id
 from gateway.transport.http import (
     ACCEPTED,
@@ -44,10 +45,6 @@ from gateway.transport.http import (
     send_response,
 )
 from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
-from schemas.jobs import Source
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ class GenerationHandler:
         traces, trace = self._gateway.traces, None
         if traces is not None:
             caller_span = header_of(scope, TRACEPARENT)
-            trace = traces.begin(caller_span, self._endpoint.route, scope["method"])
+            trace = traces.start(caller_span, self._endpoint.route, scope["method"])
             send = send if trace is None else trace.with_headers(send)
         status, refusal = 500, None
         try:
@@ -90,7 +87,7 @@ class GenerationHandler:
             status = 499
         finally:
             if trace is not None:
-                trace.over(status, refusal)
+                trace.finish(status, refusal)
             if refusal is not None and not scope.get(ACCEPTED):
                 self._gateway.refusals.note(
                     self._endpoint.route, refusal, scope.get(CALLER), request_id
@@ -110,7 +107,7 @@ class GenerationHandler:
             raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
-        async with gateway.entries.refusals_count(caller, request_id):
+        async with gateway.intake_limits.refusals_count(caller, request_id):
             return await self._answer_to(caller, scope, receive, send, request_id, trace)
 
     async def _answer_to(
@@ -125,39 +122,40 @@ class GenerationHandler:
         gateway, endpoint = self._gateway, self._endpoint
         with _bugs_answered(request_id):
             body = await read_body(scope, receive, gateway.config)
-            await gateway.entries.admit(caller, request_id, len(body))
+            await gateway.intake_limits.admit(caller, request_id, len(body))
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         last_event_id = header_of(scope, b"last-event-id")
         client = HttpClient(
             gateway.config.client_buffer_bytes, scope["extensions"][ABORT_EXTENSION]
         )
+        requester = Requester(caller, client, trace=trace)
         watch = asyncio.create_task(client.watch(receive))
         try:
             with _bugs_answered(request_id):
                 if last_event_id is not None:
-                    answer = await self._resume(last_event_id, prepared, caller, client)
+                    response = await self._resume(last_event_id, prepared, caller, client)
                     if trace is not None:
-                        trace.follow(answer)
+                        trace.attach_response(response)
                 elif key:
                     digest = digest_of(endpoint.route.encode(), body)
-                    answer = await gateway.idempotency.begin(
-                        key, digest, prepared.ask, caller, request_id, client, trace=trace
+                    response = await gateway.idempotency.submit(
+                        key, digest, prepared.request, requester, request_id
                     )
                 else:
-                    answer = await gateway.asker.begin(
-                        prepared.ask, caller, request_id, Source.HTTP, client, trace=trace
+                    response = await gateway.submitter.submit(
+                        prepared.request, requester, request_id
                     )
             scope[ACCEPTED] = True  # it has a record of its own now, however it ends
             try:
-                wire = scope["extensions"][WIRE_EXTENSION]
-                return await self._deliver(prepared, answer, client, wire, send)
+                writer = scope["extensions"][WRITER_EXTENSION]
+                return await self._deliver(prepared, response, client, writer, send)
             finally:
                 # Nothing to do if the end was delivered.
-                if answer.is_kept or (client.going_away and prepared.stream):
-                    answer.hold(None, client.gone or "disconnect")
+                if response.is_kept or (client.going_away and prepared.stream):
+                    response.detach(None, client.gone or "disconnect")
                 else:
-                    answer.leave(client.gone or "disconnect")
+                    response.abort(client.gone or "disconnect")
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -165,96 +163,106 @@ class GenerationHandler:
 
     async def _resume(
         self, last_event_id: str, prepared: Prepared, caller: Caller, client: HttpClient
-    ) -> Answer:
+    ) -> ResponseStream:
         if not prepared.stream:
             raise ParameterError("last-event-id", "Last-Event-ID goes only with stream: true.")
         request_id, indices = parse_event_id(last_event_id)
         return await self._gateway.resuming.resume(caller, request_id, indices, client)
 
     async def _deliver(
-        self, prepared: Prepared, answer: Answer, client: HttpClient, wire: Wire, send: Send
+        self,
+        prepared: Prepared,
+        response: ResponseStream,
+        client: HttpClient,
+        writer: ConnectionWriter,
+        send: Send,
     ) -> int:
-        with _bugs_answered(answer.request_id):
-            renderer = prepared.render(answer)
+        with _bugs_answered(response.request_id):
+            renderer = prepared.render(response)
             if not prepared.stream:
-                return await self._whole(answer, client, send, renderer)
-        return await self._stream(answer, client, wire, send, renderer)
+                return await self._whole(response, client, send, renderer)
+        return await self._stream(response, client, writer, send, renderer)
 
     async def _whole(
-        self, answer: Answer, client: HttpClient, send: Send, renderer: Renderer
+        self, response: ResponseStream, client: HttpClient, send: Send, renderer: Renderer
     ) -> int:
         monotonic = self._gateway.clock.monotonic
         while True:
-            for part in answer.take(monotonic()):
+            for part in response.read_parts(monotonic()):
                 renderer.add(part)
-            if answer.ended:
+            if response.ended:
                 break
             await client.wait()
             if client.has_left():
                 return 499
             if client.going_away:
-                await send_refusal(send, GOING_AWAY_REFUSAL, answer.request_id)
+                await send_refusal(send, GOING_AWAY_REFUSAL, response.request_id)
                 return GOING_AWAY_REFUSAL.status
-        refusal = await self._concluded(answer, renderer)
-        headers = [JSON, request_id_header(answer.request_id), *answer.headers]
+        refusal = await self._concluded(response, renderer)
+        headers = [JSON, request_id_header(response.request_id), *response.headers]
         if refusal is not None:
-            answer.finish()
-            await send_refusal(send, refusal, answer.request_id)
+            response.finish()
+            await send_refusal(send, refusal, response.request_id)
             return refusal.status
         body = renderer.whole()
-        answer.finish()
+        response.finish()
         await send_response(send, 200, headers, body)
         return 200
 
     async def _stream(
-        self, answer: Answer, client: HttpClient, wire: Wire, send: Send, renderer: Renderer
+        self,
+        response: ResponseStream,
+        client: HttpClient,
+        writer: ConnectionWriter,
+        send: Send,
+        renderer: Renderer,
     ) -> int:
-        goes_on = any(answer.first_indices)
-        early = [] if goes_on else await self._early_parts(answer, client)
-        refusal = answer.refusal
+        goes_on = any(response.first_indices)
+        early = [] if goes_on else await self._early_parts(response, client)
+        refusal = response.refusal
         if refusal is not None and not early and not goes_on:
-            await self._concluded(answer, renderer)
-            answer.finish()
-            await send_refusal(send, refusal, answer.request_id)
+            await self._concluded(response, renderer)
+            response.finish()
+            await send_refusal(send, refusal, response.request_id)
             return refusal.status
         if client.has_left():
             return 499
-        headers = [*_SSE_HEADERS, request_id_header(answer.request_id), *answer.headers]
+        headers = [*_SSE_HEADERS, request_id_header(response.request_id), *response.headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        first = b"" if any(answer.first_indices) else renderer.first()
+        first = b"" if any(response.first_indices) else renderer.first()
         await send({"type": "http.response.body", "body": first, "more_body": True})
-        pump = EventPump(self._gateway, answer, client, wire, renderer)
+        pump = EventPump(self._gateway, response, client, writer, renderer)
         if not await pump.run(early):
             if client.going_away and not client.has_left():
                 tail = renderer.failed(GOING_AWAY_REFUSAL)
                 await send({"type": "http.response.body", "body": tail})
             return 499
-        refusal = await self._concluded(answer, renderer)
+        refusal = await self._concluded(response, renderer)
         tail = renderer.last() if refusal is None else renderer.failed(refusal)
         client.sending_since_s = self._gateway.clock.monotonic()
         await send({"type": "http.response.body", "body": tail})
         if client.has_left():
             return 499
-        answer.finish()
+        response.finish()
         return 200
 
-    async def _concluded(self, answer: Answer, renderer: Renderer) -> Refusal | None:
+    async def _concluded(self, response: ResponseStream, renderer: Renderer) -> Refusal | None:
         """Store what is to be kept before the client learns of the end."""
-        await answer.conclude()
-        refusal = answer.refusal
+        await response.conclude()
+        refusal = response.refusal
         if refusal is None:
             await renderer.store()
-        elif refusal.retry_after_s is not None and answer.idempotency_key:
-            await self._gateway.idempotency.release(answer)
+        elif refusal.retry_after_s is not None and response.idempotency_key:
+            await self._gateway.idempotency.release(response)
         return refusal
 
-    async def _early_parts(self, answer: Answer, client: HttpClient) -> list[Part]:
+    async def _early_parts(self, response: ResponseStream, client: HttpClient) -> list[Part]:
         """Wait a moment for a sign of life, so that a refusal can still have its status."""
         monotonic = self._gateway.clock.monotonic
         give_up_s = monotonic() + _STATUS_WAIT_S
         while True:
-            parts = answer.take(monotonic())
-            if parts or answer.ended or answer.has_begun:
+            parts = response.read_parts(monotonic())
+            if parts or response.ended or response.has_begun:
                 return parts
             if client.has_left() or client.going_away:
                 return []

@@ -71,11 +71,11 @@ class OpsApi:
         wants_csv = name != asked or _accepts_only_csv(request)
         params = _single_values(request)
         if not wants_csv:
-            answer = await self._ask(name, params)
+            answer = await self._generation_request(name, params)
             return Response(answer.rows_json, media_type=_JSON, headers=_HEADERS)
         if name == _EXPORT:
             return await self._export(params)
-        answer = await self._ask(name, params, is_csv=True)
+        answer = await self._generation_request(name, params, is_csv=True)
         return Response(answer.rows_csv, media_type=_CSV, headers=_attachment(name))
 
     async def _export(self, params: dict[str, str]) -> Response:
@@ -84,7 +84,9 @@ class OpsApi:
         for name in ("rows", "after_us", "after_hash"):
             if name in params:
                 raise ParameterError(name, f"{_EXPORT}.csv has no parameter {name!r}.")
-        (count,) = self._counts.decode((await self._ask("requests_count", fixed)).rows_json)
+        (count,) = self._counts.decode(
+            (await self._generation_request("requests_count", fixed)).rows_json
+        )
         if count.requests > MAX_EXPORT_ROWS:
             raise AnswerTooLargeError(
                 f"The range holds {count.requests} requests, and a file takes {MAX_EXPORT_ROWS}. "
@@ -121,7 +123,9 @@ class OpsApi:
         while True:
             try:
                 asked = {**params, "rows": num_rows}
-                return (await self._ask("requests_page", asked, is_csv=True)).rows_csv, num_rows
+                return (
+                    await self._generation_request("requests_page", asked, is_csv=True)
+                ).rows_csv, num_rows
             except AnswerTooLargeError:
                 if num_rows == 1:
                     raise
@@ -140,7 +144,7 @@ class OpsApi:
                 await self._gateway.clock.sleep(_PAUSE_S)
         raise AssertionError
 
-    async def _ask(
+    async def _generation_request(
         self, name: str, params: dict[str, str | int | float] | dict[str, str], is_csv: bool = False
     ) -> TelemetryAnswer:
         query = TelemetryQuery(name=name, params={**params}, format="csv" if is_csv else "json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,19 +9,12 @@ from starlette.requests import Request
 
 from schemas.errors import ParameterError
 
-_NS_PER_MS = 1_000_000
-
 
 class Page(NamedTuple):
     """The ids of one page, and whether there are more behind it."""
 
     ids: list[str]
     has_more: bool
-
-
-def new_ordered_id(prefix: str, now_ns: int) -> str:
-    """An id that sorts by time: ``prefix``, milliseconds and 48 random bits."""
-    return f"{prefix}{now_ns // _NS_PER_MS:012x}{secrets.token_hex(6)}"
 
 
 def page_of(
@@ -61,8 +53,3 @@ def _limit(text: str | None, default: int, most: int) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= most or len(text) > 9:
         raise ParameterError("limit", f"limit must be a number from 1 to {most}.")
     return int(text)
-
-
-def created_ms(ordered_id: str) -> int:
-    """When an id was drawn. Raises ValueError for one that was not."""
-    return int(ordered_id[-24:-12], 16)

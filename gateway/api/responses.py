@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -12,11 +11,19 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from gateway.core import Gateway
+from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import Endpoint, Prepared, read_long
-from gateway.request.parsing import Ask, decode
-from gateway.request.submitter import tier_of
-from gateway.responses.input import LOGPROBS, ask_of, check_fields, given_items, messages_of
+from gateway.request.admission import tier_of
+from gateway.request.parsing import decode
+from gateway.request.response_stream import ResponseStream
+from gateway.responses.input import (
+    LOGPROBS,
+    check_fields,
+    generation_request_of,
+    given_items,
+    messages_of,
+)
 from gateway.responses.renderer import ResponseRenderer
 from gateway.responses.store import (
     PreviousResponseNotFoundError,
@@ -39,9 +46,6 @@ from schemas.responses import (
     StoredResponse,
 )
 from schemas.tools import ToolDefinition
-
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
 
 _MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
@@ -68,31 +72,38 @@ class ResponsesEndpoint(Endpoint):
         previous = await self._previous(request.previous_response_id, caller)
         earlier = () if previous is None else conversation_of(previous)
         items = (*earlier, *given)
-        ask = await read_long(
+        generation_request = await read_long(
             prompts,
             caller,
             body,
-            lambda _body: ask_of(request, messages_of(items, request.instructions)),
+            lambda _body: generation_request_of(request, messages_of(items, request.instructions)),
         )
-        tools = self._all_tools(ask)
+        tools = self._all_tools(generation_request)
         former = "" if previous is None else model_of(previous)
-        ask = await self._gateway.choice.resolve(ask, caller.tenant, tier_of(ask, caller), former)
+        generation_request = await self._gateway.choice.resolve(
+            generation_request, caller.tenant, tier_of(generation_request, caller), former
+        )
         if request.truncation == "auto":
-            model = await self._gateway.models.get(ask.model)
-            ask = await fit_window(ask, tools, model, caller, self._gateway.config, prompts)
+            model = await self._gateway.models.get(generation_request.model)
+            generation_request = await fit_window(
+                generation_request, tools, model, caller, self._gateway.config, prompts
+            )
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
-        return Prepared(ask=ask, stream=bool(request.stream), render=render)
+        return Prepared(request=generation_request, stream=bool(request.stream), render=render)
 
     def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item, ...]]:
         request = decode(self._decoder, body)
         check_fields(request)
         return request, given_items(request.input)
 
-    def _all_tools(self, ask: Ask) -> tuple[ToolDefinition, ...]:
+    def _all_tools(self, generation_request: GenerationRequest) -> tuple[ToolDefinition, ...]:
         """Those of the client and those of the gateway."""
         try:
-            return (*ask.tools, *self._gateway.tools.definitions(ask.server_tools))
+            return (
+                *generation_request.tools,
+                *self._gateway.tools.definitions(generation_request.server_tools),
+            )
         except ParameterError as error:
             raise ParameterError("tools", error.message) from error
 
@@ -122,11 +133,11 @@ class ResponsesEndpoint(Endpoint):
         earlier: tuple[Item, ...],
         given: tuple[Item, ...],
         keeps: bool,
-        answer: Answer,
+        response: ResponseStream,
     ) -> ResponseRenderer:
         store = self._store if keeps else None
-        describe = partial(logprob_infos, answer.model.tokenizer)
-        return ResponseRenderer(request, answer, earlier, given, store, describe)
+        describe = partial(logprob_infos, response.model.tokenizer)
+        return ResponseRenderer(request, response, earlier, given, store, describe)
 
 
 class ResponsesApi:

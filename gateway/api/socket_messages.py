@@ -8,7 +8,7 @@ from bus.frame_reader import Progress
 from gateway.errors import Refusal
 from gateway.rendering.chunks import usage_info
 from gateway.rendering.logprobs import logprob_infos
-from gateway.request.response_stream import Answer
+from gateway.request.response_stream import ResponseStream
 from gateway.request.tracing import RequestTrace
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from gateway.streams.stream import OpenStream
@@ -33,13 +33,13 @@ def encode_message(message: ServerMessage) -> bytes:
 
 
 class Generation:
-    """What a client calls ``id``. ``answer`` is set once it was accepted; a client that cancels
+    """What a client calls ``id``. ``response`` is set once it was accepted; a client that cancels
     before that has ``cancelled`` set. ``is_plain``: one choice, of which only text is told."""
 
     def __init__(self, generation_id: str, request_id: str) -> None:
         self.id = generation_id
         self.request_id = request_id
-        self.answer: Answer | None = None
+        self.response: ResponseStream | None = None
         self.trace: RequestTrace | None = None
         self.cancelled = False
         self.is_concluding = False
@@ -48,22 +48,22 @@ class Generation:
         self._started: object = None
         self._delta_head = b""
 
-    def accept(self, answer: Answer) -> None:
+    def accept(self, response: ResponseStream) -> None:
         """It is stored; its request id is the answer's."""
-        self.answer = answer
-        self.request_id = answer.request_id
-        self.is_plain = len(answer.choices) == 1 and answer.ask.sampling.logprobs is None
+        self.response = response
+        self.request_id = response.request_id
+        self.is_plain = len(response.choices) == 1 and response.request.sampling.logprobs is None
         names = _encode({"id": self.id, "request_id": self.request_id})
         self._delta_head = b'{"type":"delta",%b,"index":' % names[1:-1]
 
-    def accepted(self, answer: Answer) -> Accepted:
+    def accepted(self, response: ResponseStream) -> Accepted:
         """The first message of an answer."""
         return Accepted(
             id=self.id,
-            request_id=answer.request_id,
-            session=answer.session,
-            model=answer.ask.model,
-            route_reason=answer.ask.route_reason,
+            request_id=response.request_id,
+            session=response.session,
+            model=response.request.model,
+            route_reason=response.request.route_reason,
         )
 
     def notes_of(self, stream: OpenStream, payloads: list[bytes]) -> None:
@@ -96,10 +96,10 @@ class Generation:
 
     def say_plain(self, progress: Progress) -> bytes:
         """The delta of a choice that is alone and has nothing but text."""
-        assert self.answer is not None
+        assert self.response is not None
         return b'%b%d,"num_tokens":%d,"text":%b}' % (
             self._delta_head,
-            self.answer.choices[0].next_index - progress.num_tokens,
+            self.response.choices[0].next_index - progress.num_tokens,
             progress.num_tokens,
             _encode(progress.text),
         )
@@ -137,31 +137,31 @@ class Generation:
                     )
                 )
             case ChoiceEnd():
-                assert self.answer is not None
-                if len(self.answer.choices) == 1:
+                assert self.response is not None
+                if len(self.response.choices) == 1:
                     return b""
                 return encode_message(
                     ChoiceDone(**names, choice=part.choice, finish_reason=part.reason)
                 )
         return b""
 
-    def end(self, answer: Answer) -> ServerMessage:
+    def end(self, response: ResponseStream) -> ServerMessage:
         """The last message of an answer that has ended."""
-        refusal = answer.refusal
-        if refusal is not None and not (answer.was_cancelled and refusal.code == "cancelled"):
+        refusal = response.refusal
+        if refusal is not None and not (response.was_cancelled and refusal.code == "cancelled"):
             return self.refuse(refusal)
-        usage = answer.usage
+        usage = response.usage
         return Done(
             id=self.id,
             request_id=self.request_id,
-            finish_reason=answer.reasons[0] if refusal is None else "cancelled",
+            finish_reason=response.reasons[0] if refusal is None else "cancelled",
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
         )
 
     def refuse(self, refusal: Refusal) -> Error:
         return Error(
             id=self.id,
-            request_id=self.request_id if self.answer is not None else None,
+            request_id=self.request_id if self.response is not None else None,
             code=refusal.code,
             message=refusal.message,
             param=refusal.param,
@@ -178,7 +178,7 @@ class Generation:
         if part.choice:
             payload += b',"choice":%d' % part.choice
         if part.logprobs:
-            assert self.answer is not None
-            infos = logprob_infos(self.answer.model.tokenizer, part.logprobs)
+            assert self.response is not None
+            infos = logprob_infos(self.response.model.tokenizer, part.logprobs)
             payload += b',"logprobs":' + _encode(infos)
         return payload + b"}"

@@ -6,27 +6,25 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from gateway.api.socket_messages import Generation, encode_message
+from gateway.core import Gateway
 from gateway.errors import Refusal, refusal_of
 from gateway.request.index import digest_of
-from gateway.request.parsing import socket_ask
-from gateway.request.response_stream import Answer
+from gateway.request.parsing import parse_generate
+from gateway.request.response_stream import ResponseStream
+from gateway.request.submitter import Requester
 from gateway.streams.stream import Client, OpenStream
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import AuthenticationError
-from gateway.transport.connection_writer import Wire
+from gateway.transport.connection_writer import ConnectionWriter
 from gateway.transport.http import new_request_id
 from schemas.control import CancelReason
 from schemas.errors import MillraceError
 from schemas.jobs import Source
 from schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ _LAST_WORDS_S = 1.0
 _MAX_ID_CHARACTERS = 256
 _ROUTE = "/v1/ws"
 
-_Start = Callable[[Generation], Awaitable[Answer]]
+_Start = Callable[[Generation], Awaitable[ResponseStream]]
 
 
 class SocketSession(Client):
@@ -48,14 +46,18 @@ class SocketSession(Client):
     """
 
     def __init__(
-        self, gateway: Gateway, wire: Wire, caller: Caller | None, traceparent: str | None = None
+        self,
+        gateway: Gateway,
+        writer: ConnectionWriter,
+        caller: Caller | None,
+        traceparent: str | None = None,
     ) -> None:
         super().__init__(gateway.config.client_buffer_bytes)
         self.caller = caller
         self._traceparent = traceparent
         self._gateway = gateway
-        self._wire = wire
-        wire.on_writable = self._ask_for_pulse
+        self._writer = writer
+        writer.on_writable = self._schedule_flush
         self._generations: dict[str, Generation] = {}
         self._ready: list[OpenStream] = []
         self._payloads: list[bytes] = []
@@ -75,7 +77,7 @@ class SocketSession(Client):
         self._ready.append(stream)
         if not self._is_asked:
             self._is_asked = True
-            self._gateway.pulse.ask(self)
+            self._gateway.write_coalescer.schedule(self)
 
     def drop(self, reason: str) -> None:
         self.dropped = self.dropped or reason
@@ -84,7 +86,7 @@ class SocketSession(Client):
     def drop_when_said(self, reason: str) -> None:
         """Part with the client once it was sent what there is to say."""
         self._parting = reason
-        self._ask_for_pulse()
+        self._schedule_flush()
 
     def expel(self, why: AuthenticationError) -> None:
         """The client's key opens nothing any more: tell it, and part with it, also if it does not
@@ -124,8 +126,8 @@ class SocketSession(Client):
             self.refuse(Error(code="unknown_id", message=text, param="id", id=generation_id), 404)
             return
         generation.cancelled = True
-        if generation.answer is not None:
-            generation.answer.cancel(CancelReason.CLIENT)
+        if generation.response is not None:
+            generation.response.cancel(CancelReason.CLIENT)
 
     def refuse(self, error: Error, status: int, limit: str = "") -> None:
         """Say why a message is refused, which over HTTP would have had that status."""
@@ -146,7 +148,7 @@ class SocketSession(Client):
     def say_payload(self, payload: bytes) -> None:
         """Queue a message. What the client asks for and does not read counts against its bound."""
         self._payloads.append(payload)
-        self._ask_for_pulse()
+        self._schedule_flush()
         self.pending_bytes += len(payload)
         if self.pending_bytes > self.limit_bytes:
             self.drop("slow_client")
@@ -156,8 +158,8 @@ class SocketSession(Client):
         self._closed = True
         self._holds = hold
         for generation in self._generations.values():
-            if generation.answer is not None:
-                self._part_with(generation.answer)
+            if generation.response is not None:
+                self._part_with(generation.response)
 
     # From a message to an accepted answer.
 
@@ -182,39 +184,26 @@ class SocketSession(Client):
             self._generations[generation_id] = generation
             self._spawn(self._start(generation, start), generation)
 
-    async def _answer_to(self, message: Generate, generation: Generation) -> Answer:
+    async def _answer_to(self, message: Generate, generation: Generation) -> ResponseStream:
         gateway, caller = self._gateway, self._known_caller()
         if gateway.traces is not None:
-            generation.trace = gateway.traces.begin(self._traceparent, _ROUTE, "GET")
+            generation.trace = gateway.traces.start(self._traceparent, _ROUTE, "GET")
         num_items = len(message.messages or message.prompt or ())
-        ask = await gateway.prompts.run(caller.tenant, num_items, partial(socket_ask, message))
+        request = await gateway.prompts.run(
+            caller.tenant, num_items, partial(parse_generate, message)
+        )
+        requester = Requester(caller, self, Source.WEBSOCKET, generation, generation.trace)
         if not message.idempotency_key:
-            return await gateway.asker.begin(
-                ask,
-                caller,
-                generation.request_id,
-                Source.WEBSOCKET,
-                self,
-                owner=generation,
-                trace=generation.trace,
-            )
+            return await gateway.submitter.submit(request, requester, generation.request_id)
         # A client that asks again may name the generation anew.
         digest = digest_of(
             b"generate", msgspec.json.encode(msgspec.structs.replace(message, id=""))
         )
-        return await gateway.idempotency.begin(
-            message.idempotency_key,
-            digest,
-            ask,
-            caller,
-            generation.request_id,
-            self,
-            source=Source.WEBSOCKET,
-            owner=generation,
-            trace=generation.trace,
+        return await gateway.idempotency.submit(
+            message.idempotency_key, digest, request, requester, generation.request_id
         )
 
-    async def _resumed(self, message: Resume, generation: Generation) -> Answer:
+    async def _resumed(self, message: Resume, generation: Generation) -> ResponseStream:
         index = message.next_index
         indices = (index,) if isinstance(index, int) else index
         return await self._gateway.resuming.resume(
@@ -226,37 +215,37 @@ class SocketSession(Client):
         return self.caller
 
     async def _start(self, generation: Generation, start: _Start) -> None:
-        caller, entries = self._known_caller(), self._gateway.entries
+        caller, intake_limits = self._known_caller(), self._gateway.intake_limits
         try:
-            async with entries.refusals_count(caller, generation.request_id):
-                answer = await start(generation)
+            async with intake_limits.refusals_count(caller, generation.request_id):
+                response = await start(generation)
         except MillraceError as error:
             refusal = refusal_of(error)
             self.note_refusal(refusal, generation.request_id)
             self._forget(generation, refusal)
             self._say_refusal(generation, refusal)
             return
-        generation.accept(answer)
+        generation.accept(response)
         if self._closed:
-            self._part_with(answer)
+            self._part_with(response)
             return
-        self.say(generation.accepted(answer))
+        self.say(generation.accepted(response))
         if generation.cancelled:
-            answer.cancel(CancelReason.CLIENT)
+            response.cancel(CancelReason.CLIENT)
         # Frames may have come before the queue's answer did.
-        for choice in answer.choices:
+        for choice in response.choices:
             self.wake(choice.stream)
 
-    def _part_with(self, answer: Answer) -> None:
+    def _part_with(self, response: ResponseStream) -> None:
         outcome = self.dropped or "disconnect"
-        if answer.trace is not None:
-            answer.trace.over(error=outcome)
-        if answer.is_kept:
-            answer.hold(None, outcome)
+        if response.trace is not None:
+            response.trace.finish(error=outcome)
+        if response.is_kept:
+            response.detach(None, outcome)
         elif self._holds:
-            answer.hold(self._gateway.config.resume_grace_s, outcome)
+            response.detach(self._gateway.config.resume_grace_s, outcome)
         else:
-            answer.leave(outcome)
+            response.abort(outcome)
 
     def _spawn(self, work: Awaitable[None], generation: Generation) -> None:
         task = asyncio.ensure_future(work)
@@ -270,25 +259,25 @@ class SocketSession(Client):
         _log.error("a generation failed in the gateway", exc_info=error)
         failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
         self._forget(generation, failed)
-        if generation.answer is not None:
-            generation.answer.leave("failed")
+        if generation.response is not None:
+            generation.response.abort("failed")
         else:
             self.note_refusal(failed, generation.request_id)
         self._say_refusal(generation, failed)
 
     def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
         if generation.trace is not None:
-            generation.trace.over(refusal=refusal)
+            generation.trace.finish(refusal=refusal)
         if self._generations.get(generation.id) is generation:
             del self._generations[generation.id]
 
     # From answers to the socket.
 
-    def pulse(self) -> None:
+    def flush(self) -> None:
         """Write what is ready, if the client reads."""
         self._is_asked = False
         now_s = self._gateway.clock.monotonic()
-        if not self._wire.is_writable:
+        if not self._writer.is_writable:
             self.sending_since_s = self.sending_since_s or now_s
             return
         self.sending_since_s = None
@@ -301,61 +290,61 @@ class SocketSession(Client):
             payloads.append(self._last_words)
             self._last_words = b""
         if payloads:
-            self._wire.write(payloads)
+            self._writer.write(payloads)
         if self._is_going_away and not self._generations:
             self.drop("going_away")
         if self._parting:
             self.drop(self._parting)
 
-    def _ask_for_pulse(self) -> None:
+    def _schedule_flush(self) -> None:
         if not self._is_asked:
             self._is_asked = True
-            self._gateway.pulse.ask(self)
+            self._gateway.write_coalescer.schedule(self)
 
     def _collect(self, stream: OpenStream, now_s: float, payloads: list[bytes]) -> None:
         """Append what an answer has for its client, its end last."""
-        answer = stream.owner
-        if not isinstance(answer, Answer):
+        response = stream.owner
+        if not isinstance(response, ResponseStream):
             return  # its end was said
-        generation = answer.owner
+        generation = response.owner
         if (
             not isinstance(generation, Generation)
-            or generation.answer is not answer
+            or generation.response is not response
             or generation.is_concluding
             or self._generations.get(generation.id) is not generation
         ):
             return
-        if stream is answer.choices[0].stream:
+        if stream is response.choices[0].stream:
             generation.notes_of(stream, payloads)
         if generation.is_plain:
-            progress = answer.choices[0].take_plain(now_s, self._gateway.metrics.gaps)
+            progress = response.choices[0].read_plain(now_s, self._gateway.metrics.gaps)
             if progress is not None:
                 if progress.num_tokens:
                     payloads.append(generation.say_plain(progress))
                 return
-        for part in answer.take(now_s):
+        for part in response.read_parts(now_s):
             payload = generation.say(part)
             if payload:
                 payloads.append(payload)
-        if not answer.ended:
+        if not response.ended:
             return
-        if answer.must_conclude:
+        if response.must_conclude:
             generation.is_concluding = True
-            self._spawn(self._conclude(generation, answer), generation)
+            self._spawn(self._conclude(generation, response), generation)
         else:
-            payloads.append(encode_message(self._end(generation, answer)))
+            payloads.append(encode_message(self._end(generation, response)))
 
-    async def _conclude(self, generation: Generation, answer: Answer) -> None:
-        await answer.conclude()
-        self.say(self._end(generation, answer))
+    async def _conclude(self, generation: Generation, response: ResponseStream) -> None:
+        await response.conclude()
+        self.say(self._end(generation, response))
 
-    def _end(self, generation: Generation, answer: Answer) -> ServerMessage:
+    def _end(self, generation: Generation, response: ResponseStream) -> ServerMessage:
         self._forget(generation)
-        message = generation.end(answer)
-        answer.finish()
-        refusal = answer.refusal
-        if refusal is not None and refusal.retry_after_s is not None and answer.is_kept:
-            self._spawn(self._gateway.idempotency.release(answer), generation)
+        message = generation.end(response)
+        response.finish()
+        refusal = response.refusal
+        if refusal is not None and refusal.retry_after_s is not None and response.is_kept:
+            self._spawn(self._gateway.idempotency.release(response), generation)
         return message
 
     def _say_refusal(self, generation: Generation, refusal: Refusal) -> None:

@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from bus.storage import NATS
 from gateway.core import Gateway
+from gateway.models import ServedModelLike
 from gateway.request.message_fields import chat_messages
-from gateway.request.models import ServedModelLike
 from gateway.request.parsing import decode
 from gateway.tenancy.identity import AuthenticationError
 from gateway.transport.http import json_response, new_request_id, read_body
@@ -95,7 +95,7 @@ class Api:
         gateway = self._gateway
         caller = await gateway.identity.caller(request.scope)
         body = await read_body(request.scope, request.receive, gateway.config)
-        async with gateway.entries.counts(caller, new_request_id("tok"), len(body)):
+        async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
             read = partial(gateway.prompts.run, caller.tenant, len(body))
             asked = await read(lambda: decode(decoder, body))
             model = await gateway.models.get(asked.model)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from gateway.api.socket_session import KEY_REVOKED, SocketSession
+from gateway.core import Gateway
 from gateway.errors import InvalidJsonError, Refusal, refusal_of
 from gateway.request.parsing import decode
 from gateway.request.tracing import TRACEPARENT
+from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import token_of
-from gateway.transport.connection_writer import WIRE_EXTENSION, Wire
+from gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
 from gateway.transport.http import CALLER, Receive, Scope, Send, header_of, refuse_handshake
 from gateway.transport.proxies import is_forwarded
 from schemas.errors import MillraceError, ParameterError
@@ -28,10 +30,6 @@ from schemas.websocket import (
     Pong,
     Resume,
 )
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
-    from gateway.tenancy.caller import Caller
 
 ROUTE = "/v1/ws"
 _PONG = msgspec.json.encode(Pong())
@@ -93,9 +91,9 @@ class WebSocketHandler:
         self, scope: Scope, receive: Receive, send: Send, caller: Caller | None
     ) -> None:
         gateway = self._gateway
-        wire: Wire = scope["extensions"][WIRE_EXTENSION]
+        writer: ConnectionWriter = scope["extensions"][WRITER_EXTENSION]
         traceparent = None if gateway.traces is None else header_of(scope, TRACEPARENT)
-        session = SocketSession(gateway, wire, caller, traceparent)
+        session = SocketSession(gateway, writer, caller, traceparent)
         gateway.sockets.add(session)
         if gateway.draining:
             session.announce_going_away()
@@ -104,7 +102,7 @@ class WebSocketHandler:
             code = await self._read(scope, receive, session)
             hold = code not in _NORMAL_CODES
         finally:
-            wire.on_writable = None
+            writer.on_writable = None
             gateway.sockets.discard(session)
             session.close(hold=hold)
         if session.dropped:

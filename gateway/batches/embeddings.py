@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from gateway.api.embeddings import form_of, inputs_of, jobs_of, user_of
-from gateway.batches.lines import LineKind, LineOrder, base_job, usage_of
+from gateway.batches.lines import BatchEndpoint, BatchOrder, batch_job, usage_of
 from gateway.core import Gateway
+from gateway.models import ServedModelLike
+from gateway.rendering.embedding_jobs import form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.models import ServedModelLike
 from gateway.request.parsing import decode
 from gateway.tenancy.caller import Caller
 from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
 from schemas.jobs import Job, JobResult
 
 
-class EmbeddingKind(LineKind):
+class EmbeddingBatchEndpoint(BatchEndpoint):
     """``/v1/embeddings``: a job for each input."""
 
     route = "/v1/embeddings"
@@ -29,13 +29,13 @@ class EmbeddingKind(LineKind):
 
     async def order(
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
-    ) -> LineOrder:
+    ) -> BatchOrder:
         asked = decode(self._decoder, body)
         inputs = inputs_of(asked)
         model = await self._gateway.models.get(asked.model)
         form = form_of(asked, model)
         base = replace(
-            base_job(asked.model, caller, request_id, received_ns, deadline_ns),
+            batch_job(asked.model, caller, request_id, received_ns, deadline_ns),
             user=user_of(asked),
             pooling=asked.pooling or model.embedding_defaults.pooling,
         )
@@ -43,7 +43,7 @@ class EmbeddingKind(LineKind):
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)
 
 
-class _EmbeddingOrder(LineOrder):
+class _EmbeddingOrder(BatchOrder):
     def __init__(
         self,
         gateway: Gateway,

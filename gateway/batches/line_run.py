@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from gateway.batches import answers as batch_answers
 from gateway.batches.input import InputLine, read_line
-from gateway.batches.lines import LineKind, LineOrder
+from gateway.batches.lines import BatchEndpoint, BatchOrder
 from gateway.batches.log import BatchLog
 from gateway.batches.results import ResultWaiter
 from gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
+from gateway.core import Gateway
 from gateway.errors import InternalError, Refusal, refusal_of
 from runtime.retry import doubling_delays
 from schemas.batches import BatchLine
 from schemas.errors import MillraceError, QueueFullError
 from schemas.jobs import Job, JobResult
 from schemas.records import Status
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ class LineRunner:
         self,
         gateway: Gateway,
         record: BatchRecord,
-        kind: LineKind,
+        kind: BatchEndpoint,
         log: BatchLog,
         results: ResultWaiter,
         stopping: asyncio.Event,
@@ -105,7 +102,7 @@ class LineRunner:
             if await self._stopped_within(_RETRY_S):
                 return
 
-    async def _order(self, request: BatchLine, request_id: str) -> LineOrder | None:
+    async def _order(self, request: BatchLine, request_id: str) -> BatchOrder | None:
         """None if the batch is stopped before anybody can say. Raises what is wrong with it."""
         for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             try:
@@ -124,7 +121,7 @@ class LineRunner:
         return None
 
     async def _publish(
-        self, line: InputLine, order: LineOrder, attempt: int
+        self, line: InputLine, order: BatchOrder, attempt: int
     ) -> PublishedLine | None:
         """Reserve and publish, however long that takes; None if the batch is stopped before.
         Raises what makes it impossible."""
@@ -146,7 +143,9 @@ class LineRunner:
         order.settle([])
         return None
 
-    async def _publish_once(self, line: InputLine, order: LineOrder, attempt: int) -> PublishedLine:
+    async def _publish_once(
+        self, line: InputLine, order: BatchOrder, attempt: int
+    ) -> PublishedLine:
         self._leave_room(order.jobs[0].model)
         sequences = await asyncio.gather(*map(self._publish_job, order.jobs))
         return PublishedLine(line.number, attempt, tuple(sequences))
@@ -158,7 +157,7 @@ class LineRunner:
             return 0
         return (await bus.jobs.publish(job, reserved=True)).stream_sequence
 
-    async def _wait(self, order: LineOrder, published: PublishedLine) -> list[JobResult]:
+    async def _wait(self, order: BatchOrder, published: PublishedLine) -> list[JobResult]:
         """The results of those jobs that have any."""
         try:
             found = await asyncio.gather(
@@ -182,7 +181,7 @@ class LineRunner:
                 raise QueueFullError("The queue is half full.", queue.retry_after_s)
 
     def _finish(
-        self, line: InputLine, request: BatchLine, order: LineOrder, results: list[JobResult]
+        self, line: InputLine, request: BatchLine, order: BatchOrder, results: list[JobResult]
     ) -> None:
         if self._stopping.is_set() and (
             _has(results, Status.CANCELLED) or _has(results, Status.EXPIRED)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from gateway.core import Gateway
 from gateway.errors import Refusal, refusal_of_end
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
 from gateway.rendering.rendering import Endpoint, Prepared
-from gateway.request.parsing import Ask
-from gateway.request.response_stream import Answer
-from gateway.streams.stream import Client, OpenStream
+from gateway.request.detached_client import NULL_CLIENT
+from gateway.request.job_maker import bare_job
+from gateway.request.response_stream import AcceptedRequest, ResponseStream
+from gateway.streams.stream import OpenStream
+from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
-from registry.pricing import cost
 from schemas.errors import MillraceError, ParameterError
 from schemas.frames import (
     Cancelled,
@@ -27,12 +30,8 @@ from schemas.frames import (
     TerminalFrame,
     Usage,
 )
-from schemas.jobs import Job, JobResult, Source, Tier
+from schemas.jobs import Job, JobResult, Tier
 from schemas.records import Status
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
-    from gateway.request.models import ServedModelLike
 
 _NS_PER_S = 1_000_000_000
 _TIERS = (None, Tier.BATCH)
@@ -51,7 +50,7 @@ class LogprobsLostError(MillraceError):
         )
 
 
-class LineOrder(ABC):
+class BatchOrder(ABC):
     """One request, understood: the jobs that it takes, and what is made of their results."""
 
     def __init__(
@@ -70,31 +69,19 @@ class LineOrder(ABC):
     async def reserve(self) -> None:
         """Take what the jobs may need at most out of the caller's limits; again is the same as
         once. Raises MillraceError if there is no room."""
-        num_prompt = sum(len(job.prompt_token_ids or ()) for job in self.jobs)
-        num_completion = sum(map(_num_tokens, self.jobs)) - num_prompt
         deadline_ns = self.jobs[0].deadline_ns or 0
-        await self._gateway.limiter.reserve(
+        await self._gateway.admission.reserve(
             self._caller,
             self.request_id,
-            model=self.jobs[0].model,
-            num_prompt_tokens=num_prompt,
-            max_tokens=num_completion,
-            cost_upper=cost(self._model.prices, num_prompt, 0, num_completion),
+            self._model,
+            self.jobs,
             deadline_s=max(deadline_ns - self._gateway.clock.now_ns(), 0) / _NS_PER_S,
-            tier=Tier.BATCH,
-            longest_tokens=max(map(_num_tokens, self.jobs)),
         )
 
     def settle(self, results: Sequence[JobResult]) -> None:
         """Charge what was computed and give the rest back; nothing was without results."""
-        if all(result.usage is None for result in results):
-            self._gateway.limiter.settle_soon(self.request_id, None, None)
-            return
-        usage = usage_of(results)
-        price = cost(
-            self._model.prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-        )
-        self._gateway.limiter.settle_soon(self.request_id, usage, price)
+        usages = [result.usage for result in results]
+        self._gateway.admission.settle(self.request_id, self._model, usages)
 
     def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
         """Why there is no answer; None if all the results are good."""
@@ -110,23 +97,17 @@ class LineOrder(ABC):
         something that was asked for is not there."""
 
 
-def _num_tokens(job: Job) -> int:
-    """Of prompt and longest completion; an embedding has none."""
-    num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
-    return len(job.prompt_token_ids or ()) + num_completion
-
-
-class LineKind(ABC):
+class BatchEndpoint(ABC):
     """One endpoint that batches may be for."""
 
     @abstractmethod
     async def order(
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
-    ) -> LineOrder:
+    ) -> BatchOrder:
         """Raises MillraceError for what cannot be honoured."""
 
 
-class GenerationKind(LineKind):
+class GenerationBatchEndpoint(BatchEndpoint):
     """An endpoint that answers with generations."""
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
@@ -135,25 +116,25 @@ class GenerationKind(LineKind):
 
     async def order(
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
-    ) -> LineOrder:
+    ) -> BatchOrder:
         prepared = await self._endpoint.prepare(body, caller, self._gateway.prompts)
         _refuse_what_needs_a_client(prepared)
-        ask = self._gateway.choice.resolve_alone(prepared.ask, Tier.BATCH)
-        prepared = replace(prepared, ask=ask)
-        model = await self._gateway.models.get(ask.model)
-        base = base_job(ask.model, caller, request_id, received_ns, deadline_ns)
+        request = self._gateway.choice.resolve_alone(prepared.request, Tier.BATCH)
+        prepared = replace(prepared, request=request)
+        model = await self._gateway.models.get(request.model)
+        base = batch_job(request.model, caller, request_id, received_ns, deadline_ns)
         base = replace(
             base,
-            user=ask.user,
-            model_requested=ask.model_requested or ask.model,
-            route_reason=ask.route_reason,
+            user=request.user,
+            model_requested=request.model_requested or request.model,
+            route_reason=request.route_reason,
             keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),
         )
-        jobs = await self._gateway.asker.maker.jobs(base, ask, model, caller)
+        jobs = await self._gateway.maker.jobs(base, request, model, caller)
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
 
 
-class _GenerationOrder(LineOrder):
+class _GenerationOrder(BatchOrder):
     def __init__(
         self,
         gateway: Gateway,
@@ -166,16 +147,16 @@ class _GenerationOrder(LineOrder):
         self._prepared = prepared
 
     def render(self, results: Sequence[JobResult]) -> bytes:
-        ask = self._prepared.ask
-        if any(_lacks_logprobs(ask, result) for result in results):
+        request = self._prepared.request
+        if any(_lacks_logprobs(request, result) for result in results):
             raise LogprobsLostError
-        asker = self._gateway.asker
         created_s = self.jobs[0].received_ns // _NS_PER_S
-        answer = Answer(asker, ask, self._caller, self._model, self.request_id, created_s)
-        for index, (job, result) in enumerate(zip(self.jobs, results, strict=True)):
-            answer.choices.append(asker.choice(answer, index, _replayed(job, result)))
-        parts = answer.take(0.0)
-        renderer = self._prepared.render(answer)
+        accepted = AcceptedRequest(request, self._caller, self._model, self.request_id, created_s)
+        response = ResponseStream(self._gateway.response_context, accepted)
+        for job, result in zip(self.jobs, results, strict=True):
+            response.add_choice(_replayed(job, result))
+        parts = response.read_parts(0.0)
+        renderer = self._prepared.render(response)
         for part in parts:
             renderer.add(part)
         return renderer.whole()
@@ -183,54 +164,39 @@ class _GenerationOrder(LineOrder):
 
 def usage_of(results: Sequence[JobResult]) -> Usage:
     """All that was computed for some results."""
-    usages = [result.usage for result in results if result.usage is not None]
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-    )
+    return total_usage(result.usage for result in results if result.usage is not None)
 
 
-def base_job(
+def batch_job(
     model: str, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
 ) -> Job:
     """What all jobs of a batch have in common; the prompt is to be filled in."""
-    return Job(
-        request_id=request_id,
-        model=model,
-        prompt_token_ids=(),
-        store_result=True,
-        tenant=caller.tenant,
-        tier=Tier.BATCH,
-        source=Source.HTTP,
-        model_requested=model,
-        received_ns=received_ns,
-        deadline_ns=deadline_ns,
-    )
+    job = bare_job(model, caller, request_id, Tier.BATCH, received_ns, deadline_ns)
+    return replace(job, store_result=True)
 
 
 def _refuse_what_needs_a_client(prepared: Prepared) -> None:
-    ask = prepared.ask
+    request = prepared.request
     if prepared.stream:
         raise ParameterError("stream", "A request of a batch cannot be streamed; leave stream out.")
-    if ask.session_id:
+    if request.session_id:
         raise ParameterError(
             "session_id", "A request of a batch has no session; send all messages."
         )
-    if ask.server_tools:
+    if request.server_tools:
         raise ParameterError("server_tools", "A request of a batch cannot have server_tools.")
-    if ask.tier not in _TIERS:
+    if request.tier not in _TIERS:
         raise ParameterError(
             "service_tier", "A request of a batch has the tier batch; leave service_tier out."
         )
 
 
-def _lacks_logprobs(ask: Ask, result: JobResult) -> bool:
+def _lacks_logprobs(request: GenerationRequest, result: JobResult) -> bool:
     """A result that is too large for the bus leaves them out."""
     num_tokens = result.usage.completion_tokens if result.usage is not None else 0
-    if ask.sampling.logprobs is not None and num_tokens and not result.logprobs:
+    if request.sampling.logprobs is not None and num_tokens and not result.logprobs:
         return True
-    return ask.sampling.prompt_logprobs is not None and not result.prompt_logprobs
+    return request.sampling.prompt_logprobs is not None and not result.prompt_logprobs
 
 
 def _end_of(result: JobResult) -> TerminalFrame:
@@ -247,7 +213,7 @@ def _end_of(result: JobResult) -> TerminalFrame:
 
 def _replayed(job: Job, result: JobResult) -> OpenStream:
     """The stream of a job that is over, as if it had just come."""
-    stream = OpenStream(replace(job, prompt_token_ids=()), _Nobody(), 0.0)
+    stream = OpenStream(replace(job, prompt_token_ids=()), NULL_CLIENT, 0.0)
     for frame in _frames(result):
         stream.feed(frame, 0.0)
     assert stream.ended, "a result is complete"
@@ -276,16 +242,3 @@ def _frames(result: JobResult) -> list[Frame]:
     frames.append(result.usage or Usage())
     frames.append(Done(finish_reason=result.finish_reason, num_tokens=len(token_ids)))
     return frames
-
-
-class _Nobody(Client):
-    """The result is all there; nobody has to be told."""
-
-    def __init__(self) -> None:
-        super().__init__(limit_bytes=2**62)
-
-    def wake(self, stream: OpenStream) -> None:
-        """It is taken at once."""
-
-    def drop(self, reason: str) -> None:
-        """There is nobody to part with."""

@@ -6,29 +6,26 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from bus.store.journal import JournalConflictError
 from bus.store.objects import ObjectLostError
-from gateway.api.files import Files
 from gateway.batches import answers as batch_answers
+from gateway.batches.files import Files
 from gateway.batches.input import InputLine, LineTooLongError, check_input, lines_of, read_line
 from gateway.batches.line_run import LineRunner, attempt_id
-from gateway.batches.lines import LineKind
+from gateway.batches.lines import BatchEndpoint
 from gateway.batches.log import BatchLog
 from gateway.batches.results import ResultWaiter
 from gateway.batches.store import BatchRecord, BatchStore, FinishedLine
+from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.request.job_maker import job_id
 from schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
 from schemas.control import Cancel, CancelReason
 from schemas.errors import MillraceError
 from schemas.files import FilePurpose
-
-if TYPE_CHECKING:
-    from gateway.core import Gateway
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class BatchRun:
         self,
         gateway: Gateway,
         store: BatchStore,
-        kinds: Mapping[str, LineKind],
+        kinds: Mapping[str, BatchEndpoint],
         tenant: str,
         batch_id: str,
     ) -> None:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from bus import redis_keys
 from bus.store.journal import JournalConflictError
-from gateway.api.paging import created_ms
-from gateway.batches.embeddings import EmbeddingKind
-from gateway.batches.lines import GenerationKind, LineKind
+from gateway.batches.embeddings import EmbeddingBatchEndpoint
+from gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
+from gateway.batches.ordered_ids import created_ms
 from gateway.batches.run import BatchRun
 from gateway.batches.store import BatchStore
 from gateway.core import Gateway
@@ -67,11 +67,11 @@ class BatchRunner:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._store = BatchStore(gateway.bus.journal)
-        self._kinds: dict[str, LineKind] = {
-            endpoint.route: GenerationKind(gateway, endpoint)
+        self._kinds: dict[str, BatchEndpoint] = {
+            endpoint.route: GenerationBatchEndpoint(gateway, endpoint)
             for endpoint in (CHAT_COMPLETIONS, COMPLETIONS)
         }
-        self._kinds[EmbeddingKind.route] = EmbeddingKind(gateway)
+        self._kinds[EmbeddingBatchEndpoint.route] = EmbeddingBatchEndpoint(gateway)
         self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
         self._runs: dict[str, _Running] = {}
         self._tasks: list[asyncio.Task[None]] = []

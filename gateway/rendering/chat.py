@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from gateway.errors import Refusal
 from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import BodyEndpoint
-from gateway.request.parsing import chat_ask
+from gateway.request.parsing import parse_chat
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from schemas.openai import (
     AssistantMessage,
@@ -24,29 +23,26 @@ from schemas.openai import (
     ToolStepInfo,
 )
 
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
-
 _NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
 
 
 class ChatRenderer:
     """``chat.completion.chunk`` events and the ``chat.completion`` body."""
 
-    def __init__(self, answer: Answer, request: ChatCompletionRequest) -> None:
+    def __init__(self, response: ResponseStream, request: ChatCompletionRequest) -> None:
         options = request.stream_options
-        self._answer = answer
+        self._response = response
         self._request = request
         self._with_usage = bool(options is not None and options.include_usage)
-        self._with_logprobs = answer.ask.sampling.logprobs is not None
+        self._with_logprobs = response.request.sampling.logprobs is not None
         self._head = SseHead(
-            answer.request_id,
+            response.request_id,
             "chat.completion.chunk",
-            answer.created_s,
-            answer.ask.model,
+            response.created_s,
+            response.request.model,
             with_usage=self._with_usage,
         )
-        num_choices = len(answer.choices)
+        num_choices = len(response.choices)
         self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
         self._text_after = b"}" + _NO_LOGPROBS + self._head.after
@@ -61,8 +57,8 @@ class ChatRenderer:
     def first(self) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}' + _NO_LOGPROBS + self._head.after
         events = b"".join(before + role for before in self._befores)
-        if self._answer.session is not None:
-            events += self._head.without_choices("session", self._answer.session)
+        if self._response.session is not None:
+            events += self._head.without_choices("session", self._response.session)
         return events
 
     def part(self, part: Part) -> bytes:
@@ -93,7 +89,7 @@ class ChatRenderer:
     def last(self) -> bytes:
         if not self._with_usage:
             return SSE_DONE
-        return self._head.without_choices("usage", usage_info(self._answer.usage)) + SSE_DONE
+        return self._head.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE
 
     def failed(self, refusal: Refusal) -> bytes:
         return sse_failure(refusal)
@@ -105,17 +101,17 @@ class ChatRenderer:
             self._steps.append(step_info(part))
 
     def whole(self) -> bytes:
-        answer = self._answer
+        response = self._response
         return encode(
             ChatCompletion(
-                id=answer.request_id,
-                created=answer.created_s,
-                model=answer.ask.model,
-                choices=tuple(self._choice(i) for i in range(len(answer.choices))),
-                usage=usage_info(answer.usage),
+                id=response.request_id,
+                created=response.created_s,
+                model=response.request.model,
+                choices=tuple(self._choice(i) for i in range(len(response.choices))),
+                usage=usage_info(response.usage),
                 service_tier=self._request.service_tier or msgspec.UNSET,
                 metadata=self._request.metadata or msgspec.UNSET,
-                session=answer.session or msgspec.UNSET,
+                session=response.session or msgspec.UNSET,
                 tool_steps=tuple(self._steps) or msgspec.UNSET,
             )
         )
@@ -124,8 +120,8 @@ class ChatRenderer:
         """The session is stored by the answer; nothing else is kept."""
 
     def _choice(self, index: int) -> ChatChoice:
-        answer = self._answer
-        text, calls = answer.texts[index], answer.calls[index]
+        response = self._response
+        text, calls = response.texts[index], response.calls[index]
         tool_calls = tuple(
             MessageToolCall(
                 id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
@@ -137,14 +133,14 @@ class ChatRenderer:
             message=AssistantMessage(
                 content=None if calls and not text else text, tool_calls=tool_calls or msgspec.UNSET
             ),
-            finish_reason=answer.reasons[index],
+            finish_reason=response.reasons[index],
             logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
             if self._with_logprobs
             else None,
         )
 
     def _infos(self, part: TextPart) -> tuple[LogprobInfo, ...]:
-        return logprob_infos(self._answer.model.tokenizer, part.logprobs)
+        return logprob_infos(self._response.model.tokenizer, part.logprobs)
 
     def _text_with_logprobs(self, part: TextPart) -> bytes:
         logprobs = encode(ChoiceLogprobs(content=self._infos(part)))
@@ -163,7 +159,7 @@ class ChatRenderer:
 
 
 CHAT_COMPLETIONS = BodyEndpoint(
-    "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, chat_ask, ChatRenderer
+    "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, parse_chat, ChatRenderer
 )
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from gateway.errors import Refusal
-from gateway.request.entries import LONG_BODY_BYTES
-from gateway.request.parsing import Ask, decode
+from gateway.generation_request import GenerationRequest
+from gateway.request.intake_limits import LONG_BODY_BYTES
+from gateway.request.parsing import decode
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
-
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
 
 _ReadT = TypeVar("_ReadT")
 
@@ -57,9 +56,9 @@ class Renderer(Protocol):
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A body that was understood. ``render`` is called once the answer is accepted."""
 
-    ask: Ask
+    request: GenerationRequest
     stream: bool
-    render: Callable[[Answer], Renderer]
+    render: Callable[[ResponseStream], Renderer]
 
 
 class Endpoint(ABC):
@@ -91,21 +90,21 @@ _RequestT = TypeVar("_RequestT", bound=_Request)
 
 
 class BodyEndpoint(Endpoint, Generic[_RequestT]):
-    """An endpoint whose answers depend on nothing but the body: ``ask_of`` reads it as an ask, and
-    ``renderer`` shapes the answer to it."""
+    """An endpoint whose responses depend on nothing but the body: ``parse`` makes a request of it,
+    and ``renderer`` shapes the response."""
 
     def __init__(
         self,
         route: str,
         id_prefix: str,
         request_type: type[_RequestT],
-        ask_of: Callable[[_RequestT], Ask],
-        renderer: Callable[[Answer, _RequestT], Renderer],
+        parse: Callable[[_RequestT], GenerationRequest],
+        renderer: Callable[[ResponseStream, _RequestT], Renderer],
     ) -> None:
         self.route = route
         self.id_prefix = id_prefix
         self._decoder = msgspec.json.Decoder(request_type)
-        self._ask_of = ask_of
+        self._parse = parse
         self._renderer = renderer
 
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
@@ -114,7 +113,7 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
     def _read(self, body: bytes) -> Prepared:
         request = decode(self._decoder, body)
 
-        def render(answer: Answer) -> Renderer:
-            return self._renderer(answer, request)
+        def render(response: ResponseStream) -> Renderer:
+            return self._renderer(response, request)
 
-        return Prepared(ask=self._ask_of(request), stream=bool(request.stream), render=render)
+        return Prepared(request=self._parse(request), stream=bool(request.stream), render=render)

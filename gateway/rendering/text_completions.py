@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gateway.errors import Refusal
 from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
 from gateway.rendering.logprobs import completion_logprobs
 from gateway.rendering.rendering import BodyEndpoint
-from gateway.request.parsing import completion_ask
+from gateway.request.parsing import parse_completion
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import ChoiceEnd, Part, TextPart
 from schemas.frames import TokenLogprob
 from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
 
 
 class CompletionRenderer:
     """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
     which comes with the first sign of the model's work."""
 
-    def __init__(self, answer: Answer, request: CompletionRequest) -> None:
+    def __init__(self, response: ResponseStream, request: CompletionRequest) -> None:
         options = request.stream_options
-        self._answer = answer
+        self._response = response
         self._request = request
         self._with_usage = bool(options is not None and options.include_usage)
         self._head = SseHead(
-            answer.request_id,
+            response.request_id,
             "text_completion",
-            answer.created_s,
-            answer.ask.model,
+            response.created_s,
+            response.request.model,
             with_usage=self._with_usage,
         )
-        num_choices = len(answer.choices)
+        num_choices = len(response.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
         self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
-        had = answer.first_indices
-        self._to_echo = {i for i in range(num_choices) if answer.ask.echo and not (had and had[i])}
+        had = response.first_indices
+        self._to_echo = {
+            i for i in range(num_choices) if response.request.echo and not (had and had[i])
+        }
         self.plain = (
             (self._text_befores[0], self._text_after)
-            if num_choices == 1 and not self._to_echo and answer.ask.sampling.logprobs is None
+            if num_choices == 1 and not self._to_echo and response.request.sampling.logprobs is None
             else None
         )
         # How much text was given out; None: by another connection, and that is still to be counted.
@@ -70,7 +68,7 @@ class CompletionRenderer:
     def last(self) -> bytes:
         if not self._with_usage:
             return SSE_DONE
-        return self._head.without_choices("usage", usage_info(self._answer.usage)) + SSE_DONE
+        return self._head.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE
 
     def failed(self, refusal: Refusal) -> bytes:
         return sse_failure(refusal)
@@ -80,14 +78,14 @@ class CompletionRenderer:
             self._logprobs[part.choice] += part.logprobs
 
     def whole(self) -> bytes:
-        answer = self._answer
+        response = self._response
         return encode(
             Completion(
-                id=answer.request_id,
-                created=answer.created_s,
-                model=answer.ask.model,
-                choices=tuple(self._choice(i) for i in range(len(answer.choices))),
-                usage=usage_info(answer.usage),
+                id=response.request_id,
+                created=response.created_s,
+                model=response.request.model,
+                choices=tuple(self._choice(i) for i in range(len(response.choices))),
+                usage=usage_info(response.usage),
             )
         )
 
@@ -95,35 +93,35 @@ class CompletionRenderer:
         """Nothing is kept."""
 
     def _choice(self, index: int) -> CompletionChoice:
-        answer = self._answer
+        response = self._response
         prompt, prompt_lists = "", None
-        if answer.ask.echo:
+        if response.request.echo:
             prompt, prompt_lists = self._echo(index)
         lists = None
-        if answer.ask.sampling.logprobs is not None:
+        if response.request.sampling.logprobs is not None:
             chosen = self._logprobs[index]
             lists = completion_logprobs(
-                answer.model.tokenizer, [one.token_id for one in chosen], chosen, len(prompt)
+                response.model.tokenizer, [one.token_id for one in chosen], chosen, len(prompt)
             )
             if prompt_lists is not None:
                 lists = _joined(prompt_lists, lists)
         return CompletionChoice(
             index=index,
-            text=prompt + answer.texts[index],
-            finish_reason=answer.reasons[index],
+            text=prompt + response.texts[index],
+            finish_reason=response.reasons[index],
             logprobs=lists,
         )
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
         """The prompt of a choice, and its log-probabilities if they were asked for."""
-        answer = self._answer
-        prompt = answer.prompt_of(index)
-        tokenizer = answer.model.tokenizer
+        response = self._response
+        prompt = response.prompt_of(index)
+        tokenizer = response.model.tokenizer
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        if answer.ask.sampling.prompt_logprobs is None:
+        if response.request.sampling.prompt_logprobs is None:
             return text, None
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        logprobs = answer.prompt_logprobs(index)
+        logprobs = response.prompt_logprobs(index)
         if len(logprobs) != len(token_ids):
             return text, None
         return text, completion_logprobs(tokenizer, token_ids, logprobs, 0)
@@ -140,7 +138,7 @@ class CompletionRenderer:
 
     def _lists(self, part: TextPart) -> CompletionLogprobs:
         token_ids = [one.token_id for one in part.logprobs]
-        tokenizer = self._answer.model.tokenizer
+        tokenizer = self._response.model.tokenizer
         offset = self._lengths[part.choice]
         if offset is None:
             offset = self._length_had(part.choice)
@@ -149,13 +147,13 @@ class CompletionRenderer:
 
     def _length_had(self, index: int) -> int:
         """Of the text that another connection gave out, prompt included."""
-        answer = self._answer
-        num_echoed = len(self._echo(index)[0]) if answer.ask.echo else 0
-        return num_echoed + len(answer.choices[index].stream.reader.text_before)
+        response = self._response
+        num_echoed = len(self._echo(index)[0]) if response.request.echo else 0
+        return num_echoed + len(response.choices[index].stream.reader.text_before)
 
 
 COMPLETIONS = BodyEndpoint(
-    "/v1/completions", "cmpl", CompletionRequest, completion_ask, CompletionRenderer
+    "/v1/completions", "cmpl", CompletionRequest, parse_completion, CompletionRenderer
 )
 
 

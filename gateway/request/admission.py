@@ -1,4 +1,4 @@
-"""What jobs need before they are queued, and what is given back of it when they end."""
+"""What is checked and reserved before jobs are queued, and given back when they have ended."""
 
 from __future__ import annotations
 
@@ -6,54 +6,74 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from bus.api import Bus
-from gateway.request.context import LimiterLike
-from gateway.request.entries import Entries
-from gateway.request.models import ServedModelLike
-from gateway.streams.fleet import Fleet
+from bus.store.watch import StoreWatch
+from gateway.errors import DrainingError
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
+from gateway.request.intake_limits import IntakeLimits
+from gateway.streams.fleet_view import FleetView
+from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
+from gateway.tenancy.limits import Limiter
 from gateway.transport.http import Headers
 from registry.pricing import cost
-from schemas.errors import BusUnavailableError
+from schemas.errors import BusUnavailableError, ParameterError
 from schemas.frames import Usage
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
+
+_URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 
 
 class Admission:
     """A queue that takes jobs, and room for them within their caller's limits.
 
-    What is reserved is given back once: by ``settle`` when its jobs have ended, or by ``give_back``
-    if they were not queued. Gateways that go on with one another's answers reserve under the same
-    id, which takes nothing more: who has let an answer go leaves what is reserved to the other.
+    What is reserved is given back once: by ``settle`` when its jobs have ended, or by ``release``
+    if they were not queued. Gateways that go on with one another's responses reserve under the same
+    id, which takes nothing more. While ``draining`` no new request is accepted.
     """
 
     def __init__(
         self,
         bus: Bus,
-        fleet: Fleet,
-        limiter: LimiterLike,
-        entries: Entries,
+        fleet: FleetView,
+        stores: StoreWatch,
+        limiter: Limiter,
+        intake_limits: IntakeLimits,
         request_timeout_s: float,
     ) -> None:
+        self.draining = False
         self._bus = bus
         self._fleet = fleet
+        self._stores = stores
         self._limiter = limiter
-        self._entries = entries
+        self._intake_limits = intake_limits
         self._request_timeout_s = request_timeout_s
 
-    def check_door(self, model: str) -> None:
+    def check_open(self) -> None:
+        """Raises DrainingError, or what ``StoreWatch.check`` does while a store has no room."""
+        if self.draining:
+            raise DrainingError("This gateway is shutting down. Send the request again.")
+        self._stores.check()
+
+    def check_queue(self, model: str) -> None:
         """Raises QueueFullError or BusUnavailableError if a job would only be refused."""
-        self._fleet.check_door(model)
+        self._fleet.check_queue(model)
         if not self._bus.connected:
-            raise BusUnavailableError("The message bus is away. Try again in a moment.")
+            raise BusUnavailableError("The message bus is unreachable. Try again in a moment.")
 
     async def reserve(
-        self, caller: Caller, reservation_id: str, model: ServedModelLike, jobs: Sequence[Job]
+        self,
+        caller: Caller,
+        reservation_id: str,
+        model: ServedModelLike,
+        jobs: Sequence[Job],
+        deadline_s: float | None = None,
     ) -> Headers:
-        """Take what the jobs may need at most out of the caller's limits; headers that tell what is
-        left. Raises what ``Limiter.reserve`` does."""
-        num_prompt = sum(len(job.prompt_token_ids or ()) for job in jobs)
-        num_completion = sum(job.sampling.max_tokens or 0 for job in jobs)
-        await self._entries.give_back(reservation_id)
+        """Reserve the most that the jobs may need of the caller's limits; the headers say what is
+        left. Reserving again is the same as once. Raises what ``Limiter.reserve`` does."""
+        num_prompt = sum(map(_num_prompt_tokens, jobs))
+        num_completion = sum(map(_max_completion_tokens, jobs))
+        await self._intake_limits.give_back(reservation_id)
         reservation = await self._limiter.reserve(
             caller,
             reservation_id,
@@ -62,14 +82,14 @@ class Admission:
             num_prompt_tokens=num_prompt,
             max_tokens=num_completion,
             cost_upper=cost(model.prices, num_prompt, 0, num_completion),
-            deadline_s=self._request_timeout_s,
+            deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
             longest_tokens=max(
-                len(job.prompt_token_ids or ()) + (job.sampling.max_tokens or 0) for job in jobs
+                _num_prompt_tokens(job) + _max_completion_tokens(job) for job in jobs
             ),
         )
         return reservation.headers
 
-    def give_back(self, reservation_id: str) -> None:
+    def release(self, reservation_id: str) -> None:
         """Nothing was served. Returns at once."""
         self._limiter.settle_soon(reservation_id, None, None)
 
@@ -80,15 +100,31 @@ class Admission:
         at once."""
         known = [usage for usage in usages if usage is not None]
         if not known:
-            self.give_back(reservation_id)
+            self.release(reservation_id)
             return
-        total = Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in known),
-            cached_tokens=sum(usage.cached_tokens for usage in known),
-            completion_tokens=sum(usage.completion_tokens for usage in known),
-        )
         price = sum((_price(model, usage) for usage in known), Decimal(0))
-        self._limiter.settle_soon(reservation_id, total, price)
+        self._limiter.settle_soon(reservation_id, total_usage(known), price)
+
+
+def tier_of(request: GenerationRequest, caller: Caller) -> Tier:
+    """The tier of a request: the caller's own, or a less urgent one that it names."""
+    if request.tier is None:
+        return caller.tier
+    if _URGENCY[request.tier] > _URGENCY[caller.tier]:
+        raise ParameterError(
+            "service_tier",
+            f"Your tier is {caller.tier}; service_tier may name that or a less urgent one.",
+        )
+    return request.tier
+
+
+def _num_prompt_tokens(job: Job) -> int:
+    return len(job.prompt_token_ids or ())
+
+
+def _max_completion_tokens(job: Job) -> int:
+    """An embedding has no completion."""
+    return 0 if job.pooling is not None else job.sampling.max_tokens or 0
 
 
 def _price(model: ServedModelLike, usage: Usage) -> Decimal:

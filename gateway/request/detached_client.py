@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from gateway.streams.stream import Client, OpenStream
 
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
 
+class DetachedClient(Client):
+    """Reads in the place of a client that is gone, so that the end is noticed."""
 
-class Nobody(Client):
-    """Reads an answer that nobody waits for at the moment, so that its end is noticed."""
-
-    def __init__(self, answer: Answer, now_s: Callable[[], float]) -> None:
+    def __init__(self, on_wake: Callable[[], None]) -> None:
         super().__init__(limit_bytes=2**62)
-        self._answer = answer
-        self._now_s = now_s
+        self._on_wake = on_wake
 
     def wake(self, _stream: OpenStream) -> None:
-        answer = self._answer
-        if answer.was_let_go:
-            return
-        answer.take(self._now_s())
-        if answer.ended:
-            answer.finish_unseen()
+        self._on_wake()
 
     def drop(self, reason: str) -> None:
-        """There is nobody to part with."""
+        """There is no connection to close."""
 
 
-class _Inert(Client):
-    """For streams that have ended."""
+class _NullClient(Client):
+    """Of streams that have ended, and of those that are read without being woken."""
 
     def wake(self, stream: OpenStream) -> None:
-        """Nothing is taken."""
+        """Nothing is read."""
 
     def drop(self, reason: str) -> None:
-        """There is nobody to part with."""
+        """There is no connection to close."""
 
 
-INERT = _Inert(limit_bytes=0)
+NULL_CLIENT = _NullClient(limit_bytes=2**62)

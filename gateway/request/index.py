@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from bus import redis_keys
-from gateway.request.context import ToolOutcome
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.tools.runner import ToolResult
 from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.errors import MillraceError
 from schemas.jobs import Source, Tier
@@ -41,7 +41,7 @@ return redis.call('DEL', KEYS[1])
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
-    ``holder`` the one whose client gets them now. ``ask`` is without the prompt unless a later
+    ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
     """
 
@@ -54,7 +54,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     created_ns: int
     deadline_ns: int
     keep_result: bool
-    ask: Ask
+    request: GenerationRequest = msgspec.field(name="ask")  # what it is called in Redis
     session: SessionInfo | None = None
     idempotency_key: str = ""
     traceparent: str = ""
@@ -74,7 +74,7 @@ class IdempotencyConflictError(MillraceError):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RequestState)
-_step_decoder = msgspec.msgpack.Decoder(ToolOutcome)
+_step_decoder = msgspec.msgpack.Decoder(ToolResult)
 
 
 class RequestIndex:
@@ -102,7 +102,7 @@ class RequestIndex:
         stored = await self._call("GET", redis_keys.request_key(request_id))
         return None if stored is None else _decoder.decode(stored)
 
-    async def put_step(self, request_id: str, call_id: str, result: ToolOutcome) -> None:
+    async def put_step(self, request_id: str, call_id: str, result: ToolResult) -> None:
         """Remember what a tool gave, so that nobody has to run it again."""
         if self._link is None:
             return
@@ -113,7 +113,7 @@ class RequestIndex:
         except RedisUnreachableError:
             return
 
-    async def get_step(self, request_id: str, call_id: str) -> ToolOutcome | None:
+    async def get_step(self, request_id: str, call_id: str) -> ToolResult | None:
         """What a tool gave, if it ran and that was stored."""
         if self._link is None:
             return None

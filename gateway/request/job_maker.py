@@ -1,4 +1,4 @@
-"""From an ask to the jobs that answer it, ready for a worker."""
+"""The one place where requests become jobs, ready for a worker."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.request.context import ToolsLike
-from gateway.request.models import ServedModelLike
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
+from gateway.request.index import RequestState
 from gateway.tenancy.caller import Caller
+from gateway.tools.runner import ToolRunner
 from registry.tokenizers.prompt_pool import PromptPool, num_characters
 from registry.tool_formats import call_grammar
 from schemas.errors import ParameterError
-from schemas.jobs import Job
+from schemas.jobs import Job, Source, Tier
 from schemas.sampling import MAX_SEED, SamplingParams
 from schemas.tools import ToolDefinition, ToolMode
 
@@ -25,23 +26,67 @@ def job_id(request_id: str, choice: int, round_: int) -> str:
     return request_id + (f".{choice}" if choice else "") + (f"-r{round_}" if round_ else "")
 
 
+def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Job:
+    """The job of an accepted request without its prompt, whose frames go to ``state.origin``."""
+    request = state.request
+    return Job(
+        request_id=request_id,
+        model=request.model,
+        prompt_token_ids=(),
+        sampling=_of_one_choice(request.sampling),
+        reply=state.origin,
+        batch_frames=True,
+        store_result=state.keep_result,
+        tenant=state.tenant,
+        user=request.user,
+        session_id=request.session_id,
+        tier=state.tier,
+        source=state.source,
+        model_requested=request.model_requested or request.model,
+        route_reason=request.route_reason,
+        received_ns=state.created_ns,
+        deadline_ns=state.deadline_ns,
+        traceparent=state.traceparent,
+        keep_transcript=keep_transcript,
+    )
+
+
+def bare_job(
+    model: str, caller: Caller, request_id: str, tier: Tier, received_ns: int, deadline_ns: int
+) -> Job:
+    """A job over HTTP without its prompt, for a line of a batch or an input to embed."""
+    return Job(
+        request_id=request_id,
+        model=model,
+        prompt_token_ids=(),
+        tenant=caller.tenant,
+        tier=tier,
+        source=Source.HTTP,
+        model_requested=model,
+        received_ns=received_ns,
+        deadline_ns=deadline_ns,
+    )
+
+
 class JobMaker:
     """Tokenises, within the windows of model and caller. Raises MillraceError for what cannot be
     honoured."""
 
-    def __init__(self, tools: ToolsLike, seed_source: random.Random, prompts: PromptPool) -> None:
+    def __init__(self, tools: ToolRunner, seed_source: random.Random, prompts: PromptPool) -> None:
         self._tools = tools
         self._seed_source = seed_source
         self._prompts = prompts
 
-    async def jobs(self, base: Job, ask: Ask, model: ServedModelLike, caller: Caller) -> list[Job]:
+    async def jobs(
+        self, base: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
+    ) -> list[Job]:
         """One for each choice of each prompt, ready for a worker. Choices differ in their seeds
         only; ``base`` says everything that is not in the ask, and the request's id."""
         jobs: list[Job] = []
-        for job in _with_each_prompt(base, ask):
-            first = await self.prepare(job, ask, model, caller)
+        for job in _with_each_prompt(base, request):
+            first = await self.prepare(job, request, model, caller)
             seed = first.sampling.seed or 0
-            for choice in range(ask.sampling.n):
+            for choice in range(request.sampling.n):
                 sampling = first.sampling
                 if choice:
                     sampling = replace(sampling, seed=(seed + choice) % (MAX_SEED + 1))
@@ -49,10 +94,12 @@ class JobMaker:
                 jobs.append(replace(first, request_id=request_id, sampling=sampling))
         return jobs
 
-    async def prepare(self, job: Job, ask: Ask, model: ServedModelLike, caller: Caller) -> Job:
+    async def prepare(
+        self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
+    ) -> Job:
         """The job with token ids, within the windows of model and caller."""
-        tools = self._tools_of(ask)
-        sampling = _sampling(ask, model, tools)
+        tools = self._tools_of(request)
+        sampling = _sampling(request, model, tools)
         with_tools = tools if job.messages is not None else ()
         job = replace(job, sampling=sampling, tools=with_tools)
         try:
@@ -66,48 +113,55 @@ class JobMaker:
         job = replace(job, tools=())
         if caller.context_tokens is None:
             return job
-        return _within_context(job, ask.sampling.max_tokens, caller.context_tokens)
+        return _within_context(job, request.sampling.max_tokens, caller.context_tokens)
 
-    def _tools_of(self, ask: Ask) -> tuple[ToolDefinition, ...]:
-        if ask.tool_choice.mode is ToolMode.NONE:
+    def _tools_of(self, request: GenerationRequest) -> tuple[ToolDefinition, ...]:
+        if request.tool_choice.mode is ToolMode.NONE:
             return ()
-        if not ask.server_tools:
-            return ask.tools
-        own = self._tools.definitions(ask.server_tools)
-        taken = {tool.name for tool in ask.tools}
+        if not request.server_tools:
+            return request.tools
+        own = self._tools.definitions(request.server_tools)
+        taken = {tool.name for tool in request.tools}
         for tool in own:
             if tool.name in taken:
                 raise ParameterError(
                     "server_tools", f"server_tools and tools both have a tool {tool.name}."
                 )
-        return (*ask.tools, *own)
+        return (*request.tools, *own)
 
 
-def with_prompt(job: Job, ask: Ask) -> Job:
+def with_prompt(job: Job, request: GenerationRequest) -> Job:
     return replace(
-        job, prompt=ask.prompt, messages=ask.messages, prompt_token_ids=ask.prompt_token_ids
+        job,
+        prompt=request.prompt,
+        messages=request.messages,
+        prompt_token_ids=request.prompt_token_ids,
     )
 
 
-def _with_each_prompt(base: Job, ask: Ask) -> list[Job]:
-    jobs = [with_prompt(base, ask)]
-    for other in ask.other_prompts:
+def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
+    jobs = [with_prompt(base, request)]
+    for other in request.other_prompts:
         text, ids = (other, None) if isinstance(other, str) else (None, other)
         jobs.append(replace(base, prompt=text, prompt_token_ids=ids))
     return jobs
 
 
 def _sampling(
-    ask: Ask, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
+    request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
 ) -> SamplingParams:
     """What one choice is drawn with; a call that is demanded is a grammar."""
-    sampling = ask.sampling if ask.sampling.n == 1 else replace(ask.sampling, n=1)
+    sampling = _of_one_choice(request.sampling)
     if not tools or model.tool_format is None:
         return sampling
     grammar = call_grammar(
-        model.tool_format, tools, ask.tool_choice, ask.parallel_tool_calls, sampling.grammar
+        model.tool_format, tools, request.tool_choice, request.parallel_tool_calls, sampling.grammar
     )
     return sampling if grammar is None else replace(sampling, grammar=grammar)
+
+
+def _of_one_choice(sampling: SamplingParams) -> SamplingParams:
+    return sampling if sampling.n == 1 else replace(sampling, n=1)
 
 
 def _within_context(job: Job, wanted: int | None, context_tokens: int) -> Job:

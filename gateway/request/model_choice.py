@@ -6,10 +6,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.request.context import SessionsLike
-from gateway.request.models import Models
-from gateway.request.parsing import Ask
-from gateway.streams.fleet import Fleet
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models
+from gateway.sessions.sessions import Sessions
+from gateway.streams.fleet_view import FleetView
 from registry.routing.router import Chosen, ModelState, check_routable
 from registry.routing.score import Question, question_of
 from schemas.jobs import Tier
@@ -21,29 +21,33 @@ class ModelChoice:
     ask that names a model is left as it is. Raises ParameterError for what no choice can be made
     of."""
 
-    def __init__(self, models: Models, fleet: Fleet, sessions: SessionsLike) -> None:
+    def __init__(self, models: Models, fleet: FleetView, sessions: Sessions) -> None:
         self._models = models
         self._router = models.router
         self._fleet = fleet
         self._sessions = sessions
 
-    async def resolve(self, ask: Ask, tenant: str, tier: Tier, former: str = "") -> Ask:
+    async def resolve(
+        self, request: GenerationRequest, tenant: str, tier: Tier, former: str = ""
+    ) -> GenerationRequest:
         """The ask with a model, for a request of ``tier``. ``former`` answered the conversation so
         far; that of a session is looked up, which raises what reading a session raises."""
-        if ask.model not in self._router.routes:
-            return ask
-        question = _question(ask, tier)
-        if ask.session_id and ask.session_keep != 0:
-            former = await self._sessions.last_model(tenant, ask.session_id)
+        if request.model not in self._router.routes:
+            return request
+        question = _question(request, tier)
+        if request.session_id and request.session_keep != 0:
+            former = await self._sessions.last_model(tenant, request.session_id)
         state_of = partial(self._state_of, tenant)
-        return _with(ask, self._router.choose(ask.model, question, state_of, former))
+        return _with(request, self._router.choose(request.model, question, state_of, former))
 
-    def resolve_alone(self, ask: Ask, tier: Tier) -> Ask:
+    def resolve_alone(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
         """The ask with the model that suits it, however the models stand just now: the same on
         every gateway, at any time."""
-        if ask.model not in self._router.routes:
-            return ask
-        return _with(ask, self._router.choose(ask.model, _question(ask, tier), self._at_rest))
+        if request.model not in self._router.routes:
+            return request
+        return _with(
+            request, self._router.choose(request.model, _question(request, tier), self._at_rest)
+        )
 
     def _state_of(self, tenant: str, model: str, tier: Tier) -> ModelState:
         state = self._at_rest(model, tier)
@@ -63,26 +67,33 @@ class ModelChoice:
         return ModelState(num_workers=1, context_window_tokens=window)
 
 
-def route_headers(ask: Ask) -> list[tuple[bytes, bytes]]:
+def route_headers(request: GenerationRequest) -> list[tuple[bytes, bytes]]:
     """What a response says of its model."""
-    headers = [(b"x-millrace-model", ask.model.encode())]
-    if ask.route_reason:
-        headers.append((b"x-millrace-route-reason", ask.route_reason.encode()))
+    headers = [(b"x-millrace-model", request.model.encode())]
+    if request.route_reason:
+        headers.append((b"x-millrace-route-reason", request.route_reason.encode()))
     return headers
 
 
-def _question(ask: Ask, tier: Tier) -> Question:
-    check_routable(ask.model, (ask.prompt_token_ids, *ask.other_prompts), ask.sampling)
-    prompts = [ask.prompt or "", *(one for one in ask.other_prompts if isinstance(one, str))]
-    has_tools = bool(ask.tools or ask.server_tools)
+def _question(request: GenerationRequest, tier: Tier) -> Question:
+    check_routable(
+        request.model, (request.prompt_token_ids, *request.other_prompts), request.sampling
+    )
+    prompts = [
+        request.prompt or "",
+        *(one for one in request.other_prompts if isinstance(one, str)),
+    ]
+    has_tools = bool(request.tools or request.server_tools)
     return question_of(
         max(prompts, key=len),
-        ask.messages,
-        ask.sampling,
+        request.messages,
+        request.sampling,
         tier,
-        has_tools=has_tools and ask.tool_choice.mode is not ToolMode.NONE,
+        has_tools=has_tools and request.tool_choice.mode is not ToolMode.NONE,
     )
 
 
-def _with(ask: Ask, chosen: Chosen) -> Ask:
-    return replace(ask, model=chosen.model, model_requested=ask.model, route_reason=chosen.reason)
+def _with(request: GenerationRequest, chosen: Chosen) -> GenerationRequest:
+    return replace(
+        request, model=chosen.model, model_requested=request.model, route_reason=chosen.reason
+    )

@@ -1,4 +1,4 @@
-"""From a caller's JSON to a job, refusing by name what is not honoured."""
+"""From a caller's JSON to a generation request, refusing by name what is not honoured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.errors import InvalidJsonError
+from gateway.generation_request import GenerationRequest
 from gateway.request.grammar_fields import grammar_of
 from gateway.request.message_fields import (
     NOTHING,
@@ -19,7 +20,7 @@ from gateway.request.message_fields import (
 )
 from runtime.json_outline import check_outline
 from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, Tier
+from schemas.jobs import Tier
 from schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
@@ -28,7 +29,6 @@ from schemas.openai import (
     Message,
 )
 from schemas.sampling import SamplingParams
-from schemas.tools import ToolChoice, ToolDefinition
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -65,42 +65,6 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is well formed: what to continue, how, and for whom.
-
-    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
-    further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
-    None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
-    those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
-    asked for and ``route_reason`` why it is this one.
-    """
-
-    model: str
-    model_requested: str = ""
-    route_reason: str = ""
-    prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    other_prompts: tuple[str | tuple[int, ...], ...] = ()
-    tools: tuple[ToolDefinition, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True
-    server_tools: tuple[str, ...] = ()
-    sampling: SamplingParams
-    tier: Tier | None = None
-    user: str = ""
-    session_id: str = ""
-    session_keep: int | None = None
-    echo: bool = False
-
-    @property
-    def num_prompt_characters(self) -> int:
-        """How much text there is to tokenise."""
-        if self.messages is not None:
-            return sum(len(message.content) for message in self.messages)
-        return len(self.prompt or "")
-
-
 def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
     """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
     check_outline(body)
@@ -114,13 +78,13 @@ def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
         raise InvalidJsonError(f"The body is not valid JSON: {error}") from error
 
 
-def chat_ask(request: ChatCompletionRequest) -> Ask:
+def parse_chat(request: ChatCompletionRequest) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
     _check_stream_options(request)
-    return _chat_ask(request, request.messages)
+    return _parse_chat(request, request.messages)
 
 
-def completion_ask(request: CompletionRequest) -> Ask:
+def parse_completion(request: CompletionRequest) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
     _check_stream_options(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -137,7 +101,7 @@ def completion_ask(request: CompletionRequest) -> Ask:
     echo = bool(request.echo)
     if echo and request.logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
-    return _ask(
+    return _generation_request(
         request,
         sampling=sampling,
         prompt=text,
@@ -147,12 +111,12 @@ def completion_ask(request: CompletionRequest) -> Ask:
     )
 
 
-def socket_ask(message: Generate) -> Ask:
+def parse_generate(message: Generate) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
-        return _chat_ask(message, message.messages)
+        return _parse_chat(message, message.messages)
     for name in ("tools", "server_tools", "session_id", "session_keep"):
         if getattr(message, name):
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
@@ -160,10 +124,10 @@ def socket_ask(message: Generate) -> Ask:
     if others:
         raise ParameterError("prompt", "Only one prompt is taken in a message.")
     sampling = _sampling(message, _num_logprobs(message), None)
-    return _ask(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
+    return _generation_request(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
 
 
-def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
+def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> GenerationRequest:
     if request.session_keep is not None:
         if request.session_id is None:
             raise ParameterError("session_keep", "session_keep goes with session_id.")
@@ -177,7 +141,7 @@ def _chat_ask(request: ChatFields, messages: tuple[Message, ...]) -> Ask:
     server_tools = tuple(dict.fromkeys(request.server_tools or ()))
     names = {tool.name for tool in tools}.union(server_tools)
     parallel = request.parallel_tool_calls
-    return _ask(
+    return _generation_request(
         request,
         sampling=_sampling(request, _num_logprobs(request), None),
         messages=chat_messages(messages),
@@ -197,13 +161,13 @@ def _num_logprobs(request: ChatFields) -> int | None:
     return None
 
 
-def _ask(request: GenerationFields, **fields: Any) -> Ask:
+def _generation_request(request: GenerationFields, **fields: Any) -> GenerationRequest:
     refuse_unhonoured(request, NEUTRAL, "")
     check_metadata(request.metadata)
     asked_tier = request.service_tier or "auto"
     if asked_tier not in _TIERS:
         raise ParameterError("service_tier", f"service_tier must be one of {', '.join(_TIERS)}.")
-    return Ask(
+    return GenerationRequest(
         model=request.model,
         tier=_TIERS[asked_tier],
         user=_label("user", request.user),

@@ -1,102 +1,152 @@
-"""One request's answer: its choices as parts, and what becomes of them with their client."""
+"""One request's response: its choices as parts, and what becomes of them with their client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Any
+
+from msgspec.structs import replace
 
 from gateway.errors import Refusal, refusal_of_end
-from gateway.request.detached_client import INERT, Nobody
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
+from gateway.request.admission import Admission
+from gateway.request.detached_client import NULL_CLIENT, DetachedClient
 from gateway.request.job_maker import job_id
 from gateway.request.model_choice import route_headers
-from gateway.request.parsing import Ask
+from gateway.request.open_responses import OpenResponses
+from gateway.request.tracing import RequestTrace
+from gateway.sessions.sessions import Sessions
 from gateway.streams.choice import Choice
+from gateway.streams.delivery_statistics import DeliveryHistory
 from gateway.streams.parts import Part
 from gateway.streams.stream import Client, OpenStream
-from gateway.streams.streams import TAKEN_OVER
+from gateway.streams.streams import TAKEN_OVER, StreamTable
+from gateway.streams.token_gaps import TokenGaps
+from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
+from runtime.clock import Clock
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Done, Failed, TokenLogprob, Usage
+from schemas.sampling import SamplingParams
 from schemas.sessions import SessionInfo
-from schemas.tools import ToolCall
-
-if TYPE_CHECKING:
-    from gateway.request.models import ServedModelLike
-    from gateway.request.submitter import Asker
-    from gateway.request.tracing import RequestTrace
+from schemas.tools import ToolCall, ToolMode
 
 
-class _Life(Enum):
-    """Who has an answer. Only ``SERVED`` can be held or left; ``LET_GO`` stays so, as somebody
-    else's answer must not be touched by what still runs here."""
+@dataclass(frozen=True, slots=True)
+class ResponseContext:
+    """What the responses of one gateway share. ``run_tools`` runs the tools that a choice called
+    and starts its next round; it never raises."""
 
-    SERVED = auto()  # a client waits for it
-    HELD = auto()  # the client is gone and may come back
-    CONCLUDING = auto()  # it has ended while it was held, and is being stored
-    LEFT = auto()  # the client is gone, and what runs is cancelled
-    LET_GO = auto()  # another connection has it
-    OVER = auto()  # the end was taken
+    streams: StreamTable
+    responses: OpenResponses[ResponseStream]
+    admission: Admission
+    history: DeliveryHistory
+    sessions: Sessions
+    gaps: TokenGaps
+    clock: Clock
+    run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
 
 
-class Answer:
-    """What a client waits for: takes from its choices' streams, has the gateway's own tools run.
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """What was asked, by whom and of which model. ``created_s`` is UTC epoch."""
 
-    A client that is woken calls ``take`` until ``ended``, then ``conclude`` if there is something
-    to store, and ``finish``. One that goes away calls ``leave``, which cancels, or ``hold``, after
-    which somebody else may take the answer over. ``owner`` is the client's own. One that
-    ``is_copy`` is read by another client beside the answer itself, and leaves that alone: only a
-    ``cancel`` is for both.
+    request: GenerationRequest
+    caller: Caller
+    model: ServedModelLike
+    request_id: str
+    created_s: int
+    session: SessionInfo | None = None
+    idempotency_key: str = ""
+
+
+class Phase(Enum):
+    """Who reads a response. ``_NEXT`` says what may follow what."""
+
+    ATTACHED = auto()  # a client reads it
+    DETACHED = auto()  # the client is gone and may come back
+    CONCLUDING = auto()  # it ended while detached, and is being stored
+    ABORTED = auto()  # the client is gone, and what runs is cancelled
+    FINISHED = auto()  # the end was delivered
+    HANDED_OFF = auto()  # another connection has it, and nothing here may touch it
+
+
+_NEXT = {
+    Phase.ATTACHED: {Phase.DETACHED, Phase.ABORTED, Phase.FINISHED, Phase.HANDED_OFF},
+    Phase.DETACHED: {Phase.CONCLUDING, Phase.FINISHED, Phase.HANDED_OFF},
+    Phase.CONCLUDING: {Phase.FINISHED, Phase.HANDED_OFF},
+    Phase.ABORTED: {Phase.FINISHED, Phase.HANDED_OFF},
+    Phase.FINISHED: {Phase.HANDED_OFF},
+    Phase.HANDED_OFF: set[Phase](),
+}
+
+
+class ResponseStream:
+    """What a client waits for: reads its choices' streams, has the gateway's own tools run.
+
+    A client that is woken calls ``read_parts`` until ``ended``, then ``conclude`` if there is
+    something to store, and ``finish``. One that goes away calls ``abort``, which cancels, or
+    ``detach``, after which somebody else may take the response over. ``owner`` is the client's own.
+    One that ``is_copy`` is read by another client beside the response itself, and leaves that
+    alone: only a ``cancel`` is for both.
     """
 
     def __init__(
         self,
-        asker: Asker,
-        ask: Ask,
-        caller: Caller,
-        model: ServedModelLike,
-        request_id: str,
-        created_s: int,
+        context: ResponseContext,
+        accepted: AcceptedRequest,
         *,
-        session: SessionInfo | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
-        idempotency_key: str = "",
         first_indices: tuple[int, ...] = (),
         owner: object = None,
         is_copy: bool = False,
     ) -> None:
-        self.is_copy = is_copy
-        self.ask = ask
-        self.caller = caller
-        self.model = model
-        self.request_id = request_id
-        self.created_s = created_s
-        self.session = session
-        self.headers = [*headers, *route_headers(ask)]
-        self.idempotency_key = idempotency_key
+        self.context = context
+        self.request = accepted.request
+        self.caller = accepted.caller
+        self.model = accepted.model
+        self.request_id = accepted.request_id
+        self.created_s = accepted.created_s
+        self.session = accepted.session
+        self.idempotency_key = accepted.idempotency_key
+        self.headers = [*headers, *route_headers(accepted.request)]
         self.first_indices = first_indices
         self.owner = owner
+        self.is_copy = is_copy
         self.choices: list[Choice] = []
-        self.own_tools = frozenset(ask.server_tools)
+        self.own_tools = frozenset(accepted.request.server_tools)
         self.was_cancelled = False
         self.trace: RequestTrace | None = None
-        self._asker = asker
         self._settled: list[Usage | None] = []
         self._failure: Refusal | None = None
-        self._life = _Life.SERVED
-        self._held_until_s: float | None = None
+        self._phase = Phase.ATTACHED
+        self._detached_until_s: float | None = None
+
+    def add_choice(self, stream: OpenStream, from_index: int = 0) -> None:
+        """The next choice, which is read from ``stream``."""
+        request = self.request
+        has_tools = (
+            bool(request.tools or self.own_tools) and request.tool_choice.mode is not ToolMode.NONE
+        )
+        tool_format = self.model.tool_format if has_tools else None
+        ends = _end_token_ids(self.model, request.sampling)
+        number = len(self.choices)
+        self.choices.append(Choice(number, stream, tool_format, self.own_tools, from_index, ends))
 
     # --- what a client reads ---
 
-    def take(self, now_s: float) -> list[Part]:
+    def read_parts(self, now_s: float) -> list[Part]:
         """The parts that came since the last call, in the order of each choice."""
         parts: list[Part] = []
-        gaps = self._asker.gaps
+        gaps = self.context.gaps
         for choice in self.choices:
             if choice.end is None or choice.pending:
                 choice.collect(now_s, gaps, parts)
             if choice.round_end is not None:
-                self._next_round(choice)
+                self._run_tools(choice)
             if choice.end is not None and type(choice.end) is not Done:
                 self._fail(choice)
         return parts
@@ -128,19 +178,14 @@ class Answer:
         return bool(self.idempotency_key)
 
     @property
-    def is_served(self) -> bool:
+    def is_attached(self) -> bool:
         """Whether its client still waits for it."""
-        return self._life is _Life.SERVED
+        return self._phase is Phase.ATTACHED
 
     @property
-    def is_held_here(self) -> bool:
-        """Of a copy: whether this gateway has the answer itself."""
-        return self._asker.get(self.request_id) is not None
-
-    @property
-    def was_let_go(self) -> bool:
+    def was_handed_off(self) -> bool:
         """Whether another connection has it now."""
-        return self._life is _Life.LET_GO
+        return self._phase is Phase.HANDED_OFF
 
     @property
     def clients(self) -> set[Client]:
@@ -158,13 +203,8 @@ class Answer:
     def usage(self) -> Usage:
         """Of all choices and rounds; the prompt that they share counts once."""
         usages = [choice.usage for choice in self.choices]
-        num_choices = self.ask.sampling.n
-        first = usages[::num_choices]
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in first),
-            cached_tokens=sum(usage.cached_tokens for usage in first),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-        )
+        of_prompts = total_usage(usages[:: self.request.sampling.n])
+        return replace(of_prompts, completion_tokens=total_usage(usages).completion_tokens)
 
     @property
     def texts(self) -> list[str]:
@@ -188,11 +228,11 @@ class Answer:
 
     def prompt_of(self, choice: int) -> str | tuple[int, ...]:
         """The prompt of a choice, if the ask had a prompt."""
-        ask = self.ask
-        number = choice // ask.sampling.n
+        request = self.request
+        number = choice // request.sampling.n
         if number:
-            return ask.other_prompts[number - 1]
-        return ask.prompt if ask.prompt is not None else ask.prompt_token_ids or ()
+            return request.other_prompts[number - 1]
+        return request.prompt if request.prompt is not None else request.prompt_token_ids or ()
 
     def prompt_logprobs(self, choice: int) -> tuple[TokenLogprob | None, ...]:
         return self.choices[choice].stream.reader.prompt_logprobs
@@ -207,7 +247,7 @@ class Answer:
                 choice.fail(Cancelled(num_tokens=choice.next_index))
                 choice.stream.wake()
             elif choice.end is None:
-                self._asker.streams.cancel(choice.stream, reason)
+                self.context.streams.cancel(choice.stream, reason)
 
     def break_off(self, frame: Failed) -> None:
         """End here with ``frame``, and cancel what runs."""
@@ -215,60 +255,88 @@ class Answer:
             if choice.end is None:
                 choice.fail(frame)
                 if not self.is_copy:
-                    self._asker.streams.cancel(choice.stream, CancelReason.DISCONNECT)
+                    self.context.streams.cancel(choice.stream, CancelReason.DISCONNECT)
                 choice.stream.wake()
 
-    def leave(self, outcome: str) -> None:
+    def abort(self, outcome: str) -> None:
         """The client is gone and wants nothing more: cancel what runs."""
-        if not self.is_served:
+        if not self._enter(Phase.ABORTED):
             return
-        self._life = _Life.LEFT
         for choice in self.choices:
-            self._asker.streams.leave(choice.stream, outcome)
-        self._asker.copies.discard(self)
+            self.context.streams.abort(choice.stream, outcome)
+        self.context.responses.copies.discard(self)
 
-    def hold(self, for_s: float | None, outcome: str) -> None:
+    def detach(self, for_s: float | None, outcome: str) -> None:
         """The client is gone but may come back within ``for_s`` (None: until it has ended)."""
         if self.is_copy:
-            self.leave(outcome)
-        if not self.is_served:
+            self.abort(outcome)
+        if not self._enter(Phase.DETACHED):
             return
-        self._life = _Life.HELD
-        self._held_until_s = None if for_s is None else self._asker.now_s() + for_s
-        nobody = Nobody(self, self._asker.now_s)
+        self._detached_until_s = None if for_s is None else self.context.clock.monotonic() + for_s
+        client = DetachedClient(self._read_detached)
         for choice in self.choices:
             stream = choice.stream
             stream.outcome = stream.outcome or outcome
-            self._asker.streams.hold(stream, self._held_until_s)
-            stream.change_client(nobody)
+            self.context.streams.detach(stream, self._detached_until_s)
+            stream.change_client(client)
 
-    def let_go(self) -> None:
+    def hand_off(self) -> None:
         """Another connection has it now."""
-        self._life = _Life.LET_GO
-        self._asker.copies.discard(self)
+        self._enter(Phase.HANDED_OFF)
+        self.context.responses.remove(self)
         for choice in self.choices:
             if choice.runs_tools:
                 choice.fail(TAKEN_OVER)
-            self._asker.streams.let_go(choice.stream)
+            self.context.streams.hand_off(choice.stream)
 
     @property
     def must_conclude(self) -> bool:
         """Whether the end has something to be stored before the client learns of it."""
         is_kept = self._failure is None or self.was_cancelled
-        return self.session is not None and is_kept and not self.was_let_go
+        return self.session is not None and is_kept and not self.was_handed_off
 
     async def conclude(self) -> None:
         """Store the turn in its session."""
-        if self.must_conclude:
-            await self._asker.commit_turn(self)
+        if not self.must_conclude:
+            return
+        assert self.session is not None
+        await self.context.sessions.commit_turn(
+            self.caller.tenant,
+            self.session.session_id,
+            self.request_id,
+            self.choices[0].conversation,
+        )
 
-    def finish_unseen(self) -> None:
-        """It has ended while it was held."""
+    def finish(self) -> None:
+        """The client has read the end."""
+        was_attached = self.is_attached
+        self._enter(Phase.FINISHED)
+        context = self.context
+        for choice in self.choices:
+            if choice.stream.ended:
+                context.streams.finish(choice.stream)
+            else:
+                context.streams.abort(choice.stream, "failed")
+        for choice in self.choices:
+            if choice.stream.ended:
+                self._unlink(choice.stream)
+        self.owner = None
+        context.responses.remove(self)
+        if was_attached and not self.is_copy:
+            context.history.forget(self.request_id)
+
+    # --- without a client ---
+
+    def _read_detached(self) -> None:
+        if self.was_handed_off:
+            return
+        self.read_parts(self.context.clock.monotonic())
+        if not self.ended:
+            return
         if not self.must_conclude:
             self.finish()
-        elif self._life is _Life.HELD:
-            self._life = _Life.CONCLUDING
-            self._asker.spawn(self._conclude_and_finish())
+        elif self._enter(Phase.CONCLUDING):
+            self.context.responses.tasks.spawn(self._conclude_and_finish(), "conclude a response")
 
     async def _conclude_and_finish(self) -> None:
         try:
@@ -276,96 +344,90 @@ class Answer:
         finally:
             self.finish()
 
-    def finish(self) -> None:
-        """The client has taken the end."""
-        was_taken = self.is_served
-        if not self.was_let_go:
-            self._life = _Life.OVER
-        for choice in self.choices:
-            if choice.stream.ended:
-                self._asker.streams.finish(choice.stream)
-            else:
-                self._asker.streams.leave(choice.stream, "failed")
-        for choice in self.choices:
-            if choice.stream.ended:
-                self._part(choice.stream)
-        self.owner = None
-        self._asker.forget(self)
-        self._asker.copies.discard(self)
-        if was_taken and not self.is_copy:
-            self._asker.seen.forget(self.request_id)
-
-    # --- what the table of streams tells ---
+    # --- what the table of streams reports ---
 
     def note_end(self, stream: OpenStream) -> None:
-        """A stream of this answer has left the table: settle what was reserved for it."""
-        if self._life is not _Life.OVER or stream.outcome:
-            self._asker.seen.keep_stream(self.request_id, stream)
+        """A stream of this response has left the table: settle what was reserved for it."""
+        context = self.context
+        if self._phase is not Phase.FINISHED or stream.outcome:
+            context.history.keep_stream(self.request_id, stream)
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
-            self._part(stream)
+            self._unlink(stream)
         usage = _usage_of(stream)
-        admission = self._asker.admission
         if stream.request_id not in self._first_ids():
-            admission.settle(stream.request_id, self.model, [usage])
+            context.admission.settle(stream.request_id, self.model, [usage])
         else:
             self._settled.append(usage)
             if len(self._settled) == len(self.choices):
-                admission.settle(self.request_id, self.model, self._settled)
+                context.admission.settle(self.request_id, self.model, self._settled)
         if all(choice.stream.ended and not choice.runs_tools for choice in self.choices):
-            self._asker.forget(self)
+            context.responses.remove(self)
 
-    def _part(self, stream: OpenStream) -> None:
+    def release(self, reservation_id: str) -> None:
+        """Give back what was reserved for jobs that were not queued; where another gateway has the
+        response by now, that is its to do."""
+        if not self.was_handed_off:
+            self.context.admission.release(reservation_id)
+
+    def _unlink(self, stream: OpenStream) -> None:
         """Let nothing lead from a stream that has ended back here: what is in a circle is freed by
         the garbage collector only, which comes rarely."""
         stream.owner = None
-        if isinstance(stream.client, Nobody):
-            stream.client = INERT
+        if isinstance(stream.client, DetachedClient):
+            stream.client = NULL_CLIENT
 
     def _first_ids(self) -> set[str]:
         return {job_id(self.request_id, choice.index, 0) for choice in self.choices}
 
     # --- rounds of tools ---
 
-    def _next_round(self, choice: Choice) -> None:
+    def _run_tools(self, choice: Choice) -> None:
         if choice.runs_tools:
             return
-        if self.was_let_go:
+        if self.was_handed_off:
             choice.fail(TAKEN_OVER)
         elif self.awaits_round(choice):
             choice.runs_tools = True
             # It is recorded now; what follows are jobs of their own.
-            self._asker.streams.finish(choice.stream)
-            self._asker.spawn(self._asker.rounds.run(self, choice))
+            self.context.streams.finish(choice.stream)
+            self.context.responses.tasks.spawn(self.context.run_tools(self, choice), "run tools")
 
     def awaits_round(self, choice: Choice) -> bool:
-        """Whether somebody here wants a choice to go on with what its tools give."""
-        is_wanted = self._life in (_Life.SERVED, _Life.HELD)
+        """Whether somebody here wants a choice to go on with the results of its tools."""
+        is_wanted = self._phase in (Phase.ATTACHED, Phase.DETACHED)
         return is_wanted and choice.is_between_rounds()
 
-    def begin_round(self, choice: Choice, stream: OpenStream, *, may_call: bool) -> None:
+    def start_round(self, choice: Choice, stream: OpenStream, *, may_call: bool) -> None:
         """The job of a choice's next round is queued: go on with its stream, or have it end if
         nobody wants it any more."""
-        former, streams = choice.stream, self._asker.streams
-        if self.was_let_go:
-            # Whoever has the answer now has this round, too: it must not be cancelled.
-            streams.let_go(stream)
-            stream.leave(TAKEN_OVER.code)
+        former, streams = choice.stream, self.context.streams
+        if self.was_handed_off:
+            # Whoever has the response now has this round, too: it must not be cancelled.
+            streams.hand_off(stream)
+            stream.abort(TAKEN_OVER.code)
             return
         if not self.awaits_round(choice):
-            streams.leave(stream, former.outcome or "cancelled")
+            streams.abort(stream, former.outcome or "cancelled")
             return
-        if self._life is _Life.HELD:
+        if self._phase is Phase.DETACHED:
             stream.outcome = former.outcome
-            streams.hold(stream, self._held_until_s)
-        choice.begin_round(stream, may_call=may_call)
+            streams.detach(stream, self._detached_until_s)
+        choice.start_round(stream, may_call=may_call)
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)
-        self._part(former)
+        self._unlink(former)
 
-    # --- ends ---
+    # --- states and ends ---
+
+    def _enter(self, phase: Phase) -> bool:
+        """Go on to a phase, if it may follow; whether it did."""
+        if phase not in _NEXT[self._phase]:
+            return False
+        self._phase = phase
+        return True
 
     def _fail(self, choice: Choice) -> None:
-        """One choice has failed: so has the answer, and the others are of no use."""
+        """One choice has failed: so has the response, and the others are of no use."""
         end = choice.end
         assert end is not None
         assert not isinstance(end, Done)
@@ -375,7 +437,13 @@ class Answer:
             return
         for other in self.choices:
             if other.end is None:
-                self._asker.streams.cancel(other.stream, CancelReason.CLIENT)
+                self.context.streams.cancel(other.stream, CancelReason.CLIENT)
+
+
+def _end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
+    """The tokens with which a completion is over."""
+    ends = () if sampling.ignore_eos else model.eos_token_ids
+    return frozenset(ends).union(sampling.stop_token_ids)
 
 
 def _usage_of(stream: OpenStream) -> Usage | None:

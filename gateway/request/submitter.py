@@ -1,354 +1,186 @@
-"""From a well-formed ask to an accepted answer: context, limits, jobs, the queue."""
+"""From a well-formed request to an accepted one: session, jobs, limits, streams, queue."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from gateway.errors import DrainingError
-from gateway.request.admission import Admission
-from gateway.request.context import LimiterLike, SessionsLike, ToolsLike
-from gateway.request.entries import Entries
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models, ServedModelLike
+from gateway.request.admission import tier_of
 from gateway.request.index import RequestIndex, RequestState
-from gateway.request.job_maker import JobMaker
+from gateway.request.job_maker import JobMaker, job_of
+from gateway.request.job_publisher import JobPublisher
 from gateway.request.model_choice import ModelChoice
-from gateway.request.models import Models, ServedModelLike
-from gateway.request.parsing import Ask
-from gateway.request.response_stream import Answer
-from gateway.request.tool_loop import Rounds
+from gateway.request.response_stream import AcceptedRequest, ResponseContext, ResponseStream
 from gateway.request.tracing import RequestTrace
-from gateway.streams.choice import Choice
-from gateway.streams.delivery_statistics import SeenBefore
-from gateway.streams.fleet import Fleet
-from gateway.streams.latency import GapCounts
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.streams import StreamTable
+from gateway.streams.stream import Client
 from gateway.tenancy.caller import Caller
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import Clock
+from gateway.tenancy.identity import Identity
 from schemas.config import GatewayConfig
-from schemas.errors import ParameterError
-from schemas.jobs import Job, Source, Tier
-from schemas.sampling import SamplingParams
+from schemas.jobs import Source
 from schemas.sessions import SessionInfo
-from schemas.tools import ToolMode
-
-_log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-_URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 
 
-class Asker:
-    """Makes answers. ``begin`` raises MillraceError: nothing was stored then.
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """Who asks, and how: the client that reads the response, which ``owner`` is a part of, the
+    endpoint that it came by, and the trace that it leaves."""
 
-    Owns the answers that are not over, and the tasks that run tools for them.
-    """
+    caller: Caller
+    client: Client
+    source: Source = Source.HTTP
+    owner: object = None
+    trace: RequestTrace | None = None
+
+
+class RequestSubmitter:
+    """Makes responses of requests."""
 
     def __init__(
         self,
-        bus: Bus,
         config: GatewayConfig,
-        gateway_id: str,
         models: Models,
         choice: ModelChoice,
-        streams: StreamTable,
-        fleet: Fleet,
-        clock: Clock,
+        identity: Identity,
         index: RequestIndex,
-        limiter: LimiterLike,
-        sessions: SessionsLike,
-        tools: ToolsLike,
-        gaps: GapCounts,
-        seed_source: random.Random,
-        keeps_transcripts: Callable[[str], Awaitable[bool]],
-        check_stores: Callable[[], None],
-        prompts: PromptPool,
-        entries: Entries,
+        maker: JobMaker,
+        publisher: JobPublisher,
+        context: ResponseContext,
     ) -> None:
-        self.streams = streams
-        self.gaps = gaps
-        self.draining = False
-        self._bus = bus
         self._config = config
-        self._gateway_id = gateway_id
         self._models = models
         self._choice = choice
-        self._clock = clock
+        self._identity = identity
         self._index = index
-        self._sessions = sessions
-        self.keeps_transcripts = keeps_transcripts
-        self._check_stores = check_stores
-        self.maker = JobMaker(tools, seed_source, prompts)
-        self.admission = Admission(bus, fleet, limiter, entries, config.request_timeout_s)
-        self.seen = SeenBefore(clock, config.request_timeout_s)
-        self.rounds = Rounds(
-            bus,
-            config,
-            gateway_id,
-            clock,
-            streams,
-            self.maker,
-            self.admission,
-            index,
-            tools,
-            self.seen,
-        )
-        self._answers: dict[str, tuple[Answer, RequestState | None]] = {}
-        self.copies: set[Answer] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._maker = maker
+        self._publisher = publisher
+        self._context = context
 
-    def now_s(self) -> float:
-        return self._clock.monotonic()
-
-    def get(self, request_id: str) -> Answer | None:
-        """An answer whose end nobody has taken yet, on this gateway."""
-        known = self._answers.get(request_id)
-        return None if known is None else known[0]
-
-    def state_of(self, request_id: str) -> RequestState | None:
-        """What others have to know of such an answer, once it is accepted."""
-        known = self._answers.get(request_id)
-        return None if known is None else known[1]
-
-    def answers(self) -> list[Answer]:
-        return [*(answer for answer, _ in self._answers.values()), *self.copies]
-
-    def keep(self, answer: Answer, state: RequestState | None) -> None:
-        """``state`` is None until others may go on with it."""
-        self._answers[answer.request_id] = (answer, state)
-
-    def forget(self, answer: Answer) -> None:
-        if self.get(answer.request_id) is answer:
-            del self._answers[answer.request_id]
-
-    async def begin(
+    async def submit(
         self,
-        ask: Ask,
-        caller: Caller,
+        request: GenerationRequest,
+        requester: Requester,
         request_id: str,
-        source: Source,
-        client: Client,
-        *,
         idempotency_key: str = "",
-        owner: object = None,
-        trace: RequestTrace | None = None,
-    ) -> Answer:
-        """Fit the session, tokenise, reserve, knock at the queue's door and publish; the answer is
-        accepted on return. A client that left in the meantime is for the caller to notice."""
-        self._check_stays()
-        self._check_stores()
-        received_ns, received_s = self._clock.now_ns(), self._clock.monotonic()
-        ask = await self._choice.resolve(ask, caller.tenant, tier_of(ask, caller))
-        model = await self._models.get(ask.model)
+    ) -> ResponseStream:
+        """Choose the model, fit the session, tokenise, reserve, check the queue and publish; the
+        response is accepted on return. A client that left in the meantime is for the caller to
+        notice. Raises MillraceError: nothing was stored then."""
+        context, caller, trace = self._context, requester.caller, requester.trace
+        context.admission.check_open()
+        received_ns, received_s = context.clock.now_ns(), context.clock.monotonic()
+        request = await self._choice.resolve(request, caller.tenant, tier_of(request, caller))
+        model = await self._models.get(request.model)
         if trace is not None:
-            trace.asked(ask)
-        async with self._in_session(ask, caller, model, request_id) as (session, ask):
-            state = RequestState(
-                request_id=request_id,
-                tenant=caller.tenant,
-                origin=self._gateway_id,
-                holder=self._gateway_id,
-                source=source,
-                tier=tier_of(ask, caller),
-                created_ns=received_ns,
-                deadline_ns=received_ns + round(self._config.request_timeout_s * _NS_PER_S),
-                keep_result=bool(idempotency_key or ask.server_tools),
-                ask=ask if ask.server_tools or ask.echo else _without_prompt(ask),
-                session=session,
-                idempotency_key=idempotency_key,
-                traceparent="" if trace is None else trace.context.traceparent,
+            trace.note_request(request)
+        async with self._in_session(request, caller, model, request_id) as (session, request):
+            state = self._state(
+                request, requester, request_id, received_ns, session, idempotency_key
             )
-            base = self._base_job(
-                state, ask, keep_transcript=await self.keeps_transcripts(caller.tenant)
-            )
-            jobs = await self.maker.jobs(base, ask, model, caller)
+            keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
+            base = job_of(state, request_id, keep_transcript=keep_transcript)
+            jobs = await self._maker.jobs(base, request, model, caller)
             if trace is not None:
-                jobs = [trace.attach(job) for job in jobs]
-            self.admission.check_door(ask.model)
-            self._check_stays()
-            headers = await self.admission.reserve(caller, request_id, model, jobs)
-            answer = Answer(
-                self,
-                ask,
+                jobs = [trace.add_context(job) for job in jobs]
+            context.admission.check_queue(request.model)
+            context.admission.check_open()
+            headers = await context.admission.reserve(caller, request_id, model, jobs)
+            accepted = AcceptedRequest(
+                request,
                 caller,
                 model,
                 request_id,
                 received_ns // _NS_PER_S,
-                session=session,
-                headers=headers,
-                idempotency_key=idempotency_key,
-                owner=owner,
+                session,
+                idempotency_key,
             )
+            response = ResponseStream(context, accepted, headers=headers, owner=requester.owner)
             if trace is not None:
-                trace.follow(answer)
-            if (former := self.get(request_id)) is not None:
-                former.let_go()  # the same Idempotency-Key at the same moment
-            for index, job in enumerate(jobs):
-                # Once published, text is of no use here any more: ids say it all.
-                stream = self.streams.open(
-                    replace(job, prompt_token_ids=()), client, received_s, answer
+                trace.attach_response(response)
+            if (former := context.responses.get(request_id)) is not None:
+                former.hand_off()  # the same Idempotency-Key at the same moment
+            # Once published, text is of no use here any more: ids say it all.
+            streams = [
+                context.streams.open(
+                    replace(job, prompt_token_ids=()), requester.client, received_s, response
                 )
-                answer.choices.append(self.choice(answer, index, stream))
+                for job in jobs
+            ]
+            for stream in streams:
+                response.add_choice(stream)
             # Nobody can attach to what may yet be refused.
-            self.keep(answer, None)
+            context.responses.add(response, None)
             try:
-                await self._publish(answer, jobs)
-                if self.get(request_id) is answer:
-                    self.keep(answer, state)
+                await self._publisher.publish(response, request_id, jobs, streams)
+                if context.responses.get(request_id) is response:
+                    context.responses.add(response, state)
                     await self._index.put(state)
             except BaseException:
-                answer.leave("failed")
-                self.forget(answer)
+                response.abort("failed")
+                context.responses.remove(response)
                 raise
-            return answer
+            return response
+
+    def _state(
+        self,
+        request: GenerationRequest,
+        requester: Requester,
+        request_id: str,
+        received_ns: int,
+        session: SessionInfo | None,
+        idempotency_key: str,
+    ) -> RequestState:
+        gateway_id, trace = self._config.gateway_id, requester.trace
+        needs_prompt = request.server_tools or request.echo
+        return RequestState(
+            request_id=request_id,
+            tenant=requester.caller.tenant,
+            origin=gateway_id,
+            holder=gateway_id,
+            source=requester.source,
+            tier=tier_of(request, requester.caller),
+            created_ns=received_ns,
+            deadline_ns=received_ns + round(self._config.request_timeout_s * _NS_PER_S),
+            keep_result=bool(idempotency_key or request.server_tools),
+            request=request if needs_prompt else _without_prompt(request),
+            session=session,
+            idempotency_key=idempotency_key,
+            traceparent="" if trace is None else trace.context.traceparent,
+        )
 
     @asynccontextmanager
     async def _in_session(
-        self, ask: Ask, caller: Caller, model: ServedModelLike, request_id: str
-    ) -> AsyncGenerator[tuple[SessionInfo | None, Ask]]:
-        """The ask behind what its session holds, which keeps nothing of an ask that is refused."""
-        if not ask.session_id:
-            yield None, ask
+        self, request: GenerationRequest, caller: Caller, model: ServedModelLike, request_id: str
+    ) -> AsyncGenerator[tuple[SessionInfo | None, GenerationRequest]]:
+        """The request behind what its session holds, which keeps nothing of one that is refused."""
+        if not request.session_id:
+            yield None, request
             return
-        fitted = await self._sessions.begin(caller, ask, model, request_id)
+        sessions = self._context.sessions
+        fitted = await sessions.open_turn(caller, request, model, request_id)
         try:
-            yield fitted.info, replace(ask, messages=fitted.messages)
+            yield fitted.info, replace(request, messages=fitted.messages)
         except BaseException:
-            self.spawn(self._sessions.abandon(caller.tenant, ask.session_id, request_id))
-            raise
-
-    def choice(self, answer: Answer, index: int, stream: OpenStream, from_index: int = 0) -> Choice:
-        """A choice that reads tool calls if the answer may have any."""
-        has_tools = (
-            bool(answer.ask.tools or answer.own_tools)
-            and answer.ask.tool_choice.mode is not ToolMode.NONE
-        )
-        tool_format = answer.model.tool_format if has_tools else None
-        ends = end_token_ids(answer.model, answer.ask.sampling)
-        return Choice(index, stream, tool_format, answer.own_tools, from_index, ends)
-
-    async def commit_turn(self, answer: Answer) -> None:
-        """Put what was said behind its session's history."""
-        assert answer.session is not None
-        await self._sessions.commit(
-            answer.caller.tenant,
-            answer.session.session_id,
-            answer.request_id,
-            answer.choices[0].conversation,
-        )
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something for an answer in the background."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    async def close(self) -> None:
-        """Stop what runs in the background."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("what was done for an answer failed", exc_info=error)
-
-    # --- from an ask to jobs ---
-
-    def _base_job(self, state: RequestState, ask: Ask, *, keep_transcript: bool) -> Job:
-        return Job(
-            request_id=state.request_id,
-            model=ask.model,
-            prompt_token_ids=(),
-            reply=self._gateway_id,
-            batch_frames=True,
-            store_result=state.keep_result,
-            tenant=state.tenant,
-            user=ask.user,
-            session_id=ask.session_id,
-            tier=state.tier,
-            source=state.source,
-            model_requested=ask.model_requested or ask.model,
-            route_reason=ask.route_reason,
-            received_ns=state.created_ns,
-            deadline_ns=state.deadline_ns,
-            keep_transcript=keep_transcript,
-        )
-
-    def _check_stays(self) -> None:
-        if self.draining:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
-
-    async def _publish(self, answer: Answer, jobs: Sequence[Job]) -> None:
-        """All or nothing: if one cannot be stored, those that were are cancelled."""
-        streams = [choice.stream for choice in answer.choices]
-        since_ns = self._clock.now_ns()
-        try:
-            outcomes = await asyncio.gather(
-                *(self._bus.jobs.publish(job, reserved=True) for job in jobs),
-                return_exceptions=True,
+            self._context.responses.tasks.spawn(
+                sessions.abandon_turn(caller.tenant, request.session_id, request_id),
+                "abandon a turn",
             )
-        except BaseException:
-            for stream in streams:
-                self.streams.discard(stream)
-            self._give_back(answer)
             raise
-        failed = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if answer.trace is not None:
-            answer.trace.published(jobs, since_ns, "" if failed is None else type(failed).__name__)
-        for stream, outcome in zip(streams, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                self.streams.discard(stream)
-                continue
-            if outcome.duplicate:
-                self.streams.follow(stream)
-            self.streams.accept(stream, outcome.stream_sequence)
-            if failed is not None:
-                self.streams.leave(stream, "refused")
-        if failed is not None:
-            self._give_back(answer)
-            raise failed
-
-    def _give_back(self, answer: Answer) -> None:
-        if not answer.was_let_go:
-            self.admission.give_back(answer.request_id)
 
 
-def tier_of(ask: Ask, caller: Caller) -> Tier:
-    """The tier of a request: the caller's own, or a less urgent one that it names."""
-    if ask.tier is None:
-        return caller.tier
-    if _URGENCY[ask.tier] > _URGENCY[caller.tier]:
-        raise ParameterError(
-            "service_tier",
-            f"Your tier is {caller.tier}; service_tier may name that or a less urgent one.",
-        )
-    return ask.tier
-
-
-def end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
-    """The tokens with which a completion is over."""
-    ends = () if sampling.ignore_eos else model.eos_token_ids
-    return frozenset(ends).union(sampling.stop_token_ids)
-
-
-def _without_prompt(ask: Ask) -> Ask:
-    sampling = replace(ask.sampling, grammar=None)
+def _without_prompt(request: GenerationRequest) -> GenerationRequest:
+    sampling = replace(request.sampling, grammar=None)
     return replace(
-        ask,
+        request,
         prompt=None,
         messages=None,
         prompt_token_ids=(),
-        other_prompts=("",) * len(ask.other_prompts),
+        other_prompts=("",) * len(request.other_prompts),
         sampling=sampling,
     )

@@ -1,6 +1,6 @@
-"""The gateway's own tools: run between two rounds of an answer, whose next job says what they gave.
+"""The gateway's own tools: run between two rounds of a response, whose next job has their results.
 
-A round of a choice ends when the model has called tools. The answer hands the choice to ``run``,
+A round of a choice ends when the model has called tools. The response hands the choice to ``run``,
 and gets it back with a stream of its next round, with its end, or failed.
 """
 
@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from bus.api import Bus
-from gateway.request.admission import Admission
-from gateway.request.context import ToolOutcome, ToolsLike
 from gateway.request.index import RequestIndex
 from gateway.request.job_maker import JobMaker, job_id, with_prompt
+from gateway.request.job_publisher import JobPublisher
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.choice import TOOL_CALLS, Choice
-from gateway.streams.delivery_statistics import SeenBefore, go_on_from
+from gateway.streams.delivery_statistics import continue_statistics
 from gateway.streams.parts import StepPart
 from gateway.streams.stream import OpenStream
-from gateway.streams.streams import StreamTable
+from gateway.tools.runner import ToolResult, ToolRunner
 from runtime.clock import Clock
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.frames import Failed
 from schemas.jobs import ChatMessage, Job
 from schemas.tools import ToolCall, ToolChoice, ToolMode
-
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -40,62 +36,56 @@ _LOOK_TIMEOUT_S = 0.5
 
 
 class AnswerLostError(MillraceError):
-    """Whoever made the answer is gone before it was whole."""
+    """The gateway that made the response is gone before it was whole."""
 
     code = "answer_lost"
     retryable = True
     http_status = 503
 
     def __init__(self) -> None:
-        super().__init__("The gateway that ran this answer's tools is gone. Ask again.")
+        super().__init__("The gateway that ran this response's tools is gone. Ask again.")
 
 
-class Rounds:
-    """Runs tools and queues rounds for the answers of one gateway; owns nothing of them."""
+class ToolCallLoop:
+    """Runs tools and queues rounds for the responses of one gateway; owns nothing of them."""
 
     def __init__(
         self,
         bus: Bus,
         config: GatewayConfig,
-        gateway_id: str,
         clock: Clock,
-        streams: StreamTable,
-        maker: JobMaker,
-        admission: Admission,
         index: RequestIndex,
-        tools: ToolsLike,
-        seen: SeenBefore,
+        maker: JobMaker,
+        publisher: JobPublisher,
+        tools: ToolRunner,
     ) -> None:
         self._bus = bus
-        self._max_rounds = config.max_tool_rounds
-        self._gateway_id = gateway_id
+        self._config = config
         self._clock = clock
-        self._streams = streams
-        self._maker = maker
-        self._admission = admission
         self._index = index
+        self._maker = maker
+        self._publisher = publisher
         self._tools = tools
-        self._seen = seen
 
-    async def run(self, answer: Answer, choice: Choice) -> None:
+    async def run(self, response: ResponseStream, choice: Choice) -> None:
         """Run the tools that were called, then let the model go on with what they gave. Never
         raises: the choice fails."""
         try:
-            await self._run(answer, choice)
+            await self._run(response, choice)
         except MillraceError as error:
             _fail(choice, Failed(code=error.code, message=error.message, retryable=error.retryable))
         except Exception:
-            logger.exception("a round failed", extra={"request_id": answer.request_id})
+            logger.exception("a round of tools failed", extra={"request_id": response.request_id})
             _fail(choice, Failed(code="internal_error", message="The gateway failed."))
         finally:
             choice.runs_tools = False
             choice.stream.wake()
 
-    async def _run(self, answer: Answer, choice: Choice) -> None:
+    async def _run(self, response: ResponseStream, choice: Choice) -> None:
         said = choice.round_end
         assert said is not None
-        own = [call for call in said.calls if call.name in answer.own_tools]
-        results = await asyncio.gather(*(self._run_tool(answer, call) for call in own))
+        own = [call for call in said.calls if call.name in response.own_tools]
+        results = await asyncio.gather(*(self._run_tool(response, call) for call in own))
         # Who has tokens of the next round has these already.
         steps = choice.pending if choice.next_index <= choice.num_tokens else choice.had
         steps += [
@@ -104,7 +94,7 @@ class Rounds:
             )
             for call, result in zip(own, results, strict=True)
         ]
-        if not answer.awaits_round(choice):
+        if not response.awaits_round(choice):
             return
         if len(own) < len(said.calls):
             choice.end_with(TOOL_CALLS)
@@ -115,113 +105,101 @@ class Rounds:
             for call, result in zip(own, results, strict=True)
         ]
         choice.stream.wake()
-        stream = await self._publish(answer, choice)
+        stream = await self._publish(response, choice)
         if stream is not None:
-            answer.begin_round(choice, stream, may_call=self._may_call(choice.round + 1))
+            response.start_round(choice, stream, may_call=self._may_call(choice.round + 1))
 
-    async def _run_tool(self, answer: Answer, call: ToolCall) -> ToolOutcome:
-        """What a tool gives; it is remembered for whoever goes on with the answer, who does not run
-        it again."""
-        if answer.is_copy:
-            return await self._awaited_step(answer, call)
-        if answer.was_resumed:
-            known = await self._index.get_step(answer.request_id, call.id)
+    async def _run_tool(self, response: ResponseStream, call: ToolCall) -> ToolResult:
+        """A tool's result, which is stored: whoever goes on with the response does not run it
+        again."""
+        if response.is_copy:
+            return await self._awaited_step(response, call)
+        if response.was_resumed:
+            known = await self._index.get_step(response.request_id, call.id)
             if known is not None:
                 return known
         result = await self._tools.run(call.name, call.arguments)
-        outcome = ToolOutcome(ok=result.ok, output=result.output, duration_ms=result.duration_ms)
-        await self._index.put_step(answer.request_id, call.id, outcome)
-        return outcome
+        await self._index.put_step(response.request_id, call.id, result)
+        return result
 
-    async def _awaited_step(self, answer: Answer, call: ToolCall) -> ToolOutcome:
-        """What a tool gave to whoever holds the answer. Raises AnswerLostError if that gateway is
+    async def _awaited_step(self, response: ResponseStream, call: ToolCall) -> ToolResult:
+        """What a tool gave to whoever holds the response. Raises AnswerLostError if that gateway is
         gone, or nobody wants to know any more."""
         look_s = self._clock.monotonic() + _LOOK_S
-        while answer.is_served:
-            known = await self._index.get_step(answer.request_id, call.id)
+        while response.is_attached:
+            known = await self._index.get_step(response.request_id, call.id)
             if known is not None:
                 return known
             now_s = self._clock.monotonic()
             if now_s >= look_s:
                 look_s = now_s + _LOOK_S
-                if not await self._is_held(answer):
+                if not await self._is_held(response):
                     break
             await self._clock.sleep(_POLL_S)
         raise AnswerLostError
 
-    async def _is_held(self, answer: Answer) -> bool:
-        if answer.is_held_here:
+    async def _is_held(self, response: ResponseStream) -> bool:
+        if response.context.responses.get(response.request_id) is not None:
             return True
-        state = await self._index.get(answer.request_id)
-        if state is None or state.holder == self._gateway_id:
+        state = await self._index.get(response.request_id)
+        if state is None or state.holder == self._config.gateway_id:
             return False
         return await self._bus.control.is_gateway_there(
-            state.holder, answer.request_id, _LOOK_TIMEOUT_S
+            state.holder, response.request_id, _LOOK_TIMEOUT_S
         )
 
-    async def _publish(self, answer: Answer, choice: Choice) -> OpenStream | None:
+    async def _publish(self, response: ResponseStream, choice: Choice) -> OpenStream | None:
         """The stream of a choice's next round; None if nobody here wants it any more. Raises
         MillraceError: nothing was stored then."""
-        if answer.is_copy:
-            request_id = job_id(answer.request_id, choice.index, choice.round + 1)
-            job = replace(choice.stream.job, request_id=request_id)
-            return self._streams.copy(job, choice.stream.client, answer)
-        job = await self._job(answer, choice)
-        if answer.trace is not None:
-            job = answer.trace.attach(job)
-        self._admission.check_door(job.model)
-        await self._admission.reserve(answer.caller, job.request_id, answer.model, [job])
-        if not answer.awaits_round(choice):
-            self._give_back(answer, job)
+        context, former = response.context, choice.stream
+        if response.is_copy:
+            request_id = job_id(response.request_id, choice.index, choice.round + 1)
+            job = replace(former.job, request_id=request_id)
+            return context.streams.copy(job, former.client, response)
+        job = await self._job(response, choice)
+        if response.trace is not None:
+            job = response.trace.add_context(job)
+        context.admission.check_queue(job.model)
+        await context.admission.reserve(response.caller, job.request_id, response.model, [job])
+        if not response.awaits_round(choice):
+            response.release(job.request_id)
             return None
-        stream = self._streams.open(
+        stream = context.streams.open(
             replace(job, prompt_token_ids=()),
-            choice.stream.client,
+            former.client,
             self._clock.monotonic(),
-            answer,
+            response,
             from_index=max(0, choice.next_index - choice.num_tokens),
         )
-        seen = self._seen.of(answer.request_id).get(job.request_id)
-        if seen is not None:
-            go_on_from(stream, seen, self._clock)
-        since_ns = self._clock.now_ns()
-        try:
-            published = await self._bus.jobs.publish(job, reserved=True)
-        except BaseException:
-            self._streams.discard(stream)
-            self._give_back(answer, job)
-            raise
-        if answer.trace is not None:
-            answer.trace.published([job], since_ns)
-        if published.duplicate:
-            # Whoever had the answer before was first, and may be who its frames are sent to.
-            stream.job = replace(stream.job, reply=choice.stream.job.reply)
-            self._streams.follow(stream)
-        self._streams.accept(stream, published.stream_sequence)
+        before = context.history.of(response.request_id).get(job.request_id)
+        if before is not None:
+            continue_statistics(stream, before, self._clock)
+        # Whoever had the response before may have been first with this round.
+        await self._publisher.publish(
+            response, job.request_id, [job], [stream], first_reply=former.job.reply
+        )
         return stream
 
-    async def _job(self, answer: Answer, choice: Choice) -> Job:
+    async def _job(self, response: ResponseStream, choice: Choice) -> Job:
         """In the last round that there may be, no tool can be called."""
         number = choice.round + 1
         mode = ToolMode.AUTO if self._may_call(number) else ToolMode.NONE
-        ask = replace(
-            answer.ask,
-            messages=(*(answer.ask.messages or ()), *choice.turns),
+        request = replace(
+            response.request,
+            messages=(*(response.request.messages or ()), *choice.turns),
             tool_choice=ToolChoice(mode=mode),
         )
         former = choice.stream.job
-        request_id = job_id(answer.request_id, choice.index, number)
-        first = replace(former, request_id=request_id, reply=self._gateway_id)
-        job = await self._maker.prepare(with_prompt(first, ask), ask, answer.model, answer.caller)
+        request_id = job_id(response.request_id, choice.index, number)
+        first = replace(former, request_id=request_id, reply=self._config.gateway_id)
+        job = await self._maker.prepare(
+            with_prompt(first, request), request, response.model, response.caller
+        )
         return replace(job, sampling=replace(job.sampling, seed=former.sampling.seed))
-
-    def _give_back(self, answer: Answer, job: Job) -> None:
-        if not answer.was_let_go:
-            self._admission.give_back(job.request_id)
 
     def _may_call(self, number: int) -> bool:
         """Whether tools can be called in the round of this number, from 0."""
-        return number < self._max_rounds
+        return number < self._config.max_tool_rounds
 
 
 def _fail(choice: Choice, frame: Failed) -> None:

@@ -6,12 +6,14 @@ The names are those of OpenTelemetry's conventions for HTTP and generative AI.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from bus import subjects
 from gateway.errors import Refusal
+from gateway.generation_request import GenerationRequest
+from gateway.streams.choice import Choice
 from gateway.transport.http import Event, Headers, Send
 from runtime.clock import Clock
 from runtime.tracing import (
@@ -28,10 +30,6 @@ from schemas.config import GatewayConfig
 from schemas.frames import Usage
 from schemas.jobs import Job
 
-if TYPE_CHECKING:
-    from gateway.request.parsing import Ask
-    from gateway.request.response_stream import Answer
-
 TRACEPARENT = HEADER.encode()
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 _CHAT = "chat"
@@ -41,8 +39,27 @@ _CLIENT_LEFT = 499
 _NS_PER_S = 1e9
 
 
+class TracedResponse(Protocol):
+    """What a trace reports of ``gateway.request.response_stream.ResponseStream``."""
+
+    choices: list[Choice]
+    trace: RequestTrace | None
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def reasons(self) -> list[str]: ...
+
+    @property
+    def refusal(self) -> Refusal | None: ...
+
+
 class RequestTrace:
-    """One request of a client, from its receipt to ``over``."""
+    """One request of a client, from its receipt to ``finish``."""
 
     def __init__(
         self,
@@ -69,7 +86,7 @@ class RequestTrace:
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "millrace",
         }
-        self._answer: Answer | None = None
+        self._response: TracedResponse | None = None
         self._is_over = False
 
     # --- out ---
@@ -92,31 +109,31 @@ class RequestTrace:
 
         return send_with_headers
 
-    def attach(self, job: Job) -> Job:
+    def add_context(self, job: Job) -> Job:
         """The job with its place in the trace, below the span by which it is ``published``."""
         return replace(job, traceparent=self._publishing(job).traceparent)
 
     # --- what happens ---
 
-    def asked(self, ask: Ask) -> None:
+    def note_request(self, request: GenerationRequest) -> None:
         """It is for a model that there is."""
-        self.asked_for(ask.model, ask.model_requested)
-        sampling, attributes = ask.sampling, self._attributes
+        self.note_model(request.model, request.model_requested)
+        sampling, attributes = request.sampling, self._attributes
         attributes["gen_ai.request.temperature"] = sampling.temperature
         attributes["gen_ai.request.top_p"] = sampling.top_p
         attributes["gen_ai.request.choice.count"] = sampling.n
         if sampling.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
-        if ask.route_reason:
-            attributes["millrace.route_reason"] = ask.route_reason
+        if request.route_reason:
+            attributes["millrace.route_reason"] = request.route_reason
 
-    def asked_for(self, model: str, requested: str = "") -> None:
+    def note_model(self, model: str, requested: str = "") -> None:
         """The model that answers, and the name that it was asked for by."""
         self._name = f"{self._operation} {model}"
         self._attributes["gen_ai.request.model"] = requested or model
         self._attributes["gen_ai.response.model"] = model
 
-    def published(self, jobs: Sequence[Job], since_ns: int, error: str = "") -> None:
+    def record_publish(self, jobs: Sequence[Job], since_ns: int, error: str = "") -> None:
         """The queue has stored these jobs of it, or refused to."""
         now_ns = self._clock.now_ns()
         for job in jobs:
@@ -138,20 +155,20 @@ class RequestTrace:
                 )
             )
 
-    def follow(self, answer: Answer) -> None:
+    def attach_response(self, response: TracedResponse) -> None:
         """The answer that the client gets."""
-        self._answer = answer
-        answer.trace = self
-        self._attributes["gen_ai.response.id"] = answer.request_id
+        self._response = response
+        response.trace = self
+        self._attributes["gen_ai.response.id"] = response.request_id
 
-    def used(self, usage: Usage) -> None:
+    def note_usage(self, usage: Usage) -> None:
         """What it took."""
         attributes = self._attributes
         attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
 
-    def over(self, status: int = 0, refusal: Refusal | None = None, error: str = "") -> None:
+    def finish(self, status: int = 0, refusal: Refusal | None = None, error: str = "") -> None:
         """The client has its answer, or is gone; the first call counts. ``status`` is what HTTP
         said, 0 on a socket; without a refusal ``error`` may be what became of the client."""
         if self._is_over:
@@ -159,11 +176,11 @@ class RequestTrace:
         self._is_over = True
         events: list[SpanEvent] = []
         links: list[TraceContext] = []
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.trace = None
-            self._note_answer(answer, events, links)
-            refusal = refusal or answer.refusal
+        response, self._response = self._response, None
+        if response is not None:
+            response.trace = None
+            self._note_answer(response, events, links)
+            refusal = refusal or response.refusal
         if status:
             self._attributes["http.response.status_code"] = status
         grade = status
@@ -193,13 +210,13 @@ class RequestTrace:
         )
 
     def _note_answer(
-        self, answer: Answer, events: list[SpanEvent], links: list[TraceContext]
+        self, response: TracedResponse, events: list[SpanEvent], links: list[TraceContext]
     ) -> None:
-        self.used(answer.usage)
-        reasons = tuple(reason for reason in answer.reasons if reason)
+        self.note_usage(response.usage)
+        reasons = tuple(reason for reason in response.reasons if reason)
         if reasons:
             self._attributes["gen_ai.response.finish_reasons"] = reasons
-        streams = [choice.stream for choice in answer.choices]
+        streams = [choice.stream for choice in response.choices]
         self._attributes["millrace.runs"] = sum(stream.reader.num_epochs for stream in streams)
         firsts_s = [s.first_text_s for s in streams if s.first_text_s is not None]
         if firsts_s:
@@ -224,7 +241,7 @@ class RequestTraces:
         self._clock = clock
         self._config = config
 
-    def begin(self, traceparent: str | None, route: str, method: str) -> RequestTrace | None:
+    def start(self, traceparent: str | None, route: str, method: str) -> RequestTrace | None:
         """A request came, perhaps in a trace of its caller's; None if it is not recorded."""
         context, parent_span_id = self._tracing.join(traceparent)
         if not context.is_recorded:

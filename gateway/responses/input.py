@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.request.parsing import Ask, chat_ask, decode
+from gateway.generation_request import GenerationRequest
+from gateway.request.parsing import decode, parse_chat
 from schemas.errors import MillraceError, ParameterError
 from schemas.openai import (
     CalledFunction,
@@ -164,10 +165,12 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Messag
     return tuple(messages)
 
 
-def ask_of(request: ResponsesRequest, messages: tuple[Message, ...]) -> Ask:
+def generation_request_of(
+    request: ResponsesRequest, messages: tuple[Message, ...]
+) -> GenerationRequest:
     """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
     try:
-        return chat_ask(_chat_request(request, messages))
+        return parse_chat(_chat_request(request, messages))
     except ParameterError as error:
         raise _respelled(error) from error
 

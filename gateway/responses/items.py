@@ -96,7 +96,7 @@ class OutputItems:
             return tuple(self._done)
         return (*self._done, self._open.item("incomplete"))
 
-    def take(self, part: Part) -> list[ResponseEvent]:
+    def add(self, part: Part) -> list[ResponseEvent]:
         """The events of a part."""
         events: list[ResponseEvent] = []
         if isinstance(part, TextPart):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 
 from gateway.errors import Refusal
+from gateway.request.response_stream import ResponseStream
 from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
 from gateway.responses.store import ResponseStore
@@ -40,9 +41,6 @@ from schemas.responses import (
     TextConfig,
 )
 
-if TYPE_CHECKING:
-    from gateway.request.response_stream import Answer
-
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
 
@@ -57,21 +55,21 @@ class ResponseRenderer:
     def __init__(
         self,
         request: ResponsesRequest,
-        answer: Answer,
+        response: ResponseStream,
         earlier: tuple[Item, ...],
         given: tuple[Item, ...],
         store: ResponseStore | None,
         describe: Describe,
     ) -> None:
-        stem = answer.request_id.rpartition("-")[2]
+        stem = response.request_id.rpartition("-")[2]
         self._request = request
         self._text = _text_of(request)
         self._tools = tuple(map(_on_one_line, request.tools or ()))
-        self._answer = answer
+        self._response_stream = response
         self.conversation = (*earlier, *named(given, stem, earlier))
         self._store = store
         self._items = OutputItems(stem, len(_FIRST), describe)
-        self._had = answer.choices[0].had
+        self._had = response.choices[0].had
         self._num_caught_up = 0
 
     def first(self) -> bytes:
@@ -83,7 +81,7 @@ class ResponseRenderer:
     def part(self, part: Part) -> bytes:
         if self._had:
             self._catch_up()
-        return _bytes_of(self._items.take(part))
+        return _bytes_of(self._items.add(part))
 
     def last(self) -> bytes:
         kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
@@ -110,7 +108,7 @@ class ResponseRenderer:
         )
 
     def add(self, part: Part) -> None:
-        self._items.take(part)
+        self._items.add(part)
 
     def whole(self) -> bytes:
         return _encode(self._final())
@@ -121,35 +119,38 @@ class ResponseRenderer:
         if self._store is None:
             return
         try:
-            await self._store.put(self._answer.caller.tenant, self._final(), self.conversation)
+            await self._store.put(
+                self._response_stream.caller.tenant, self._final(), self.conversation
+            )
         except RedisUnreachableError:
             self._store = None
             _log.warning(
-                "an answer could not be kept", extra={"request_id": self._answer.request_id}
+                "an answer could not be kept",
+                extra={"request_id": self._response_stream.request_id},
             )
 
     def _catch_up(self) -> None:
         """What another connection has given out is told of no more, but belongs to the answer."""
         while self._num_caught_up < len(self._had):
-            self._items.take(self._had[self._num_caught_up])
+            self._items.add(self._had[self._num_caught_up])
             self._num_caught_up += 1
 
     def _final(self) -> Response:
         status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"
         return msgspec.structs.replace(
             self._response(status),
-            usage=_usage(self._answer.usage),
+            usage=_usage(self._response_stream.usage),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
         )
 
     def _response(self, status: ResponseStatus) -> Response:
-        request, answer = self._request, self._answer
-        sampling = answer.ask.sampling
+        request, response = self._request, self._response_stream
+        sampling = response.request.sampling
         return Response(
-            id=answer.request_id,
-            created_at=answer.created_s,
+            id=response.request_id,
+            created_at=response.created_s,
             status=status,
-            model=answer.ask.model,
+            model=response.request.model,
             output=self._items.items(),
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,

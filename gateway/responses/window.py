@@ -7,8 +7,8 @@ from functools import partial
 
 import msgspec
 
-from gateway.request.models import ServedModelLike
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
 from gateway.sessions.context_window import Counted, Window, count, fit
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
@@ -17,31 +17,31 @@ from schemas.tools import ToolDefinition
 
 
 async def fit_window(
-    ask: Ask,
+    request: GenerationRequest,
     tools: Sequence[ToolDefinition],
     model: ServedModelLike,
     caller: Caller,
     config: GatewayConfig,
     prompts: PromptPool,
-) -> Ask:
+) -> GenerationRequest:
     """The ask with as many of its newest messages as fit the model's window and the caller's,
     beside ``tools``. System messages and the last turn stay, even if they do not fit."""
-    work = partial(_fit, ask, tools, model, caller, config)
-    return await prompts.run(caller.tenant, ask.num_prompt_characters, work)
+    work = partial(_fit, request, tools, model, caller, config)
+    return await prompts.run(caller.tenant, request.num_prompt_characters, work)
 
 
 def _fit(
-    ask: Ask,
+    request: GenerationRequest,
     tools: Sequence[ToolDefinition],
     model: ServedModelLike,
     caller: Caller,
     config: GatewayConfig,
-) -> Ask:
-    assert ask.messages
+) -> GenerationRequest:
+    assert request.messages
     tokenizer = model.tokenizer
     counted = count(
-        [Counted(message) for message in ask.messages],
-        ask.model,
+        [Counted(message) for message in request.messages],
+        request.model,
         lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
     )
     window_tokens = model.context_window_tokens
@@ -49,7 +49,7 @@ def _fit(
         window_tokens = min(window_tokens, caller.context_tokens)
     window = Window(
         num_tokens=window_tokens,
-        max_tokens=ask.sampling.max_tokens,
+        max_tokens=request.sampling.max_tokens,
         reserve_tokens=config.session_reserve_tokens,
     )
     fitted = fit(
@@ -59,4 +59,4 @@ def _fit(
         window,
         lambda messages: tokenizer.encode_chat(messages, tools),
     )
-    return msgspec.structs.replace(ask, messages=fitted.messages)
+    return msgspec.structs.replace(request, messages=fitted.messages)

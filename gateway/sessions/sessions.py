@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from gateway.request.models import Models, ServedModelLike
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models, ServedModelLike
 from gateway.sessions.context_window import Counted, Fitted, Window, continue_with, count, fit
 from gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
 from gateway.sessions.summaries import Generate, Summaries
@@ -79,36 +79,35 @@ class Sessions:
         self._summaries = Summaries(self._store, config, clock, generate)
         self._late: set[asyncio.Task[None]] = set()
 
-    async def begin(
-        self, caller: Caller, ask: Ask, model: ServedModelLike, request_id: str
+    async def open_turn(
+        self, caller: Caller, request: GenerationRequest, model: ServedModelLike, request_id: str
     ) -> FittedSession:
-        """Put the kept conversation before the messages of ``ask``, and remember what the request
-        adds to it.
+        """Put the kept conversation before the messages of ``request``, and remember what it adds.
 
         Raises RedisUnreachableError, ParameterError for an ask that cannot continue a conversation,
         SessionTooLargeError and SessionUnreadableError.
         """
-        if ask.messages is None:
+        if request.messages is None:
             raise ParameterError("session_id", "session_id goes with messages, not with a prompt.")
-        session = await self._store.load(caller.tenant, ask.session_id, renew=True)
-        _check_keep(session, ask.session_keep)
-        base = session.cut(ask.session_keep)
-        window = self._window(caller, ask, model)
+        session = await self._store.load(caller.tenant, request.session_id, renew=True)
+        _check_keep(session, request.session_keep)
+        base = session.cut(request.session_keep)
+        window = self._window(caller, request, model)
         turn = Turn(
             base_version=session.version,
-            keep=ask.session_keep,
-            messages=tuple(Counted(message) for message in ask.messages),
-            model=ask.model,
+            keep=request.session_keep,
+            messages=tuple(Counted(message) for message in request.messages),
+            model=request.model,
             window_tokens=window.num_tokens,
             tier=caller.tier,
         )
         self._store.check_room(session, turn)
-        tools = (*ask.tools, *self._definitions(ask.server_tools))
+        tools = (*request.tools, *self._definitions(request.server_tools))
         turn, fitted = await self._fit(caller.tenant, base, turn, window, model, tools)
-        await self._store.put_turn(caller.tenant, ask.session_id, request_id, turn)
+        await self._store.put_turn(caller.tenant, request.session_id, request_id, turn)
         num_summarised = base.num_summarised if fitted.with_summary else 0
         info = SessionInfo(
-            session_id=ask.session_id,
+            session_id=request.session_id,
             version=session.version,
             num_messages=base.num_messages,
             num_dropped=fitted.num_dropped + base.num_summarised - num_summarised,
@@ -116,14 +115,14 @@ class Sessions:
         )
         return FittedSession(messages=fitted.messages, info=info)
 
-    async def abandon(self, tenant: str, session_id: str, request_id: str) -> None:
+    async def abandon_turn(self, tenant: str, session_id: str, request_id: str) -> None:
         """The request was refused after ``begin``: keep nothing of it."""
         try:
             await self._store.drop_turn(tenant, session_id, request_id)
         except RedisUnreachableError:
             return  # Nobody will add it, and its time runs out by itself.
 
-    async def commit(
+    async def commit_turn(
         self, tenant: str, session_id: str, request_id: str, turns: Sequence[ChatMessage]
     ) -> None:
         """Add what the request asked and was answered, once, however often this is called.
@@ -179,12 +178,12 @@ class Sessions:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._summaries.close()
 
-    def _window(self, caller: Caller, ask: Ask, model: ServedModelLike) -> Window:
+    def _window(self, caller: Caller, request: GenerationRequest, model: ServedModelLike) -> Window:
         return Window(
             num_tokens=min(
                 model.context_window_tokens, caller.context_tokens or model.context_window_tokens
             ),
-            max_tokens=ask.sampling.max_tokens,
+            max_tokens=request.sampling.max_tokens,
             reserve_tokens=self._config.session_reserve_tokens,
         )
 

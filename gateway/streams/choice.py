@@ -9,9 +9,10 @@ from collections.abc import Callable
 import msgspec
 
 from bus.frame_reader import Progress
-from gateway.streams.latency import GapCounts
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, TextPart
 from gateway.streams.stream import OpenStream
+from gateway.streams.token_gaps import TokenGaps
+from gateway.streams.usage import total_usage
 from registry.tool_formats import (
     ArgumentsPiece,
     CallPiece,
@@ -48,7 +49,7 @@ class Choice:
 
     ``next_index`` counts the tokens of all rounds that the client was given. Calls of tools in
     ``own_tools`` are the gateway's business: the client does not see them. When there are any,
-    ``round_end`` is what was said, until ``begin_round``; ``runs_tools`` while somebody sees to
+    ``round_end`` is what was said, until ``start_round``; ``runs_tools`` while somebody sees to
     that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
     the last round has ended. ``had`` are the parts that the client was given by another connection,
     as far as they were read again; they all come before those that ``collect`` gives out. A token
@@ -103,7 +104,7 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """Of all rounds so far."""
-        return _sum(self._earlier, self.stream.reader.usage or Usage())
+        return total_usage((self._earlier, self.stream.reader.usage or Usage()))
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +115,7 @@ class Choice:
         """Whether the gateway's tools were called and no further round has begun."""
         return self.round_end is not None
 
-    def begin_round(self, stream: OpenStream, *, may_call: bool) -> None:
+    def start_round(self, stream: OpenStream, *, may_call: bool) -> None:
         """Go on with the stream of the next round, in which calls are text unless ``may_call``."""
         self._earlier = self.usage
         self._base += self.stream.reader.next_index
@@ -137,7 +138,7 @@ class Choice:
         self.round_end = None
         self.end = frame
 
-    def collect(self, now_s: float, gaps: GapCounts, parts: list[Part]) -> None:
+    def collect(self, now_s: float, gaps: TokenGaps, parts: list[Part]) -> None:
         """Append what has come since the last call."""
         if self.pending:
             parts += self.pending
@@ -147,7 +148,7 @@ class Choice:
             # What tools give, or why they cannot go on, wakes the client again.
             stream.is_ready = False
             return
-        index, num_tokens, text, logprobs = stream.take(now_s, gaps)
+        index, num_tokens, text, logprobs = stream.read(now_s, gaps)
         if num_tokens or text:
             if logprobs and logprobs[-1].token_id in self._end_token_ids:
                 logprobs = logprobs[:-1]
@@ -162,7 +163,7 @@ class Choice:
         if stream.reader.terminal is not None:
             self._end_round(stream.reader.terminal, parts)
 
-    def take_plain(self, now_s: float, gaps: GapCounts) -> Progress | None:
+    def read_plain(self, now_s: float, gaps: TokenGaps) -> Progress | None:
         """What has come of a choice of nothing but text, at less cost than by ``collect``; None:
         there is more to it, and nothing was taken. The token path at load is made of this."""
         stream = self.stream
@@ -173,7 +174,7 @@ class Choice:
             or self.pending
         ):
             return None
-        progress = stream.take(now_s, gaps)
+        progress = stream.read(now_s, gaps)
         num_tokens = progress.num_tokens
         if num_tokens:
             if not self._is_primed:
@@ -263,11 +264,3 @@ class Choice:
         self.end = terminal
         self.reason = TOOL_CALLS if calls and has_stopped else terminal.finish_reason.value
         parts.append(ChoiceEnd(self.index, self.reason))
-
-
-def _sum(one: Usage, other: Usage) -> Usage:
-    return Usage(
-        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
-        cached_tokens=one.cached_tokens + other.cached_tokens,
-        completion_tokens=one.completion_tokens + other.completion_tokens,
-    )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from gateway.streams.stream import OpenStream, status_of
 from runtime.clock import Clock
-from schemas.control import Seen
+from schemas.control import DeliveryStatistics
 from schemas.records import DeliveryRecord
 
 _MS_PER_S = 1e3
@@ -19,14 +19,14 @@ _NS_PER_S = 1e9
 _MAX_KEPT = 4_096
 
 
-def seen_of(stream: OpenStream, clock: Clock) -> Seen:
+def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
     """What the client saw so far."""
     now_s, now_ns = clock.monotonic(), clock.now_ns()
 
     def epoch_ns(at_s: float | None) -> int:
         return 0 if at_s is None else now_ns - round((now_s - at_s) * _NS_PER_S)
 
-    return Seen(
+    return DeliveryStatistics(
         received_ns=epoch_ns(stream.received_s),
         first_token_ns=epoch_ns(stream.first_text_s),
         last_token_ns=epoch_ns(stream.last_delivery_s),
@@ -40,7 +40,7 @@ def seen_of(stream: OpenStream, clock: Clock) -> Seen:
     )
 
 
-def go_on_from(stream: OpenStream, seen: Seen, clock: Clock) -> None:
+def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clock) -> None:
     """Count on from what the client, which has just come back, saw before. Of tokens that it has
     though nobody knows since when, the gap begins with its return."""
     now_s, now_ns = clock.monotonic(), clock.now_ns()
@@ -88,7 +88,7 @@ def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> Delive
     )
 
 
-class SeenBefore:
+class DeliveryHistory:
     """What was seen of answers that may still be gone on with, by their jobs: rounds that are over,
     and ends that nobody has taken. It forgets what is older than ``keep_s``, and the oldest of too
     many.
@@ -97,12 +97,12 @@ class SeenBefore:
     def __init__(self, clock: Clock, keep_s: float) -> None:
         self._clock = clock
         self._keep_s = keep_s
-        self._kept: OrderedDict[str, tuple[float, dict[str, Seen]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, dict[str, DeliveryStatistics]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, request_id: str, seen: Mapping[str, Seen]) -> None:
+    def keep(self, request_id: str, seen: Mapping[str, DeliveryStatistics]) -> None:
         """Add to what is known of an answer."""
         if not seen:
             return
@@ -114,9 +114,9 @@ class SeenBefore:
 
     def keep_stream(self, request_id: str, stream: OpenStream) -> None:
         """Add one stream of an answer."""
-        self.keep(request_id, {stream.request_id: seen_of(stream, self._clock)})
+        self.keep(request_id, {stream.request_id: statistics_of(stream, self._clock)})
 
-    def of(self, request_id: str) -> dict[str, Seen]:
+    def of(self, request_id: str) -> dict[str, DeliveryStatistics]:
         """What is known of an answer."""
         kept_s, seen = self._kept.get(request_id, (0.0, {}))
         return seen if self._clock.monotonic() - kept_s <= self._keep_s else {}

@@ -10,7 +10,7 @@ import msgspec
 
 from bus.api import Bus
 from bus.running_requests import Generation
-from gateway.streams.fleet import Fleet
+from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import OpenStream
 from runtime.clock import Clock
 from schemas.control import Replay
@@ -52,7 +52,7 @@ class Replays:
         self,
         bus: Bus,
         gateway_id: str,
-        fleet: Fleet,
+        fleet: FleetView,
         clock: Clock,
         generations: GenerationIndex | None,
         on_frame: Callable[[str, Frame], None],

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 
 from bus.frame_reader import Outcome, Progress, StreamReader
-from gateway.streams.latency import GapCounts
+from gateway.streams.token_gaps import TokenGaps
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from schemas.jobs import Job
@@ -170,7 +170,7 @@ class OpenStream:
             client.wake(self)
         return outcome
 
-    def take(self, now_s: float, gaps: GapCounts) -> Progress:
+    def read(self, now_s: float, gaps: TokenGaps) -> Progress:
         """What waits for the client, which is woken again for whatever follows."""
         self.is_ready = False
         self.client.pending_bytes -= self.reader.pending_bytes
@@ -212,7 +212,7 @@ class OpenStream:
         self.is_ready = True
         client.wake(self)
 
-    def leave(self, outcome: str) -> None:
+    def abort(self, outcome: str) -> None:
         """The client is gone; what still comes is read and thrown away."""
         self.client_gone = True
         self.outcome = self.outcome or outcome

@@ -11,7 +11,7 @@ from typing import Any
 from bus.api import Bus, Subscription
 from bus.frame_reader import Outcome
 from gateway.streams.copies import StreamCopies
-from gateway.streams.fleet import Fleet
+from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import GenerationIndex, Replays
 from gateway.streams.stream import Client, OpenStream
 from runtime.clock import Clock
@@ -57,7 +57,7 @@ class StreamTable:
         bus: Bus,
         config: GatewayConfig,
         gateway_id: str,
-        fleet: Fleet,
+        fleet: FleetView,
         clock: Clock,
         on_end: Callable[[OpenStream], None],
         generations: GenerationIndex | None = None,
@@ -73,7 +73,7 @@ class StreamTable:
         self._streams: dict[str, OpenStream] = {}
         self._copies = StreamCopies()
         self._subscriptions: list[Subscription] = []
-        self._stand_ins: dict[str, dict[str, Subscription]] = {}
+        self._proxy_subscriptions: dict[str, dict[str, Subscription]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -108,11 +108,13 @@ class StreamTable:
             self._sweeper.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_LAST_CANCELS_S)
-        stand_ins = [s for standing in self._stand_ins.values() for s in standing.values()]
+        stand_ins = [
+            s for standing in self._proxy_subscriptions.values() for s in standing.values()
+        ]
         for subscription in (*self._subscriptions, *stand_ins):
             await subscription.close()
         self._subscriptions = []
-        self._stand_ins = {}
+        self._proxy_subscriptions = {}
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -164,26 +166,26 @@ class StreamTable:
         stream.foreign = is_foreign
         self._ask_replay(stream)
 
-    def let_go(self, stream: OpenStream) -> None:
+    def hand_off(self, stream: OpenStream) -> None:
         """Another connection, here or at another gateway, has it now: nothing is owed, and a client
         that is still there is told."""
         self._remove(stream)
         stream.reader.end(TAKEN_OVER)
         stream.wake()
 
-    def hold(self, stream: OpenStream, until_s: float | None) -> None:
+    def detach(self, stream: OpenStream, until_s: float | None) -> None:
         """Nobody is connected; cancel it unless somebody comes before ``until_s`` (monotonic)."""
         stream.unattended = True
         stream.held_until_s = until_s
 
-    async def stand_in_for(self, gateway_id: str, *, is_dead: bool) -> None:
+    async def subscribe_as_proxy_for(self, gateway_id: str, *, is_dead: bool) -> None:
         """Say in the place of another gateway, whose streams were taken over, which tokens their
         clients have, and if it is dead get its frames, until these streams have ended. Raises what
         a subscription does, and can be called again then."""
         if gateway_id == self._gateway_id:
             return
         wanted = ("points", "frames") if is_dead else ("points",)
-        standing = self._stand_ins.setdefault(gateway_id, {})
+        standing = self._proxy_subscriptions.setdefault(gateway_id, {})
         for kind in wanted:
             if kind in standing:
                 continue
@@ -198,7 +200,7 @@ class StreamTable:
             except BaseException:
                 del standing[kind]
                 raise
-            if self._stand_ins.get(gateway_id) is not standing:
+            if self._proxy_subscriptions.get(gateway_id) is not standing:
                 await standing[kind].close()  # all of its streams ended in the meantime
 
     def accept(self, stream: OpenStream, stream_sequence: int | None = None) -> None:
@@ -238,11 +240,11 @@ class StreamTable:
         if stream.accepted:
             self._send_cancel(stream)
 
-    def leave(self, stream: OpenStream, outcome: str) -> None:
+    def abort(self, stream: OpenStream, outcome: str) -> None:
         """The client is gone: cancel, and hold the stream until its end is known."""
         if stream.client_gone:
             return
-        stream.leave(outcome)
+        stream.abort(outcome)
         if stream.is_copy:
             self._remove(stream)
         elif not stream.ended:
@@ -298,7 +300,7 @@ class StreamTable:
             and now_s >= stream.held_until_s
             and not self._copies.of(stream.request_id)
         ):
-            self.leave(stream, "disconnect")
+            self.abort(stream, "disconnect")
         elif stream.cancel_reason is not None:
             self._sweep_cancelled(stream, now_s)
         elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
@@ -374,18 +376,18 @@ class StreamTable:
         while True:
             await self._clock.sleep(_SWEEP_S)
             self.sweep()
-            await self._stand_down()
+            await self._close_idle_proxies()
 
-    async def _stand_down(self) -> None:
+    async def _close_idle_proxies(self) -> None:
         """Stop standing in for gateways none of whose streams is left."""
-        for gateway_id in list(self._stand_ins):
+        for gateway_id in list(self._proxy_subscriptions):
             # Asked for each anew: while one is closed, a stream of another may be taken over.
             if any(stream.job.reply == gateway_id for stream in self):
                 continue
-            for subscription in self._stand_ins.pop(gateway_id).values():
-                await self._close_stand_in(subscription)
+            for subscription in self._proxy_subscriptions.pop(gateway_id).values():
+                await self._close_proxy(subscription)
 
-    async def _close_stand_in(self, subscription: Subscription) -> None:
+    async def _close_proxy(self, subscription: Subscription) -> None:
         try:
             await subscription.close()
         except MillraceError as error:

@@ -12,6 +12,7 @@ from urllib.parse import urlencode, urljoin
 
 import httpcore
 import jsonschema
+import msgspec
 
 from gateway.tools.catalogue import Headers, Origin, ServerTool, ToolCatalogue, origin_of
 from gateway.tools.network import CheckedNetwork, ForbiddenAddressError, Resolve, resolve
@@ -41,8 +42,9 @@ _log = logging.getLogger(__name__)
 _tls_context = functools.cache(httpcore.default_ssl_context)
 
 
-class ToolResult(NamedTuple):
-    """``output`` is what the model is told: the tool's answer, or what went wrong."""
+class ToolResult(msgspec.Struct, frozen=True):
+    """``output`` is what the model is told: the tool's answer, or what went wrong. It is remembered
+    in Redis for the gateway that goes on with the response."""
 
     ok: bool
     output: str

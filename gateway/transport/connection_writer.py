@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-WIRE_EXTENSION = "millrace.wire"
+WRITER_EXTENSION = "millrace.wire"
 
 logger = logging.getLogger(__name__)
 
 _TEXT = 0x81  # a whole message of text, RFC 6455, section 5.2
 
 
-class Wire(Protocol):
+class ConnectionWriter(Protocol):
     """``on_writable`` is called when the client has read enough for more to be written."""
 
     on_writable: Callable[[], None] | None
@@ -51,22 +51,22 @@ def chunk(payloads: list[bytes]) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
-class Pulsed(Protocol):
+class CoalescedWriter(Protocol):
     """Somebody who may have something to write."""
 
-    def pulse(self) -> None: ...
+    def flush(self) -> None: ...
 
     def drop(self, reason: str) -> None: ...
 
 
-class Pulse:
+class WriteCoalescer:
     """Calls everybody who asked for it in the next turn of the event loop, together: what one
     message from the bus has for hundreds of clients costs one turn, and no task is woken."""
 
     def __init__(self) -> None:
-        self._waiting: list[Pulsed] = []
+        self._waiting: list[CoalescedWriter] = []
 
-    def ask(self, client: Pulsed) -> None:
+    def schedule(self, client: CoalescedWriter) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._run)
         self._waiting.append(client)
@@ -75,7 +75,7 @@ class Pulse:
         waiting, self._waiting = self._waiting, []
         for client in waiting:
             try:
-                client.pulse()
+                client.flush()
             except Exception:
                 # One client's trouble must not keep the others from being written to.
                 logger.exception("a client could not be written to")

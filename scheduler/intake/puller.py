@@ -42,8 +42,8 @@ class _Limits(NamedTuple):
 
 
 class Puller:
-    """Pulls from the tenant queues of one model, those who were served least first, for its dispatcher,
-    or for the first of several that its jobs may go to."""
+    """Pulls from the tenant queues of one model, those who were served least first, for its
+    dispatcher, or for the first of several that its jobs may go to."""
 
     def __init__(
         self,

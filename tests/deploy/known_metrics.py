@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from bus.memory import MemoryBroker, MemoryBus
-from gateway.core import Gateway
-from gateway.request.models import Models
+from gateway.core import Backends, Gateway
+from gateway.models import Models
 from runtime.clock import ManualClock
 from runtime.metrics_server import Monitor
 from scheduler.metrics import SchedulerMetrics
-from schemas.config import ClickHouseConfig, Config, GatewayConfig
+from schemas.config import ClickHouseConfig, Config
 from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService
 from tests.scheduler.world import World
@@ -75,7 +75,7 @@ def _families(registry: CollectorRegistry) -> Iterator[Known]:
 def _gateway() -> CollectorRegistry:
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
-    return Gateway(bus, GatewayConfig(), Models({}, cast("Any", None)), clock).metrics.registry
+    return Gateway(Backends(bus), Config(), Models({}, cast("Any", None)), clock).metrics.registry
 
 
 async def _scheduler() -> CollectorRegistry:

@@ -12,8 +12,8 @@ import pytest
 
 from bus.api import StoredObject
 from bus.memory import MemoryBroker, MemoryBus
-from gateway.api.files import Files
-from gateway.api.paging import created_ms, new_ordered_id
+from gateway.batches.files import Files
+from gateway.batches.ordered_ids import created_ms, new_ordered_id
 from schemas.config import GatewayConfig
 from schemas.files import FilePurpose
 from tests.support.running_gateway import RunningGateway, running_gateway

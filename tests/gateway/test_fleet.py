@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.streams.fleet import Fleet
+from gateway.streams.fleet_view import FleetView
 from runtime.clock import ManualClock
 from schemas.control import WorkerStatus
 
@@ -18,12 +18,12 @@ def _status(worker_id: str, started_ns: int, *, retired: bool = False) -> Worker
     )
 
 
-def _live(fleet: Fleet) -> list[str]:
+def _live(fleet: FleetView) -> list[str]:
     return sorted(worker.worker_id for worker in fleet.live_workers())
 
 
 async def test_a_new_life_takes_the_place_of_the_former() -> None:
-    fleet = Fleet(ManualClock())
+    fleet = FleetView(ManualClock())
     fleet.on_worker(_status("w-1", 1))
     fleet.on_worker(_status("w-2", 2))
     assert _live(fleet) == ["w-2"]
@@ -33,7 +33,7 @@ async def test_a_new_life_takes_the_place_of_the_former() -> None:
 
 async def test_two_that_run_under_one_name_are_two() -> None:
     clock = ManualClock()
-    fleet = Fleet(clock)
+    fleet = FleetView(clock)
     for _ in range(3):
         fleet.on_worker(_status("w-1", 1))
         fleet.on_worker(_status("w-2", 2))

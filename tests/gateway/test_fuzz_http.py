@@ -102,7 +102,7 @@ class Served:
     async def _num_open(self) -> int:
         assert self.front is not None
         gateway = self.front.gateway
-        return len(list(gateway.streams)) + len(gateway.asker.answers())
+        return len(list(gateway.streams)) + len(gateway.responses.all())
 
     async def _serve(self) -> None:
         async with running_gateway(redis=self._redis) as self.front:

@@ -209,7 +209,7 @@ async def assert_well(front: RunningGateway) -> None:
         await conversation.finish()
     gateway = front.gateway
     await eventually(
-        lambda: not (list(gateway.streams) or gateway.asker.answers() or gateway.sockets),
+        lambda: not (list(gateway.streams) or gateway.responses.all() or gateway.sockets),
         what="nothing left",
     )
 

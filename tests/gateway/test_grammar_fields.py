@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.errors import InvalidJsonError
-from gateway.request.parsing import chat_ask, completion_ask, decode, socket_ask
+from gateway.request.parsing import decode, parse_chat, parse_completion, parse_generate
 from schemas.errors import ParameterError
 from schemas.openai import ChatCompletionRequest, CompletionRequest
 from schemas.sampling import Grammar, GrammarKind
@@ -22,7 +22,7 @@ _SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"con
 
 def chat(**fields: Any) -> Grammar | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return chat_ask(decode(_CHAT, msgspec.json.encode(body))).sampling.grammar
+    return parse_chat(decode(_CHAT, msgspec.json.encode(body))).sampling.grammar
 
 
 def schema_format(**fields: Any) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def test_guided_fields_are_grammars() -> None:
 def test_every_door_takes_them() -> None:
     regex = Grammar(kind=GrammarKind.REGEX, text="é|漢+")
     fields = {"model": "m", "prompt": "hi", "guided_regex": regex.text}
-    text = completion_ask(decode(_TEXT, msgspec.json.encode(fields)))
+    text = parse_completion(decode(_TEXT, msgspec.json.encode(fields)))
     fields |= {"type": "generate", "id": "1"}
-    socket = socket_ask(decode(_SOCKET, msgspec.json.encode(fields)))
+    socket = parse_generate(decode(_SOCKET, msgspec.json.encode(fields)))
     assert text.sampling.grammar == socket.sampling.grammar == regex
 
 
@@ -94,4 +94,4 @@ def test_what_is_no_grammar_is_refused_by_name(param: str, fields: dict[str, Any
 def test_a_schema_that_is_no_json_is_refused(schema: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"guided_json":%b}' % schema
     with pytest.raises((ParameterError, InvalidJsonError)):
-        chat_ask(decode(_CHAT, body))
+        parse_chat(decode(_CHAT, body))

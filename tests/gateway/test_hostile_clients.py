@@ -109,7 +109,7 @@ async def front() -> AsyncIterator[RunningGateway]:
         assert answer.json()["choices"][0]["text"] == "well?"
         gateway = running.gateway
         await eventually(
-            lambda: not (list(gateway.streams) or gateway.asker.answers() or gateway.sockets),
+            lambda: not (list(gateway.streams) or gateway.responses.all() or gateway.sockets),
             what="nothing left",
         )
 

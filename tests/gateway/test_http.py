@@ -280,4 +280,4 @@ async def test_a_bug_in_the_body_of_an_answer_is_an_error_like_any_other(
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
     answer = await http.post("/v1/chat/completions", json=chat)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.responses.all())

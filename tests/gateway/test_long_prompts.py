@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bus.tenancy.tenants import TenantStore
-from gateway.request.models import Models
+from gateway.models import Models
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from runtime.clock import SystemClock

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 
 from bus.memory import MemoryBus
 from gateway.__main__ import models_of
-from gateway.batches.lines import GenerationKind
+from gateway.batches.lines import GenerationBatchEndpoint
 from gateway.rendering.chat import CHAT_COMPLETIONS
 from registry.catalogue import BUILT_IN, load_catalogue
 from schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
@@ -266,7 +266,7 @@ async def test_an_answer_that_goes_on_elsewhere_keeps_its_model(
 async def test_a_line_of_a_batch_has_its_model_by_what_it_asks_alone(fronts: Fronts) -> None:
     gateway = fronts.running.gateway
     caller = await gateway.identity.caller({"type": "http", "headers": []})
-    kind = GenerationKind(gateway, CHAT_COMPLETIONS)
+    kind = GenerationBatchEndpoint(gateway, CHAT_COMPLETIONS)
     fronts.queue(LARGE, num_queued=100)
     for messages, model in ((EASY, SMALL), (HARD, LARGE)):
         body = json.dumps({"model": "auto", "messages": messages}).encode()

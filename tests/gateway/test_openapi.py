@@ -18,7 +18,7 @@ from gateway import app
 from gateway.openapi import document as openapi
 from gateway.openapi.fields import FIELDS, SAMPLING
 from gateway.openapi.operations import OPERATIONS
-from gateway.request.parsing import socket_ask
+from gateway.request.parsing import parse_generate
 from schemas.errors import ParameterError
 from schemas.openai import Message
 from schemas.websocket import SUBPROTOCOL, Generate
@@ -126,24 +126,24 @@ def test_ranges_are_those_of_sampling(name: str) -> None:
     message: Json = {"id": "a", "model": MODEL, "prompt": "x"}
     for key, beyond in (("minimum", -0.001), ("maximum", 0.001)):
         if key in bounds:
-            socket_ask(Generate(**message, **{name: bounds[key]}))
+            parse_generate(Generate(**message, **{name: bounds[key]}))
             with pytest.raises(ParameterError):
-                socket_ask(Generate(**message, **{name: bounds[key] + beyond}))
+                parse_generate(Generate(**message, **{name: bounds[key] + beyond}))
     if "exclusiveMinimum" in bounds:
         with pytest.raises(ParameterError):
-            socket_ask(Generate(**message, **{name: bounds["exclusiveMinimum"]}))
+            parse_generate(Generate(**message, **{name: bounds["exclusiveMinimum"]}))
 
 
 def test_tiers_are_those_that_are_taken() -> None:
     for tier in FIELDS["Generate"]["service_tier"]["enum"]:
-        socket_ask(Generate(id="a", model=MODEL, prompt="x", service_tier=tier))
+        parse_generate(Generate(id="a", model=MODEL, prompt="x", service_tier=tier))
 
 
 def test_roles_are_those_that_are_taken() -> None:
     for role in FIELDS["Message"]["role"]["enum"]:
         call_id = "call-1" if role == "tool" else None
         turn = Message(role=role, content="x", tool_call_id=call_id)
-        socket_ask(Generate(id="a", model=MODEL, messages=(turn,)))
+        parse_generate(Generate(id="a", model=MODEL, messages=(turn,)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from gateway.errors import InvalidJsonError
-from gateway.request.parsing import Ask, chat_ask, completion_ask, decode
+from gateway.generation_request import GenerationRequest
+from gateway.request.parsing import decode, parse_chat, parse_completion
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import ChatCompletionRequest, CompletionRequest
@@ -17,18 +18,18 @@ _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _TEXT = msgspec.json.Decoder(CompletionRequest)
 
 
-def chat(**fields: Any) -> Ask:
+def chat(**fields: Any) -> GenerationRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return chat_ask(decode(_CHAT, msgspec.json.encode(body)))
+    return parse_chat(decode(_CHAT, msgspec.json.encode(body)))
 
 
-def text(**fields: Any) -> Ask:
+def text(**fields: Any) -> GenerationRequest:
     body = {"model": "m", "prompt": "hi"} | fields
-    return completion_ask(decode(_TEXT, msgspec.json.encode(body)))
+    return parse_completion(decode(_TEXT, msgspec.json.encode(body)))
 
 
 def test_sampling_is_taken_over() -> None:
-    ask = chat(
+    request = chat(
         max_completion_tokens=5,
         temperature=0.5,
         top_p=0.9,
@@ -42,15 +43,15 @@ def test_sampling_is_taken_over() -> None:
         session_id="s",
         service_tier="flex",
     )
-    sampling = ask.sampling
+    sampling = request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (40, 0.1, 3)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (("x",), (7,), True)
-    assert (ask.user, ask.session_id, ask.tier) == ("u", "s", Tier.BATCH)
+    assert (request.user, request.session_id, request.tier) == ("u", "s", Tier.BATCH)
 
 
 def test_what_edits_the_logits_is_taken_over() -> None:
-    ask = chat(
+    request = chat(
         presence_penalty=0.5,
         frequency_penalty=-1,
         repetition_penalty=1.2,
@@ -59,7 +60,7 @@ def test_what_edits_the_logits_is_taken_over() -> None:
         min_tokens=4,
         bad_words=["mill", "race"],
     )
-    sampling = ask.sampling
+    sampling = request.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1)
     assert (sampling.repetition_penalty, sampling.typical_p) == (1.2, 0.9)
     assert sampling.logit_bias == {5: -100, 17: 2.5}
@@ -69,10 +70,10 @@ def test_what_edits_the_logits_is_taken_over() -> None:
 
 def test_messages_may_hold_parts_of_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    ask = chat(
+    request = chat(
         messages=[{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
     )
-    assert ask.messages == (ChatMessage("system", "rules"), ChatMessage("user", "ab"))
+    assert request.messages == (ChatMessage("system", "rules"), ChatMessage("user", "ab"))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_messages_may_hold_parts_of_text() -> None:
     ],
 )
 def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
-    ask = text(prompt=prompt)
-    assert (ask.prompt, ask.prompt_token_ids) == expected
-    assert ask.sampling.max_tokens == 16
+    request = text(prompt=prompt)
+    assert (request.prompt, request.prompt_token_ids) == expected
+    assert request.sampling.max_tokens == 16
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 65, [], [[]], 7, None, [1, "a"], [True], {"a": 1}])

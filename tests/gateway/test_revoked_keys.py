@@ -14,6 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from bus.tenancy.tenants import TenantStore
+from gateway.api.socket_session import SocketSession
 from gateway.tenancy import identity, key_watch
 from runtime.redis_link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
@@ -115,7 +116,8 @@ async def test_a_socket_that_reads_nothing_is_closed_too(
     async with socket(front, token) as connection:
         await until_open(front)
         [session] = front.gateway.sockets
-        session._wire = _Unwritable()  # type: ignore[assignment]
+        assert isinstance(session, SocketSession)
+        session._writer = _Unwritable()  # type: ignore[assignment]
         await store.revoke(record.key_id, 1)
         await eventually(lambda: not front.gateway.sockets, _WAIT_S)
         with pytest.raises(ConnectionClosed):

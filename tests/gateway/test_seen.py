@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.streams.delivery_statistics import SeenBefore, delivery_record, go_on_from, seen_of
-from gateway.streams.latency import GapCounts
+from gateway.streams.delivery_statistics import (
+    DeliveryHistory,
+    continue_statistics,
+    delivery_record,
+    statistics_of,
+)
 from gateway.streams.stream import Client, OpenStream
+from gateway.streams.token_gaps import TokenGaps
 from runtime.clock import ManualClock
-from schemas.control import Seen
+from schemas.control import DeliveryStatistics
 from schemas.frames import Done, FinishReason, Started, Usage
 from schemas.jobs import Job
 from schemas.records import STALL_MS, DeliveryRecord
@@ -37,14 +42,14 @@ class Watched:
     def __init__(self, clock: ManualClock, from_index: int = 0) -> None:
         self.clock = clock
         self.stream = OpenStream(JOB, Listener(), clock.monotonic(), from_index=from_index)
-        self._gaps = GapCounts()
+        self._gaps = TokenGaps()
 
     def feed(self, first: int, num_tokens: int, epoch: int = 0) -> None:
         text = "x" * num_tokens
         self.stream.feed(delta_of(first, text, epoch=epoch), self.clock.monotonic())
 
     def take(self) -> int:
-        return self.stream.take(self.clock.monotonic(), self._gaps).num_tokens
+        return self.stream.read(self.clock.monotonic(), self._gaps).num_tokens
 
     async def give(self, after_s: float, first: int, num_tokens: int = 1) -> None:
         """Tokens come after a while and are given out at once."""
@@ -121,13 +126,13 @@ async def test_another_gateway_counts_on() -> None:
     await first.give(1.5, 1)
     first.start(epoch=1)
     first.stream.num_replays = 2
-    seen = seen_of(first.stream, first.clock)
+    seen = statistics_of(first.stream, first.clock)
     assert seen.num_epochs == 2
 
     elsewhere = ManualClock(now_ns=first.clock.now_ns() - 100 * S_NS)
     await elsewhere.advance(102.0)  # two seconds on
     second = Watched(elsewhere, from_index=2)
-    go_on_from(second.stream, seen, elsewhere)
+    continue_statistics(second.stream, seen, elsewhere)
     second.start(epoch=1)  # the run that is known already, told again
     second.feed(0, 2, epoch=1)
     assert second.take() == 0
@@ -154,7 +159,7 @@ async def test_of_a_gateway_that_died_the_beginning_is_known() -> None:
     received_ns = clock.now_ns()
     await clock.advance(5.0)
     watched = Watched(clock, from_index=3)
-    go_on_from(watched.stream, Seen(received_ns=received_ns), clock)
+    continue_statistics(watched.stream, DeliveryStatistics(received_ns=received_ns), clock)
     await clock.advance(1.25)
     watched.feed(0, 4)
     assert watched.take() == 1
@@ -170,8 +175,10 @@ async def test_a_wall_clock_that_is_behind_makes_no_negative_times() -> None:
     clock = ManualClock()
     watched = Watched(clock, from_index=1)
     later = clock.now_ns() + 3 * S_NS
-    go_on_from(
-        watched.stream, Seen(received_ns=later, first_token_ns=later, last_token_ns=later), clock
+    continue_statistics(
+        watched.stream,
+        DeliveryStatistics(received_ns=later, first_token_ns=later, last_token_ns=later),
+        clock,
     )
     watched.feed(0, 2)
     watched.take()
@@ -181,14 +188,14 @@ async def test_a_wall_clock_that_is_behind_makes_no_negative_times() -> None:
 
 async def test_what_is_kept_is_bounded_in_time_and_number() -> None:
     clock = ManualClock()
-    kept = SeenBefore(clock, keep_s=10.0)
-    kept.keep("r", {"r": Seen(received_ns=1)})
-    kept.keep("r", {"r-r1": Seen(received_ns=2)})
+    kept = DeliveryHistory(clock, keep_s=10.0)
+    kept.keep("r", {"r": DeliveryStatistics(received_ns=1)})
+    kept.keep("r", {"r-r1": DeliveryStatistics(received_ns=2)})
     assert set(kept.of("r")) == {"r", "r-r1"}
     await clock.advance(10.5)
     assert kept.of("r") == {}
     for number in range(5_000):
-        kept.keep(f"q{number}", {"": Seen(received_ns=1)})
+        kept.keep(f"q{number}", {"": DeliveryStatistics(received_ns=1)})
     assert len(kept) <= 4_096
     kept.forget("q4999")
     assert kept.of("q4999") == {}

@@ -9,10 +9,10 @@ import pytest
 from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import Generation
-from gateway.streams.fleet import Fleet
-from gateway.streams.latency import GapCounts
+from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import Client, OpenStream, status_of
 from gateway.streams.streams import StreamTable
+from gateway.streams.token_gaps import TokenGaps
 from runtime.clock import ManualClock
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
@@ -50,7 +50,7 @@ class Table:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock)
         self.bus = MemoryBus(self.broker)
-        self.fleet = Fleet(self.clock)
+        self.fleet = FleetView(self.clock)
         self.ended: list[OpenStream] = []
         self.cancels: list[Cancel] = []
         self.replays: list[tuple[str, int]] = []
@@ -93,7 +93,7 @@ class Table:
             self.streams.on_frame("r1", frame)
 
     def text(self, stream: OpenStream) -> str:
-        return stream.take(self.clock.monotonic(), GapCounts()).text
+        return stream.read(self.clock.monotonic(), TokenGaps()).text
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ async def test_another_worker_goes_on(table: Table) -> None:
 async def test_resume_points_of_clients_that_are_gone(table: Table) -> None:
     stream = table.open()
     assert table.streams.resume_point("other") is None
-    table.streams.leave(stream, "disconnect")
+    table.streams.abort(stream, "disconnect")
     point = table.streams.resume_point("r1")
     assert point is not None
     assert not point.open
@@ -204,7 +204,7 @@ async def test_resume_points_of_clients_that_are_gone(table: Table) -> None:
 
 async def test_a_cancel_is_repeated_until_the_end_comes(table: Table) -> None:
     stream = table.open()
-    table.streams.leave(stream, "disconnect")
+    table.streams.abort(stream, "disconnect")
     await table.clock.advance(3)
     assert len(table.cancels) >= 3
     assert table.cancels[0].reason is CancelReason.DISCONNECT
@@ -218,7 +218,7 @@ async def test_a_cancel_is_repeated_until_the_end_comes(table: Table) -> None:
 
 async def test_a_cancel_without_an_answer_ends_after_a_bound(table: Table) -> None:
     stream = table.open()
-    table.streams.leave(stream, "disconnect")
+    table.streams.abort(stream, "disconnect")
     await table.clock.advance(16)
     assert table.ended == [stream]
     assert stream.outcome == "disconnect"
@@ -226,7 +226,7 @@ async def test_a_cancel_without_an_answer_ends_after_a_bound(table: Table) -> No
 
 async def test_a_client_that_leaves_before_its_job_is_stored(table: Table) -> None:
     stream = table.streams.open(_JOB, table.client, table.clock.monotonic())
-    table.streams.leave(stream, "disconnect")
+    table.streams.abort(stream, "disconnect")
     await table.clock.advance(0.1)
     assert table.cancels == []
     table.streams.accept(stream)
@@ -307,9 +307,9 @@ async def test_standing_in_can_be_tried_again(
 
     monkeypatch.setattr(table.bus.frames, "subscribe", away)
     with pytest.raises(BusUnavailableError):
-        await table.streams.stand_in_for("gw-dead", is_dead=True)
+        await table.streams.subscribe_as_proxy_for("gw-dead", is_dead=True)
     monkeypatch.setattr(table.bus.frames, "subscribe", real)
-    await table.streams.stand_in_for("gw-dead", is_dead=True)
+    await table.streams.subscribe_as_proxy_for("gw-dead", is_dead=True)
     await table.bus.frames.publish("gw-dead", [("r1", delta_of(0, ["a"]))])
     await table.clock.advance(0)
     assert table.text(stream) == "a"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.streams.latency import GapCounts
 from gateway.streams.stream import Client, OpenStream
+from gateway.streams.token_gaps import TokenGaps
 from schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
 from schemas.jobs import Job
 
@@ -139,7 +139,7 @@ class Reader(Client):
     def _take(self, stream: OpenStream) -> None:
         if not self.is_open:
             return
-        progress = stream.take(self._gateway.now_s(), GapCounts())
+        progress = stream.read(self._gateway.now_s(), TokenGaps())
         first, count = progress.first_index, progress.num_tokens
         if count:
             self._asked.read(first, stream.reader.token_ids[first : first + count], progress.text)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from bus.api import Bus
-from gateway.streams.fleet import Fleet
-from gateway.streams.latency import GapCounts
+from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import GenerationIndex
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import StreamTable
+from gateway.streams.token_gaps import TokenGaps
 from runtime.clock import Clock
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, HandedOver
@@ -41,7 +41,7 @@ class Gateway:
         self.process = process
         self._bus = bus
         self._clock = clock
-        self._fleet = Fleet(clock)
+        self._fleet = FleetView(clock)
         config = GatewayConfig(gateway_id=gateway_id, request_timeout_s=_REQUEST_TIMEOUT_S)
         self.table = StreamTable(bus, config, gateway_id, self._fleet, clock, _ignore, generations)
         self._readers: dict[str, Reader] = {}
@@ -104,7 +104,7 @@ class Gateway:
         try:
             if is_foreign:
                 origin_is_dead = is_dead and asked.origin == asked.holder
-                await self.table.stand_in_for(asked.origin, is_dead=origin_is_dead)
+                await self.table.subscribe_as_proxy_for(asked.origin, is_dead=origin_is_dead)
                 is_foreign = not origin_is_dead
         finally:
             self.table.follow(stream, is_foreign=is_foreign)
@@ -132,14 +132,14 @@ class Gateway:
         self._close(asked.request_id)
         if stream is not None:
             stream.change_client(_Nobody(self))
-            self.table.hold(stream, self._clock.monotonic() + _GRACE_S)
+            self.table.detach(stream, self._clock.monotonic() + _GRACE_S)
 
     def leave(self, asked: Asked) -> None:
         """The client does not want it any more."""
         stream = self.table.get(asked.request_id)
         self._close(asked.request_id)
         if stream is not None:
-            self.table.leave(stream, "disconnect")
+            self.table.abort(stream, "disconnect")
 
     def _reader(self, asked: Asked) -> Reader:
         reader = self._readers[asked.request_id] = Reader(self, asked)
@@ -155,7 +155,7 @@ class Gateway:
 
     def _let_go(self, stream: OpenStream) -> None:
         self._close(stream.request_id)
-        self.table.let_go(stream)
+        self.table.hand_off(stream)
 
     def _close(self, request_id: str) -> None:
         reader = self._readers.pop(request_id, None)
@@ -177,7 +177,7 @@ class _Nobody(Client):
         raise AssertionError(f"nobody was dropped: {reason}")
 
     def _take(self, stream: OpenStream) -> None:
-        stream.take(self._gateway.now_s(), GapCounts())
+        stream.read(self._gateway.now_s(), TokenGaps())
         if stream.ended:
             self._gateway.finished(stream)
 

@@ -16,11 +16,11 @@ from openai.types import Batch
 from bus import nats
 from bus.api import Bus
 from bus.memory import MemoryBroker, MemoryBus
-from gateway.core import Gateway
+from gateway.core import Backends, Gateway
 from gateway.server import Server, listen
 from runtime.clock import SystemClock
 from runtime.redis_link import RedisLink
-from schemas.config import GatewayConfig, NatsConfig, RedisConfig
+from schemas.config import Config, GatewayConfig, NatsConfig, RedisConfig
 from tests.support.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models
 from tests.support.waiting import eventually
@@ -116,7 +116,9 @@ async def batch_gateway(
     )
     bus = await connect("gateway")
     link = None if redis is None else RedisLink(redis)
-    gateway = Gateway(bus, config, byte_models(), SystemClock(), random.Random(7), redis=link)
+    gateway = Gateway(
+        Backends(bus, link), Config(gateway=config), byte_models(), SystemClock(), random.Random(7)
+    )
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())
     await server.wait_started()

@@ -11,8 +11,8 @@ import msgspec
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import GenerationIndex
-from gateway.core import Gateway
-from gateway.request.models import Models
+from gateway.core import Backends, Gateway
+from gateway.models import Models
 from gateway.server import Server, listen
 from gateway.tools.catalogue import ToolCatalogue
 from registry.pricing import UNPRICED
@@ -20,7 +20,7 @@ from registry.served import EmbeddingSettings
 from runtime.clock import SystemClock
 from runtime.redis_link import RedisLink
 from runtime.tracing import Tracing
-from schemas.config import GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
+from schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
@@ -143,17 +143,17 @@ async def running_gateway(
     link = None if redis is None else RedisLink(redis)
     index = None if redis is None else GenerationIndex(redis)
     gateway = Gateway(
-        bus,
-        config,
+        Backends(bus, link, index),
+        Config(
+            gateway=config,
+            storage=storage or StorageConfig(),
+            metrics=exposure or MetricsConfig(),
+        ),
         models or byte_models(),
         SystemClock(),
         random.Random(7),
-        generations=index,
-        redis=link,
         tools=tools,
         tracing=tracing,
-        storage=storage,
-        exposure=exposure,
     )
     server = Server(gateway, listen(config), tune=False)
     serving = asyncio.create_task(server.serve())

@@ -52,7 +52,7 @@ async def ask(front: RunningGateway) -> httpx.Response:
 
 
 def num_copies(pair: Pair) -> int:
-    return sum(len(front.gateway.asker.copies) for front in (pair.first, pair.second))
+    return sum(len(front.gateway.responses.copies) for front in (pair.first, pair.second))
 
 
 async def test_twenty_at_two_gateways_get_the_one_answer(pair: Pair) -> None:
@@ -69,7 +69,7 @@ async def test_twenty_at_two_gateways_get_the_one_answer(pair: Pair) -> None:
     await eventually(lambda: num_copies(pair) == 0)
     for front in (pair.first, pair.second):
         assert not list(front.gateway.streams)
-        assert not front.gateway.asker.answers()
+        assert not front.gateway.responses.all()
     # One of them was delivered, the others are copies of it.
     assert len(_deliveries(pair)) == 1
 
@@ -98,7 +98,7 @@ async def test_each_stream_is_read_at_its_own_pace(pair: Pair) -> None:
 async def test_who_leaves_takes_nothing_from_the_others(pair: Pair, who: str) -> None:
     pair.worker.gate.clear()
     first = asyncio.create_task(read(pair.first))
-    await eventually(lambda: len(pair.first.gateway.asker.answers()) == 1)
+    await eventually(lambda: len(pair.first.gateway.responses.all()) == 1)
     copies = [asyncio.create_task(read(front)) for front in (pair.first, pair.second)]
     await eventually(lambda: num_copies(pair) == 2)
     leaver = first if who == "first" else copies[0]
@@ -147,11 +147,11 @@ async def test_a_cancel_by_one_ends_it_for_all(pair: Pair) -> None:
 async def test_after_the_gateway_that_had_it_died_others_share_it(pair: Pair) -> None:
     pair.worker.gate.clear()
     asking = asyncio.create_task(read(pair.first))
-    await eventually(lambda: len(pair.first.gateway.asker.answers()) == 1)
+    await eventually(lambda: len(pair.first.gateway.responses.all()) == 1)
     await eventually(lambda: len(pair.worker.jobs) == 1)
     await pair.kill_first()
     copies = [asyncio.create_task(read(pair.second)) for _ in range(3)]
-    await eventually(lambda: len(pair.second.gateway.asker.copies) == 2, timeout_s=30)
+    await eventually(lambda: len(pair.second.gateway.responses.copies) == 2, timeout_s=30)
     pair.worker.gate.set()
     for events in await asyncio.gather(*copies):
         assert (events.text, events.done) == (TEXT, True)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bus.api import PublishedJob
-from gateway.request.response_stream import Answer
+from gateway.request.response_stream import ResponseStream
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
 from tests.gateway.moving.clients import (
@@ -62,7 +62,7 @@ async def test_equal_requests_at_the_same_time_are_one(pair: Pair) -> None:
         asking = [
             asyncio.create_task(http.post(PATH, json=body, headers=headers)) for _ in range(3)
         ]
-        await eventually(lambda: len(pair.first.gateway.asker.copies) == 2)
+        await eventually(lambda: len(pair.first.gateway.responses.copies) == 2)
         pair.worker.gate.set()
         answers = await asyncio.gather(*asking)
     assert [answer.status_code for answer in answers] == [200] * 3
@@ -130,7 +130,7 @@ async def test_who_comes_while_the_first_is_refused_has_its_turn(
     share = later.gateway.resuming.share
     num_looked = 0
 
-    async def look(*args: Any, **kwargs: Any) -> Answer:
+    async def look(*args: Any, **kwargs: Any) -> ResponseStream:
         nonlocal num_looked
         num_looked += 1
         return await share(*args, **kwargs)

@@ -125,7 +125,7 @@ async def test_a_resumption_that_fails_leaves_an_answer_that_ends(
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bus_unavailable")
         first.worker.gate.set()
         await eventually(
-            lambda: len(second.gateway.streams) == 0 and not second.gateway.asker.answers()
+            lambda: len(second.gateway.streams) == 0 and not second.gateway.responses.all()
         )
     assert not first.worker.cancelled
 
@@ -155,7 +155,7 @@ async def test_a_key_that_was_given_up_belongs_to_the_next(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited for the first gets the answer of the next, not one of its own."""
-    monkeypatch.setattr(idempotency, "_BEGUN_WITHIN_S", 0.4)
+    monkeypatch.setattr(idempotency, "_SUBMITTED_WITHIN_S", 0.4)
     first, second = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
     index = RequestIndex(first.gateway.redis, 60.0)

@@ -160,7 +160,7 @@ async def test_a_round_that_cannot_begin_is_told(
         answer = await http.post(_PATH, json=_ASKED | {"stream": streamed})
     assert "bus_unavailable" in answer.text
     assert answer.status_code == (200 if streamed else 503)
-    assert not front.gateway.asker.answers()
+    assert not front.gateway.responses.all()
 
 
 async def test_a_cancel_between_rounds_is_answered(
@@ -180,7 +180,7 @@ async def test_a_cancel_between_rounds_is_answered(
         done = (await until(socket, "done"))[-1]
     release.set()
     assert done["finish_reason"] == "cancelled"
-    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.responses.all())
 
 
 async def test_a_round_may_be_over_before_the_queue_has_answered(
@@ -222,7 +222,7 @@ async def test_an_answer_that_is_left_between_rounds_ends(
     await eventually(lambda: not front.gateway.sockets)
     release.set()
     await eventually(lambda: len(front.worker.jobs) == 2)
-    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.responses.all())
     assert not front.worker.cancelled
 
 
@@ -252,7 +252,7 @@ async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
         assert text_of(await until(other, "done")) == "It rains."
     assert not front.worker.cancelled
     assert len(place.server.seen) == 1
-    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.responses.all())
 
 
 @pytest.mark.parametrize("step", ["reserve", "publish"])
@@ -308,7 +308,7 @@ async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
         release.set()
         await eventually(lambda: waiting[-1] == "over")
         assert text_of(await until(other, "done")) == "It rains."
-    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.asker.answers())
+    await eventually(lambda: len(front.gateway.streams) == 0 and not front.gateway.responses.all())
     assert [usage is not None for usage in settled] == [True]
     assert num_published == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.request.models import Models
+from gateway.models import Models
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
 from schemas.tools import ToolDefinition, ToolFormat

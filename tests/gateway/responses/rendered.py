@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.request.parsing import Ask, decode
-from gateway.request.response_stream import Answer
-from gateway.responses.input import ask_of, check_fields, given_items, messages_of
+from gateway.generation_request import GenerationRequest
+from gateway.request.parsing import decode
+from gateway.request.response_stream import ResponseStream
+from gateway.responses.input import check_fields, generation_request_of, given_items, messages_of
 from gateway.responses.renderer import ResponseRenderer
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import LOCAL
@@ -29,9 +30,9 @@ def request_of(**fields: Any) -> ResponsesRequest:
     return request
 
 
-def asked(**fields: Any) -> Ask:
+def asked(**fields: Any) -> GenerationRequest:
     request = request_of(**fields)
-    return ask_of(request, messages_of(given_items(request.input), None))
+    return generation_request_of(request, messages_of(given_items(request.input), None))
 
 
 def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
@@ -43,15 +44,15 @@ def renderer_of(
 ) -> ResponseRenderer:
     request = request or request_of()
     items = given_items(request.input)
-    answer = SimpleNamespace(
+    response = SimpleNamespace(
         request_id="resp-0123456789abcdef01234567",
         created_s=1_700_000_000,
         caller=LOCAL,
         choices=[SimpleNamespace(had=had)],
-        ask=ask_of(request, messages_of(items, None)),
+        request=generation_request_of(request, messages_of(items, None)),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
     )
-    return ResponseRenderer(request, cast("Answer", answer), (), items, None, describe)
+    return ResponseRenderer(request, cast("ResponseStream", response), (), items, None, describe)
 
 
 def events_of(stream: bytes) -> list[dict[str, Any]]:

@@ -172,7 +172,7 @@ def test_a_field_that_is_not_honoured_is_named(fields: dict[str, Any], param: st
 
 def test_fields_become_those_of_a_chat() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
-    ask = asked(
+    generation_request = asked(
         tools=[tool, {"type": "server", "name": "clock"}],
         tool_choice={"type": "function", "name": "f"},
         parallel_tool_calls=False,
@@ -185,12 +185,12 @@ def test_fields_become_those_of_a_chat() -> None:
         top_k=5,
         seed=7,
     )
-    assert [tool.name for tool in ask.tools] == ["f"]
-    assert ask.server_tools == ("clock",)
-    assert ask.tool_choice.name == "f"
-    assert not ask.parallel_tool_calls
-    assert ask.user == "someone"
-    sampling = ask.sampling
+    assert [tool.name for tool in generation_request.tools] == ["f"]
+    assert generation_request.server_tools == ("clock",)
+    assert generation_request.tool_choice.name == "f"
+    assert not generation_request.parallel_tool_calls
+    assert generation_request.user == "someone"
+    sampling = generation_request.sampling
     assert (sampling.max_tokens, sampling.logprobs, sampling.top_k) == (9, 3, 5)
     assert sampling.grammar is not None
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from redis.asyncio import Redis
 
-from gateway.request.models import Models
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models
 from gateway.sessions.sessions import FittedSession, Sessions
 from gateway.tenancy.caller import LOCAL, Caller
 from gateway.tenancy.identity import Identity
@@ -76,19 +76,19 @@ class Front:
         caller: Caller = LOCAL,
         session_id: str = SESSION,
     ) -> FittedSession:
-        ask = Ask(
+        request = GenerationRequest(
             model=MODEL,
             messages=messages,
             sampling=SamplingParams(max_tokens=max_tokens),
             session_id=session_id,
             session_keep=keep,
         )
-        return await self.sessions.begin(caller, ask, self.model, request_id or "r")
+        return await self.sessions.open_turn(caller, request, self.model, request_id or "r")
 
     async def commit(
         self, *answer: ChatMessage, request_id: str = "", tenant: str = "local"
     ) -> None:
-        await self.sessions.commit(tenant, SESSION, request_id or "r", answer)
+        await self.sessions.commit_turn(tenant, SESSION, request_id or "r", answer)
 
     async def exchange(self, question: str, answer: str, keep: int | None = None) -> FittedSession:
         """A whole request."""

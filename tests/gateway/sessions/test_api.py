@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
 from bus.redis_keys import session_key
-from gateway.request.models import Models
+from gateway.models import Models
 from registry.served import ServedModel
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Failed
@@ -47,7 +47,7 @@ async def http(front: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def ask(http: httpx.AsyncClient, text: str, **fields: Any) -> httpx.Response:
+async def request(http: httpx.AsyncClient, text: str, **fields: Any) -> httpx.Response:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -60,10 +60,10 @@ async def ask(http: httpx.AsyncClient, text: str, **fields: Any) -> httpx.Respon
 async def test_a_conversation_over_http(
     front: RunningGateway, http: httpx.AsyncClient, model: ServedModel
 ) -> None:
-    first = (await ask(http, "q1")).json()
+    first = (await request(http, "q1")).json()
     assert first["choices"][0]["message"]["content"] == "Well, yes."
     assert first["session"]["num_messages"] == 0
-    second = (await ask(http, "q2")).json()
+    second = (await request(http, "q2")).json()
     assert second["session"] == {
         "session_id": SESSION,
         "version": 1,
@@ -74,7 +74,7 @@ async def test_a_conversation_over_http(
     whole = [user("q1"), assistant("Well, yes."), user("q2")]
     assert front.worker.jobs[-1].prompt_token_ids == tuple(model.tokenizer.encode_chat(whole))
 
-    streamed = await ask(http, "q3", stream=True, session_keep=2)
+    streamed = await request(http, "q3", stream=True, session_keep=2)
     assert '"session":{' in streamed.text
     found = (await http.get(f"/v1/sessions/{SESSION}")).json()
     assert [message["content"] for message in found["messages"]] == [
@@ -87,7 +87,7 @@ async def test_a_conversation_over_http(
 
 
 async def test_deleting_over_http(http: httpx.AsyncClient) -> None:
-    await ask(http, "q")
+    await request(http, "q")
     gone = await http.delete(f"/v1/sessions/{SESSION}")
     assert gone.json() == {"id": SESSION, "object": "session", "deleted": True}
     for answer in (
@@ -103,12 +103,12 @@ async def test_deleting_over_http(http: httpx.AsyncClient) -> None:
 
 
 async def test_what_is_refused(http: httpx.AsyncClient, redis: Redis) -> None:
-    long = await ask(http, LONG * 100)
+    long = await request(http, LONG * 100)
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-    keep = await ask(http, "q", session_keep=-1)
+    keep = await request(http, "q", session_keep=-1)
     assert (keep.status_code, keep.json()["error"]["param"]) == (400, "session_keep")
     await redis.hset(session_key("local", SESSION), mapping={"version": 1, "data": "x"})
-    unreadable = await ask(http, "q")
+    unreadable = await request(http, "q")
     assert (unreadable.status_code, unreadable.json()["error"]["param"]) == (409, "session_id")
 
 
@@ -120,7 +120,7 @@ async def test_a_request_that_is_refused_later_leaves_nothing(
     async def is_empty() -> bool:
         return not await redis.keys("ctx*")
 
-    too_long = await ask(http, LONG * 200)
+    too_long = await request(http, LONG * 200)
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (
         400,
         "context_length_exceeded",
@@ -130,7 +130,7 @@ async def test_a_request_that_is_refused_later_leaves_nothing(
 
 async def test_a_failed_answer_adds_nothing(front: RunningGateway, http: httpx.AsyncClient) -> None:
     front.worker.stop_before, front.worker.end_with = 1, Failed(code="engine_failed", message="no")
-    assert (await ask(http, "q")).status_code == 500
+    assert (await request(http, "q")).status_code == 500
     assert (await http.get(f"/v1/sessions/{SESSION}")).status_code == 404
 
 
@@ -156,14 +156,14 @@ async def test_a_stopped_answer_keeps_what_was_said(
 async def test_another_gateway_goes_on(
     front: RunningGateway, http: httpx.AsyncClient, models: Models, redis_config: RedisConfig
 ) -> None:
-    await ask(http, "q1")
+    await request(http, "q1")
     async with (
         running_gateway(
             models=models, redis=redis_config, broker=front.broker, gateway_id="gw-2"
         ) as other,
         httpx.AsyncClient(base_url=other.url, timeout=10) as there,
     ):
-        second = (await ask(there, "q2")).json()
+        second = (await request(there, "q2")).json()
         assert second["session"]["num_messages"] == 2
     assert len((await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]) == 4
 
@@ -174,10 +174,10 @@ async def test_without_redis(models: Models) -> None:
         httpx.AsyncClient(base_url=running.url, timeout=10) as http,
     ):
         running.worker.script = lambda _job: ["yes"]
-        refused = await ask(http, "q")
+        refused = await request(http, "q")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "state_unavailable"
-        assert (await ask(http, "q", session_id=None)).status_code == 200
+        assert (await request(http, "q", session_id=None)).status_code == 200
         assert (await http.get(f"/v1/sessions/{SESSION}")).status_code == 503
 
 
@@ -191,13 +191,13 @@ async def test_a_summary_is_a_job_of_its_own(models: Models, redis_config: Redis
             "They talked." if job.request_id.startswith("sum-") else "Well, yes."
         ]
         for number in range(8):
-            assert (await ask(http, f"{number} {LONG}")).status_code == 200
+            assert (await request(http, f"{number} {LONG}")).status_code == 200
 
         async def is_summarised() -> bool:
             found = (await http.get(f"/v1/sessions/{SESSION}")).json()
             return bool(found["summary"] == "They talked.")
 
         await eventually(is_summarised)
-        after = (await ask(http, "and now?")).json()
+        after = (await request(http, "and now?")).json()
         assert after["session"]["num_summarised"] > 0
         assert after["session"]["num_messages"] >= 16

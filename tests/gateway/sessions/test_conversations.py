@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from bus.redis_keys import session_key, session_turn_key
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
 from gateway.sessions.sessions import SessionNotFoundError
 from gateway.sessions.store import SessionTooLargeError, SessionUnreadableError
 from gateway.tenancy.caller import LOCAL, Caller
@@ -101,9 +101,11 @@ def test_no_conversation_has_the_key_of_another(
 
 
 async def test_what_cannot_continue_a_conversation(front: Front) -> None:
-    ask = Ask(model=MODEL, prompt="x", sampling=SamplingParams(), session_id=SESSION)
+    request = GenerationRequest(
+        model=MODEL, prompt="x", sampling=SamplingParams(), session_id=SESSION
+    )
     with pytest.raises(ParameterError) as refused:
-        await front.sessions.begin(LOCAL, ask, front.model, "r")
+        await front.sessions.open_turn(LOCAL, request, front.model, "r")
     assert refused.value.param == "session_id"
 
 

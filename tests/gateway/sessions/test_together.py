@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from gateway.request.models import Models
-from gateway.request.parsing import Ask
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models
 from gateway.sessions.sessions import SessionNotFoundError, Sessions
 from gateway.tenancy.caller import LOCAL
 from registry.served import ServedModel
@@ -68,7 +68,7 @@ async def test_requests_at_the_same_time_do_not_fill_it_without_end(make: Make) 
 
 async def test_a_request_that_was_refused_leaves_nothing(front: Front, redis: Redis) -> None:
     await front.begin(user("q"), request_id="r1")
-    await front.sessions.abandon("local", SESSION, "r1")
+    await front.sessions.abandon_turn("local", SESSION, "r1")
     assert await redis.keys("ctx*") == []
     await front.commit(assistant("a"), request_id="r1")
     with pytest.raises(SessionNotFoundError):
@@ -198,9 +198,11 @@ async def test_without_redis(model: ServedModel) -> None:
         lambda _: (),
         PromptPool(),
     )
-    ask = Ask(model=MODEL, messages=(user("q"),), sampling=SamplingParams(), session_id=SESSION)
+    request = GenerationRequest(
+        model=MODEL, messages=(user("q"),), sampling=SamplingParams(), session_id=SESSION
+    )
     with pytest.raises(RedisUnreachableError):
-        await sessions.begin(LOCAL, ask, model, "r")
+        await sessions.open_turn(LOCAL, request, model, "r")
     with pytest.raises(RedisUnreachableError):
         await sessions.history("local", SESSION)
     await sessions.close()

@@ -13,7 +13,7 @@ _QUEUE_SILENCE_S = 5.0
 _MIN_RETRY_AFTER_S = 1.0
 
 
-class Fleet:
+class FleetView:
     """Listens to heartbeats and queue status; what is older than a few seconds counts as gone."""
 
     def __init__(self, clock: Clock) -> None:
@@ -78,7 +78,7 @@ class Fleet:
         """The most workers that any scheduler wants for a model; None: none was heard of lately."""
         return self._wanted.of(model, self._clock.monotonic())
 
-    def check_door(self, model: str) -> None:
+    def check_queue(self, model: str) -> None:
         """Raises QueueFullError while the model's queue is over its bound. That it has no workers
         just now is no reason: jobs wait for the first, which the schedulers want for them."""
         status = self.queue(model)

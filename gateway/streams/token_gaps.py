@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from runtime.histogram import PER_TOKEN_S, Histogram
 
 
-class GapCounts(Collector):
+class TokenGaps(Collector):
     """Time between tokens as clients get them. Tokens that arrive together share their gap."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from decimal import Decimal
 
 from bus.tenancy.errors import RateLimitError
-from gateway.request.context import LimiterLike
 from gateway.tenancy.caller import Caller
+from gateway.tenancy.limits import Limiter
 from registry.tokenizers.prompt_pool import PromptPool
 from schemas.errors import MillraceError
 from schemas.frames import Usage
@@ -21,7 +21,7 @@ _NO_TOKENS = Usage()
 _NOTHING = Decimal(0)
 
 
-class Entries:
+class IntakeLimits:
     """Counts requests that come to nothing. One that is refused for what it says counts as a
     request of its caller's; a long one already before it is read, so that a caller over the limit
     costs no work. Both may raise what ``Limiter.reserve`` does instead.
@@ -30,7 +30,7 @@ class Entries:
     once.
     """
 
-    def __init__(self, limiter: LimiterLike, prompts: PromptPool) -> None:
+    def __init__(self, limiter: Limiter, prompts: PromptPool) -> None:
         self._limiter = limiter
         self._prompts = prompts
         self._taken: set[str] = set()

@@ -1,0 +1,64 @@
+"""The files that batches read and write."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from bus.api import Objects, StoredObject
+from gateway.errors import NotFoundError
+from schemas.files import FileObject, FilePurpose
+
+_NS_PER_S = 1_000_000_000
+
+
+class Files:
+    """The files of all tenants, in the bus's object store."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    async def put(
+        self,
+        tenant: str,
+        file_id: str,
+        chunks: AsyncIterator[bytes],
+        filename: str,
+        purpose: FilePurpose,
+    ) -> FileObject:
+        """Store a file; one that is there already stays."""
+        metadata = {"filename": filename, "purpose": purpose.value}
+        return self._file(await self._objects.put(tenant, file_id, chunks, metadata))
+
+    async def get(self, tenant: str, file_id: str) -> tuple[FileObject, StoredObject]:
+        """Raises NotFoundError, also for another tenant's file."""
+        stored = await self._objects.info(tenant, file_id)
+        if stored is None:
+            raise NotFoundError(f"There is no file {file_id!r:.100}.")
+        return self._file(stored), stored
+
+    def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
+        """Its bytes. Raises ObjectLostError when they are not all there."""
+        return self._objects.read(stored)
+
+    async def ids(self, tenant: str) -> list[str]:
+        return await self._objects.names(tenant)
+
+    async def files(self, tenant: str, ids: list[str]) -> list[FileObject]:
+        """Those that are still there."""
+        return [self._file(stored) for stored in await self._objects.infos(tenant, ids)]
+
+    async def delete(self, tenant: str, file_id: str) -> None:
+        """Raises NotFoundError."""
+        if not await self._objects.delete(tenant, file_id):
+            raise NotFoundError(f"There is no file {file_id!r:.100}.")
+
+    def _file(self, stored: StoredObject) -> FileObject:
+        created_s = stored.stored_ns // _NS_PER_S
+        return FileObject(
+            id=stored.name,
+            bytes=stored.size_bytes,
+            created_at=created_s,
+            expires_at=created_s + round(self._objects.ttl_s),
+            filename=stored.metadata["filename"],
+            purpose=FilePurpose(stored.metadata["purpose"]),
+        )

@@ -1,0 +1,45 @@
+"""What a client asks to have generated, whatever endpoint it came by."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.jobs import ChatMessage, Tier
+from schemas.sampling import SamplingParams
+from schemas.tools import ToolChoice, ToolDefinition
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is well formed: what to continue, how, and for whom.
+
+    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
+    further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
+    None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
+    those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
+    asked for and ``route_reason`` why it is this one.
+    """
+
+    model: str
+    model_requested: str = ""
+    route_reason: str = ""
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    other_prompts: tuple[str | tuple[int, ...], ...] = ()
+    tools: tuple[ToolDefinition, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    server_tools: tuple[str, ...] = ()
+    sampling: SamplingParams
+    tier: Tier | None = None
+    user: str = ""
+    session_id: str = ""
+    session_keep: int | None = None
+    echo: bool = False
+
+    @property
+    def num_prompt_characters(self) -> int:
+        """How much text there is to tokenise."""
+        if self.messages is not None:
+            return sum(len(message.content) for message in self.messages)
+        return len(self.prompt or "")

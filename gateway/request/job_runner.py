@@ -1,0 +1,104 @@
+"""Single jobs that the gateway reads to their end: embeddings, and its own generations."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from bus.api import Bus
+from bus.frame_reader import StreamReader
+from gateway.errors import DrainingError, refusal_of_end
+from gateway.request.admission import Admission
+from gateway.streams.stream import Client, OpenStream
+from gateway.streams.streams import StreamTable
+from gateway.streams.token_gaps import TokenGaps
+from runtime.clock import Clock
+from schemas.errors import MillraceError
+from schemas.frames import Done
+from schemas.jobs import Job
+
+
+class InternalGenerationError(MillraceError):
+    """A generation that no client waits for did not end well."""
+
+    code = "generation_failed"
+    retryable = True
+    http_status = 503
+
+
+class _JobClient(Client):
+    """Gathers the text of one stream, which it reads at once: nobody can be slow here, and only a
+    gateway that shuts down drops it."""
+
+    def __init__(self, clock: Clock, gaps: TokenGaps) -> None:
+        super().__init__(limit_bytes=2**62)
+        self.texts: list[str] = []
+        self._clock = clock
+        self._gaps = gaps
+        self._dropped = False
+        self._over = asyncio.Event()
+
+    def wake(self, stream: OpenStream) -> None:
+        self.texts.append(stream.read(self._clock.monotonic(), self._gaps).text)
+        if stream.ended:
+            self._over.set()
+
+    def drop(self, _reason: str) -> None:
+        self._dropped = True
+        self._over.set()
+
+    async def wait_end(self) -> None:
+        await self._over.wait()
+        if self._dropped:
+            raise DrainingError("This gateway is shutting down. Send the request again.")
+
+
+class JobRunner:
+    """Queues jobs that are ready for a worker and whose frames come to this gateway."""
+
+    def __init__(
+        self, bus: Bus, streams: StreamTable, admission: Admission, gaps: TokenGaps, clock: Clock
+    ) -> None:
+        self._bus = bus
+        self._streams = streams
+        self._admission = admission
+        self._gaps = gaps
+        self._clock = clock
+
+    async def run(self, job: Job) -> tuple[StreamReader, str]:
+        """What was read of a job at its end, and its text. Raises MillraceError if it could not be
+        queued, and DrainingError if this gateway shuts down before the end."""
+        client = _JobClient(self._clock, self._gaps)
+        stream = await self._submit(job, client)
+        try:
+            await client.wait_end()
+            self._streams.finish(stream)
+        finally:
+            # Nothing to do if the end was read.
+            self._streams.abort(stream, "cancelled")
+        return stream.reader, "".join(client.texts)
+
+    async def generate(self, job: Job) -> str:
+        """The text of a job. Raises MillraceError for any other end."""
+        reader, text = await self.run(job)
+        assert reader.terminal is not None
+        if isinstance(reader.terminal, Done):
+            return text
+        why = refusal_of_end(reader.terminal).message
+        raise InternalGenerationError(f"A generation in the background failed: {why}")
+
+    async def _submit(self, job: Job, client: Client) -> OpenStream:
+        """The stream is accepted on return. Raises MillraceError: nothing was stored then."""
+        self._admission.check_open()
+        self._admission.check_queue(job.model)
+        stream = self._streams.open(
+            replace(job, prompt_token_ids=()), client, self._clock.monotonic()
+        )
+        try:
+            published = await self._bus.jobs.publish(job, reserved=True)
+        except BaseException:
+            self._streams.discard(stream)
+            raise
+        self._streams.accept(stream, published.stream_sequence)
+        return stream
