@@ -19,12 +19,10 @@ from schemas.frames import Done
 from schemas.jobs import Job
 
 
-class InternalGenerationError(MillraceError):
+class InternalGenerationError(
+    MillraceError, code="generation_failed", retryable=True, http_status=503
+):
     """A generation that no client waits for did not end well."""
-
-    code = "generation_failed"
-    retryable = True
-    http_status = 503
 
 
 class _JobClient(Client):
