@@ -10,7 +10,6 @@ ceiling.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -21,6 +20,7 @@ from typing import Literal, NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
@@ -188,7 +188,7 @@ def _median(results: Sequence[_Result]) -> _Result:
 
 def main() -> int:
     """1 if a goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.affinity", description=__doc__)
+    parser = command_parser("affinity", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=2, help="of which the median counts")
     parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")

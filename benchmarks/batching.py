@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,10 +22,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.support.closed_loop import greedy_request, run_closed_loop
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import RequestTimes, percentile
+from benchmarks.support.model import add_model_arguments, measured_model
 from benchmarks.support.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
 from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
@@ -212,12 +212,8 @@ def _note_running(running: list[int], engine: Engine) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batching",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser = command_parser("batching", __doc__)
+    add_model_arguments(parser)
     parser.add_argument("--batching", choices=_BATCHING, help="only this one")
     parser.add_argument("--kv", choices=_KV, help="only this one")
     parser.add_argument("--requests", type=int, default=64)
@@ -226,14 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reservations", type=int, default=8, help="that the small cache holds")
     parser.add_argument("--long-prompt", type=int, default=8192, help="tokens that enter")
     parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     parsed = parser.parse_args(arguments)
-    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
-    from benchmarks.checkpoints import write_llama
-
     everything = parsed.batching is None and parsed.kv is None
-    with tempfile.TemporaryDirectory() as folder:
-        bench = _Bench(parsed.model or write_llama(Path(folder)), parsed)
+    with measured_model(parsed) as model:
+        bench = _Bench(model, parsed)
         if everything or parsed.batching:
             bench.batching([parsed.batching] if parsed.batching else _BATCHING)
         if everything or parsed.kv:

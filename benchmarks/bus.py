@@ -7,7 +7,6 @@ cost: to open them, to pull one job of each in turn, and to forget them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import tempfile
@@ -22,6 +21,7 @@ import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from benchmarks.support.command import command_parser
 from bus.api import Bus, LeasedJob, TenantQueue
 from bus.nats import connect
 from schemas.config import NatsConfig
@@ -221,7 +221,7 @@ async def measure(
 
 def main() -> None:
     """Starts a server of its own and measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bus", __doc__)
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--frames", type=int, default=50_000)
     parser.add_argument("--lines", type=int, default=200)

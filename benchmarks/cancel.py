@@ -11,7 +11,6 @@ at most what is left of a step, and the way there. The goal: no more than one st
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -20,6 +19,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from bus import nats
 from bus.api import Bus, TenantQueue
@@ -201,7 +201,7 @@ async def _rounds(bench: Bench, num_streams: int, num_cancels: int) -> list[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("cancel", __doc__)
     parser.add_argument("--model", default="demo", help="a name of the catalogue, or a folder")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--cancels", type=int, default=300)

@@ -8,9 +8,7 @@ the path that the engine takes. Without a model, the 100M Llama of the compariso
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
+from benchmarks.support.command import command_parser
+from benchmarks.support.model import add_model_arguments, measured_model
 
 if TYPE_CHECKING:
     from workers.models.decoder import DecoderWeights
@@ -148,20 +146,12 @@ def _timed_s(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ceilings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, help="checkpoint folder")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parser = command_parser("ceilings", __doc__)
+    add_model_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     arguments = parser.parse_args()
-    configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
-    from benchmarks.checkpoints import write_llama
-
-    with tempfile.TemporaryDirectory() as folder:
-        ceilings = measure(arguments.model or write_llama(Path(folder)))
+    with measured_model(arguments) as model:
+        ceilings = measure(model)
     if arguments.json:
         print(msgspec.json.encode(ceilings).decode())
     else:

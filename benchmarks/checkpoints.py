@@ -8,7 +8,6 @@ too.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.support.command import command_parser
 
 _SPECIAL_TOKENS = ("<|begin|>", "<|end|>")
 _PRINTABLE = range(0x21, 0x7F)
@@ -149,11 +150,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("checkpoints", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

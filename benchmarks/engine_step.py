@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import LlamaShape, write_llama
+from benchmarks.support.command import command_parser
 from registry.checkpoints.checkpoint import read_model_config
 from schemas.config import EngineConfig
 from schemas.sampling import SamplingParams
@@ -28,7 +29,7 @@ _COPY_BYTES = 1 << 26
 
 def main() -> None:
     """Print one line per batch size, and prefill."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser("engine_step", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--hidden", type=int, default=256)

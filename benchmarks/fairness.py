@@ -31,6 +31,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
@@ -326,7 +327,7 @@ async def _system(num_schedulers: int) -> AsyncIterator[SimulatedSystem]:
 
 def main() -> int:
     """1 if a goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
+    parser = command_parser("fairness", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--backlog", type=int, default=100_000, help="jobs of the one tenant")
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="of the parts")

@@ -15,7 +15,6 @@ the paired figure, whose p99 has none of the worker's and the queue's own waitin
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import sys
@@ -35,6 +34,7 @@ from bench.clients.exchange import Exchange
 from bench.health import HealthProbe, ProcessHealth
 from bench.prompts import Prompted
 from bench.settings import Settings
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
 from bus import nats, subjects
@@ -235,11 +235,7 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if the gateway kept its goals, by the paired figure."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway_latency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("gateway_latency", __doc__)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
     parser.add_argument("--json", type=Path, help="also write the figures there")
@@ -264,8 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"used {figures.client.cpu_share:.0%} of a core and was late by p99 "
         f"{figures.client.lag_p99_ms:.1f} ms"
     )
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+    write_json(parsed.json, figures)
     kept = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
     return 0 if kept else 1
 

@@ -13,7 +13,6 @@ a bare uvloop server.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import sys
@@ -27,6 +26,7 @@ import msgspec
 import psutil
 import uvloop
 
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_clients import HANDSHAKE, socket_request, sse_request
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.raw_stack import REPLY, raw_stack, request_id
@@ -298,11 +298,7 @@ async def _measure(num_clients: int, seconds: float) -> list[Figures]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway_relay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("gateway_relay", __doc__)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each uncoalesced run")
     parser.add_argument("--json", type=Path, help="also write the figures there")
@@ -318,8 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{run.system:<14}{run.path:<11}{run.mode:<13}{run.tokens_per_s:>10,.0f}"
             f"{run.cpu_us_per_token:>14.2f}{run.tokens_per_core_s:>19,.0f}{goal}"
         )
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    write_json(parsed.json, results)
     return 0
 
 

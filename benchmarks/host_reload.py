@@ -9,7 +9,6 @@ many bytes. The goal: 4,096 tokens come back within 50 ms, memory bandwidth allo
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import LlamaShape, config_of
+from benchmarks.support.command import command_parser
 from registry.checkpoints.checkpoint import read_model_config
 from workers.engine.kv.cache import KVCache
 from workers.engine.kv.host_memory import PlainHostMemory
@@ -61,11 +61,7 @@ def _median_ms(work: Callable[[], object], repeats: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_reload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("host_reload", __doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=7, help="measurements; the median counts")
     parsed = parser.parse_args(arguments)

@@ -7,13 +7,13 @@ printed beside it, since the loop cannot give way within that.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import time
 
 import uvloop
 
+from benchmarks.support.command import command_parser
 from bus import codec
 from bus.jobs.decoding import read_job
 from registry.catalogue import load_catalogue
@@ -31,7 +31,7 @@ _GOAL_MS = 20.0
 
 def main() -> int:
     """0 always: a figure decides nothing."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser("long_jobs", __doc__)
     parser.add_argument("--jobs", type=int, default=9)
     parser.add_argument("--mb", type=float, default=7.0, help="of text in each")
     given = parser.parse_args()

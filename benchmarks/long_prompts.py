@@ -9,7 +9,6 @@ a scheduler of its own process gets texts of 7 MB on NATS, while short jobs of o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from schemas.jobs import Job
@@ -192,7 +192,7 @@ async def _main(num_bodies: int, mb: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("long_prompts", __doc__)
     parser.add_argument("--bodies", type=int, default=8)
     parser.add_argument("--mb", type=float, default=3.9)
     arguments = parser.parse_args()

@@ -11,7 +11,6 @@ for a step has to cover.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -26,6 +25,8 @@ from unittest.mock import patch
 import msgspec
 
 from benchmarks.support.closed_loop import greedy_request
+from benchmarks.support.command import command_parser
+from benchmarks.support.model import add_model_arguments
 from benchmarks.support.prompts import distinct_prompts
 from schemas.config import EngineConfig
 from workers.engine.threads import configure_threads
@@ -177,15 +178,10 @@ def _line(num_sequences: int, times: StepTimes) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser = command_parser("planning", __doc__)
+    add_model_arguments(parser)
     parser.add_argument("--sequences", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     parser.add_argument(
         "--gpu-runner", action="store_true", help="the runner of GPUs instead of the CPU's"
     )

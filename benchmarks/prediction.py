@@ -10,11 +10,11 @@ predicted exactly: lengths are drawn evenly from a half to one and a half of a m
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from schemas.config import (
     Config,
@@ -167,7 +167,7 @@ def run_load(load: Load, seconds: float) -> Accuracy:
 
 def main() -> int:
     """1 if a goal was missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__)
+    parser = command_parser("prediction", __doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each load, virtual")
     arguments = parser.parse_args()
     print("load          waited   mean wait s   wrong by a factor of: p50    p90    p99   unknown")

@@ -10,7 +10,6 @@ who make way lose no more than what the other is given.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
@@ -147,7 +147,7 @@ def _latency(latencies_ms: Sequence[float]) -> str:
 
 def main() -> int:
     """1 if the goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.preemption", description=__doc__)
+    parser = command_parser("preemption", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="beside the free streams")
     parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
     arguments = parser.parse_args()

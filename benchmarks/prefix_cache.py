@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.support.command import command_parser
+from benchmarks.support.model import add_model_arguments, measured_model
 from benchmarks.support.prompts import Prompt, shared_prefix_prompts
 from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
@@ -110,24 +110,16 @@ class _Bench:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefix_cache",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: a 100M Llama)")
+    parser = command_parser("prefix_cache", __doc__)
+    add_model_arguments(parser)
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--output-tokens", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs; the median counts")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     parsed = parser.parse_args(arguments)
-    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
-    from benchmarks.checkpoints import write_llama
-
-    with tempfile.TemporaryDirectory() as folder:
-        bench = _Bench(parsed.model or write_llama(Path(folder)), parsed)
+    with measured_model(parsed) as model:
+        bench = _Bench(model, parsed)
         print(
             f"{parsed.prompt_tokens} tokens in, {parsed.output_tokens} out, "
             f"{parsed.streams} streams, {parsed.requests} requests a run"

@@ -10,7 +10,6 @@ thousands of tokens are in the nucleus.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.support.command import command_parser
 from schemas.sampling import SamplingParams
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.sequence import Sequence
@@ -42,7 +42,7 @@ _READ_VALUES = 1 << 26
 
 def main() -> None:
     """Print one line per batch size and vocabulary."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser("sampling", __doc__)
     parser.add_argument("--batches", type=_sizes, default=[1, 32, 256])
     parser.add_argument("--vocabs", type=_sizes, default=[8_192, 128_256])
     parser.add_argument("--flat", action="store_true")

@@ -9,7 +9,6 @@ start to the first token over HTTP. ``--imports`` shows what importing takes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -22,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.support.command import command_parser
 from benchmarks.support.sse_load import run_load
 from tests.support.system import System
 
@@ -99,11 +99,7 @@ def _largest(times_ms: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("start", __doc__)
     parser.add_argument("--runs", type=int, default=5, help="starts; the median counts")
     parser.add_argument("--system", action="store_true", help="also start millrace up")
     parser.add_argument("--imports", action="store_true", help="also show what importing takes")

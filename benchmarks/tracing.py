@@ -12,7 +12,6 @@ all of it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -25,6 +24,7 @@ import msgspec
 import psutil
 import uvloop
 
+from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_clients import sse_request
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import simulated_worker
@@ -155,11 +155,7 @@ async def _span_us(collector: Collector) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tracing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("tracing", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
     parser.add_argument("--clients", type=int, default=32)

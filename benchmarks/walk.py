@@ -12,7 +12,6 @@ takes, which leaves the others to the rest of the path. Prints tokens/s, TTFT, t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.sse_load import LoadResult, run_load
 from tests.support.system import System
 from workers.engine.threads import default_num_threads, usable_cores
@@ -114,11 +114,7 @@ def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.walk",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("walk", __doc__)
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -128,8 +124,7 @@ def main() -> None:
         for clients in CLIENTS:
             rows.append(_measure(Path(name), clients, arguments.max_tokens, arguments.rounds))
             print(_line(rows[-1]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, rows)
 
 
 def _line(row: dict[str, float]) -> str:

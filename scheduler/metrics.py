@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -15,7 +14,7 @@ from scheduler.jobs.scheduled_job import Phase
 from scheduler.scheduler import Scheduler
 from schemas.jobs import Tier
 
-_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+_Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class SchedulerMetrics(Collector):
@@ -31,120 +30,101 @@ class SchedulerMetrics(Collector):
         yield from self._times()
 
     def _queues(self) -> Iterator[Metric]:
-        queue_estimates = self._scheduler.queue_estimates
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_queued_jobs",
-                "Jobs that wait for a model, here and in the queue, as last counted",
-                labels=["model"],
-            ),
-            lambda dispatcher: queue_estimates[dispatcher.model].num_queued,
+        estimates = self._scheduler.queue_estimates
+        yield _gauge(
+            "millrace_scheduler_queued_jobs",
+            "Jobs that wait for a model, here and in the queue, as last counted",
+            ["model"],
+            self._by_model(lambda one: estimates[one.model].num_queued),
         )
-        oldest = GaugeMetricFamily(
+        yield _gauge(
             "millrace_scheduler_oldest_wait_seconds",
             "How long the job that was received first has waited, of those that are here",
-            labels=["model", "tier"],
-        )
-        for dispatcher in self._dispatchers():
-            for tier, wait_s in queue_estimates[dispatcher.model].oldest_waits_s().items():
-                oldest.add_metric([dispatcher.model, tier.value], wait_s)
-        yield oldest
-        yield self._by_tier(
-            GaugeMetricFamily(
-                "millrace_scheduler_held_jobs",
-                "Jobs that this scheduler has pulled and not sent so far",
-                labels=["model", "tier"],
+            ["model", "tier"],
+            (
+                ((one.model, tier.value), wait_s)
+                for one in self._dispatchers()
+                for tier, wait_s in estimates[one.model].oldest_waits_s().items()
             ),
-            lambda dispatcher, tier: dispatcher.queue.num_here(tier),
+        )
+        yield _gauge(
+            "millrace_scheduler_held_jobs",
+            "Jobs that this scheduler has pulled and not sent so far",
+            ["model", "tier"],
+            self._by_tier(lambda one, tier: one.queue.num_here(tier)),
         )
         running = Counter(
             scheduled.job.model
             for scheduled in self._scheduler.context.job_table
             if scheduled.phase is Phase.RUNNING
         )
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_running_jobs",
-                "Jobs that workers run for this scheduler",
-                labels=["model"],
-            ),
-            lambda dispatcher: running[dispatcher.model],
+        yield _gauge(
+            "millrace_scheduler_running_jobs",
+            "Jobs that workers run for this scheduler",
+            ["model"],
+            self._by_model(lambda one: running[one.model]),
         )
-        yield self._by_tier(
-            GaugeMetricFamily(
-                "millrace_scheduler_fairness_gap_tokens",
-                "How many more tokens the tenant served most has been served than the one served "
-                "least, of those of a tier who want to be",
-                labels=["model", "tier"],
-            ),
-            lambda dispatcher, tier: dispatcher.queue.counters(tier).spread(),
+        yield _gauge(
+            "millrace_scheduler_fairness_gap_tokens",
+            "How many more tokens the tenant served most has been served than the one served "
+            "least, of those of a tier who want to be",
+            ["model", "tier"],
+            self._by_tier(lambda one, tier: one.queue.counters(tier).spread()),
         )
 
     def _workers(self) -> Iterator[Metric]:
         fleet = self._scheduler.context.fleet
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_workers", "Workers that this scheduler hears", labels=["model"]
-            ),
-            lambda dispatcher: fleet.num_workers(dispatcher.model),
+        yield _gauge(
+            "millrace_scheduler_workers",
+            "Workers that this scheduler hears",
+            ["model"],
+            self._by_model(lambda one: fleet.num_workers(one.model)),
         )
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_draining_workers",
-                "Workers of those that take nothing new",
-                labels=["model"],
-            ),
-            lambda dispatcher: (
-                fleet.num_workers(dispatcher.model) - fleet.num_accepting(dispatcher.model)
+        yield _gauge(
+            "millrace_scheduler_draining_workers",
+            "Workers of those that take nothing new",
+            ["model"],
+            self._by_model(
+                lambda one: fleet.num_workers(one.model) - fleet.num_accepting(one.model)
             ),
         )
-        yield self._by_model(
-            GaugeMetricFamily(
-                "millrace_scheduler_kv_cache_usage_perc",
-                "How much of the KV blocks of a model's workers is used, 1 being all",
-                labels=["model"],
-            ),
-            lambda dispatcher: fleet.kv_share(dispatcher.model),
+        yield _gauge(
+            "millrace_scheduler_kv_cache_usage_perc",
+            "How much of the KV blocks of a model's workers is used, 1 being all",
+            ["model"],
+            self._by_model(lambda one: fleet.kv_share(one.model)),
         )
-        departed = CounterMetricFamily(
+        yield _counter(
             "millrace_scheduler_departed_workers",
-            "Lives of workers that ended: silent, restarted or retired",
-            labels=["why"],
+            "Incarnations of workers that ended: silent, restarted or retired",
+            ["why"],
+            (((why.value,), count) for why, count in self._scheduler.departures.items()),
         )
-        for why, count in self._scheduler.departures.items():
-            departed.add_metric([why.value], count)
-        yield departed
 
     def _outcomes(self) -> Iterator[Metric]:
-        dispatches = CounterMetricFamily(
+        counts = [(one.model, one.runner.counts) for one in self._dispatchers()]
+        yield _counter(
             "millrace_scheduler_dispatches",
             "Dispatches by what became of them: accepted, refused by the worker, lost, …",
-            labels=["model", "result"],
+            ["model", "result"],
+            (((model, result), n) for model, of in counts for result, n in of.dispatches.items()),
         )
-        reruns = CounterMetricFamily(
+        yield _counter(
             "millrace_scheduler_reruns",
-            "Runs that left their worker for another: moved, lost or returned",
-            labels=["model", "why"],
-        )
-        for dispatcher in self._dispatchers():
-            for result, count in dispatcher.runner.counts.dispatches.items():
-                dispatches.add_metric([dispatcher.model, result], count)
-            for why, count in dispatcher.runner.counts.reruns.items():
-                reruns.add_metric([dispatcher.model, why.value], count)
-        yield dispatches
-        yield reruns
-        ended = CounterMetricFamily(
-            "millrace_scheduler_ended_jobs",
-            "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
-            labels=["model", "status", "code"],
+            "Attempts that left their worker for another: moved, lost or returned",
+            ["model", "why"],
+            (((model, why.value), n) for model, of in counts for why, n in of.reruns.items()),
         )
         known = self._scheduler.dispatchers
-        by_labels: Counter[tuple[str, str, str]] = Counter()
+        ended: Counter[tuple[str, str, str]] = Counter()
         for (model, status, code), count in self._scheduler.context.finalizer.num_ended.items():
-            by_labels[model if model in known else "other", status.value, code] += count
-        for labels, count in by_labels.items():
-            ended.add_metric(labels, count)
-        yield ended
+            ended[model if model in known else "other", status.value, code] += count
+        yield _counter(
+            "millrace_scheduler_ended_jobs",
+            "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
+            ["model", "status", "code"],
+            ended.items(),
+        )
 
     def _times(self) -> Iterator[Metric]:
         queue = HistogramMetricFamily(
@@ -167,13 +147,26 @@ class SchedulerMetrics(Collector):
     def _dispatchers(self) -> Sequence[Dispatcher]:
         return list(self._scheduler.dispatchers.values())
 
-    def _by_model(self, family: _Family, value: Callable[[Dispatcher], float]) -> _Family:
-        for dispatcher in self._dispatchers():
-            family.add_metric([dispatcher.model], value(dispatcher))
-        return family
+    def _by_model(self, value: Callable[[Dispatcher], float]) -> _Samples:
+        return (((one.model,), value(one)) for one in self._dispatchers())
 
-    def _by_tier(self, family: _Family, value: Callable[[Dispatcher, Tier], float]) -> _Family:
-        for dispatcher in self._dispatchers():
-            for tier in Tier:
-                family.add_metric([dispatcher.model, tier.value], value(dispatcher, tier))
-        return family
+    def _by_tier(self, value: Callable[[Dispatcher, Tier], float]) -> _Samples:
+        return (
+            ((one.model, tier.value), value(one, tier))
+            for one in self._dispatchers()
+            for tier in Tier
+        )
+
+
+def _gauge(name: str, meaning: str, labels: Sequence[str], samples: _Samples) -> Metric:
+    return _filled(GaugeMetricFamily(name, meaning, labels=labels), samples)
+
+
+def _counter(name: str, meaning: str, labels: Sequence[str], samples: _Samples) -> Metric:
+    return _filled(CounterMetricFamily(name, meaning, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -142,12 +142,12 @@ class Scheduler:
             await self._subscribe(subscriptions)
             loops = [self._pulls.spawn(one.run(), "pull") for one in self.pullers.values()]
             loops += [
-                self._services.spawn(one.run(), "tell positions")
+                self._services.spawn(one.run(), "publish positions")
                 for one in self.queue_estimates.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._orphan_reaper.run(), "reap orphans"))
-            loops.append(self._services.spawn(self._health_monitor.run(), "watch"))
+            loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._takeover.run(), "take over")
             self.ready.set()
             await wait_unless_done(stopping, loops)
@@ -204,7 +204,7 @@ class Scheduler:
         departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
         if not known and context.fleet.get(status.worker_id) is not None:
             logger.info(
-                "a worker is there",
+                "a worker joined",
                 extra={"worker_id": status.worker_id, "model": status.model},
             )
         if departed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.report.report import METRICS, Report
 from bench.report.table import TITLES, load_in_words
+from runtime.text_table import text_table
 
 _PERCENTILES = ("p50", "p90", "p99")
 # Below this a difference is not worth a sign.
@@ -21,10 +22,9 @@ def render_comparison(before: Report, after: Report) -> str:
         lines.append(f"{'':<8}{load_in_words(settings)}")
     if different := _differing_settings(before, after):
         lines.append(f"settings that differ: {', '.join(different)}")
-    head = f"{'':<28}{'before':>14}{'after':>14}{'change':>10}"
-    lines += ["", head, "-" * len(head)]
-    lines += [_row(title, old, new) for title, old, new in _figures(before, after)]
-    return "\n".join(lines) + "\n"
+    names = ("", "before", "after", "change")
+    rows = [_row(title, old, new) for title, old, new in _figures(before, after)]
+    return "\n".join([*lines, "", text_table(names, rows, [name != "" for name in names])])
 
 
 def _figures(before: Report, after: Report) -> list[tuple[str, float, float]]:
@@ -56,12 +56,12 @@ def _figures(before: Report, after: Report) -> list[tuple[str, float, float]]:
     return rows
 
 
-def _row(title: str, old: float, new: float) -> str:
+def _row(title: str, old: float, new: float) -> tuple[str, str, str, str]:
     if old == new or (old and abs(new / old - 1) < _SAME):
         change = "="
     else:
         change = f"{new / old - 1:+.1%}" if old else "new"
-    return f"{title:<28}{old:>14,.2f}{new:>14,.2f}{change:>10}"
+    return title, f"{old:,.2f}", f"{new:,.2f}", change
 
 
 def _differing_settings(before: Report, after: Report) -> list[str]:

@@ -1,12 +1,10 @@
-"""A report as one page of HTML that needs nothing else: no network, no scripts."""
+"""A report as one page of HTML."""
 
 from __future__ import annotations
 
-import html
-from importlib import resources
-
 import msgspec
 
+from bench.report.document import card, document, escape, figure, table
 from bench.report.plots import Marker, Series, bar_chart, line_chart, number
 from bench.report.report import Distribution, Report
 from bench.report.table import TITLES, load_in_words, notes, slo_in_words
@@ -23,27 +21,12 @@ _LAST_QUANTILE = 99
 
 def render_page(report: Report) -> str:
     """The whole document."""
-    style = resources.files("bench.report").joinpath("page.css").read_text()
-    title = f"{report.settings.model or report.settings.url} under load"
-    said = "".join(f"<p class=note>{_safe(note)}</p>" for note in notes(report))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_safe(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{_safe(title)}</h1>
-<p>{_safe(load_in_words(report.settings))}</p>
-<p class=dim>{_safe(report.settings.url)} · {report.settings.api.value} · {report.started_at} ·
-{report.measured_s:.1f} s measured after {report.settings.warm_up_s:g} s of warm-up</p>
-</header>
-{said}
+    settings = report.settings
+    lead = f"""<p>{escape(load_in_words(settings))}</p>
+<p class=dim>{escape(settings.url)} · {settings.api.value} · {report.started_at} ·
+{report.measured_s:.1f} s measured after {settings.warm_up_s:g} s of warm-up</p>"""
+    said = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(report))
+    content = f"""{said}
 <section class=cards>{_cards(report)}</section>
 <h2>Latencies</h2>
 <section class=plots>{_latency_plots(report)}</section>
@@ -53,15 +36,9 @@ def render_page(report: Report) -> str:
 {_percentile_table(report)}
 {_error_table(report)}
 <h2>Settings</h2>
-{_settings_table(report)}
-<footer>{_safe(report.schema)} · millrace bench</footer>
-</body>
-</html>
-"""
-
-
-def _safe(text: str) -> str:
-    return html.escape(text)
+{_settings_table(report)}"""
+    title = f"{settings.model or settings.url} under load"
+    return document(title, lead, content, f"{report.schema} · millrace bench")
 
 
 def _cards(report: Report) -> str:
@@ -84,11 +61,7 @@ def _cards(report: Report) -> str:
         )
     failed = f"{requests.num_unfinished} unfinished" if requests.num_unfinished else ""
     cards.append(("failed", f"{requests.num_failed:,}", failed))
-    return "".join(
-        f"<div class=card><span>{_safe(name)}</span><strong>{_safe(value)}</strong>"
-        f"<small>{_safe(more)}</small></div>"
-        for name, value, more in cards
-    )
+    return "".join(card(*one) for one in cards)
 
 
 def _latency_plots(report: Report) -> str:
@@ -99,8 +72,8 @@ def _latency_plots(report: Report) -> str:
         if of is None:
             continue
         slo_ms = getattr(bounds, f"{name}_ms", None) if bounds is not None else None
-        figures.append(_figure(_LONG_TITLES[name], _cdf(_LONG_TITLES[name], of, slo_ms)))
-        figures.append(_figure(f"{_LONG_TITLES[name]}, spread", _histogram(name, of)))
+        figures.append(figure(_LONG_TITLES[name], _cdf(_LONG_TITLES[name], of, slo_ms)))
+        figures.append(figure(f"{_LONG_TITLES[name]}, spread", _histogram(name, of)))
     return "".join(figures)
 
 
@@ -146,7 +119,7 @@ def _timeline_plots(report: Report) -> str:
             x_max=end_s,
             shaded_until=warm_up_s,
         )
-        return _figure(title, drawn)
+        return figure(title, drawn)
 
     def line(name: str, field: str, colour: str, *, filled: bool = False) -> Series:
         points = [(one.at_s, float(getattr(one, field))) for one in bins]
@@ -173,35 +146,21 @@ def _timeline_plots(report: Report) -> str:
     )
 
 
-def _figure(title: str, drawn: str) -> str:
-    return f"<figure><figcaption>{_safe(title)}</figcaption>{drawn}</figure>"
-
-
 def _percentile_table(report: Report) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("mean", *_PERCENTILES, "max", "count"))
-    rows = []
-    for name, title in TITLES.items():
-        of = report.latencies.get(name)
-        if of is None:
-            continue
-        cells = "".join(
-            f"<td>{getattr(of, column):,.2f}</td>" for column in ("mean", *_PERCENTILES, "max")
-        )
-        rows.append(f"<tr><th>{_safe(title)}</th>{cells}<td>{of.count:,}</td></tr>")
-    return (
-        f"<div class=wide><table><thead><tr><th>milliseconds</th>{head}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    columns = ("mean", *_PERCENTILES, "max")
+    rows = [
+        (title, [*(f"{getattr(of, column):,.2f}" for column in columns), f"{of.count:,}"])
+        for name, title in TITLES.items()
+        if (of := report.latencies.get(name)) is not None
+    ]
+    return table(rows, ("milliseconds", *columns, "count"))
 
 
 def _error_table(report: Report) -> str:
     if not report.errors:
         return ""
-    rows = "".join(
-        f"<tr><th>{_safe(code)}</th><td>{count:,}</td></tr>"
-        for code, count in sorted(report.errors.items(), key=lambda item: -item[1])
-    )
-    return f"<h2>Errors</h2><div class=wide><table><tbody>{rows}</tbody></table></div>"
+    most_first = sorted(report.errors.items(), key=lambda item: -item[1])
+    return "<h2>Errors</h2>" + table([(code, [f"{count:,}"]) for code, count in most_first])
 
 
 def _settings_table(report: Report) -> str:
@@ -214,13 +173,13 @@ def _settings_table(report: Report) -> str:
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         if isinstance(value, dict):
             shown = msgspec.json.encode(value).decode()
-        rows.append(f"<tr><th>{_safe(name)}</th><td class=text>{_safe(shown)}</td></tr>")
+        rows.append((name, [shown]))
     if slo := slo_in_words(report):
-        rows.append(f"<tr><th>slo</th><td class=text>{_safe(slo)}</td></tr>")
+        rows.append(("slo", [slo]))
     for place, process in enumerate(report.client.processes):
-        rows.append(
-            f"<tr><th>load process {place + 1}</th><td class=text>CPU {process.cpu_share:.0%}, "
-            f"loop late by {process.lag_p50_ms:.1f} ms (p50), {process.lag_p99_ms:.1f} ms (p99), "
-            f"{process.lag_max_ms:.1f} ms (max)</td></tr>"
+        shown = (
+            f"CPU {process.cpu_share:.0%}, loop late by {process.lag_p50_ms:.1f} ms (p50), "
+            f"{process.lag_p99_ms:.1f} ms (p99), {process.lag_max_ms:.1f} ms (max)"
         )
-    return f"<div class=wide><table><tbody>{''.join(rows)}</tbody></table></div>"
+        rows.append((f"load process {place + 1}", [shown]))
+    return table(rows, kind="text")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.report.report import Distribution, Report
+from bench.report.report import Report
 from bench.settings import Settings
+from runtime.text_table import text_table
 
 TITLES = {
     "ttft": "TTFT",
@@ -18,7 +19,10 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 def render(report: Report) -> str:
     """The whole report, ending with a line break."""
-    return "\n".join([*_summary(report), "", *_latencies(report), *_notes(report), ""])
+    blocks = ["\n".join(_summary(report)) + "\n", _latencies(report)]
+    if said := notes(report):
+        blocks.append("\n".join(said) + "\n")
+    return "\n".join(blocks)
 
 
 def load_in_words(settings: Settings) -> str:
@@ -103,21 +107,11 @@ def slo_in_words(report: Report) -> str:
     return ", ".join(f"{name} {bound:g} ms" for name, bound in bounds if bound is not None)
 
 
-def _latencies(report: Report) -> list[str]:
-    head = f"{'milliseconds':<20}" + "".join(f"{name:>10}" for name in _COLUMNS) + f"{'count':>12}"
-    lines = [head, "-" * len(head)]
-    for name, title in TITLES.items():
-        distribution = report.latencies.get(name)
-        if distribution is not None:
-            lines.append(_latency(title, distribution))
-    return lines
-
-
-def _latency(title: str, of: Distribution) -> str:
-    cells = "".join(f"{getattr(of, name):>10,.2f}" for name in _COLUMNS)
-    return f"{title:<20}{cells}{of.count:>12,}"
-
-
-def _notes(report: Report) -> list[str]:
-    said = notes(report)
-    return ["", *said] if said else []
+def _latencies(report: Report) -> str:
+    rows = [
+        (title, *(f"{getattr(of, name):,.2f}" for name in _COLUMNS), f"{of.count:,}")
+        for name, title in TITLES.items()
+        if (of := report.latencies.get(name)) is not None
+    ]
+    names = ("milliseconds", *_COLUMNS, "count")
+    return text_table(names, rows, [name != "milliseconds" for name in names])

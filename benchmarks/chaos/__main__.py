@@ -18,7 +18,6 @@ longest of the undisturbed run, and how long the workers that ended took to load
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -32,6 +31,7 @@ import msgspec
 
 from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
 from benchmarks.chaos.rounds import Round, Streams
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.figures import percentile
 from tests.support.small_disk import NoDiskError, mounted_disk
 from tests.support.system import System
@@ -62,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> int:
     """0 if nothing was wrong; how long the silences were decides nothing."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser("chaos", __doc__)
     names = tuple(event.name for event in EVENTS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="EVENT")
     parser.add_argument("--rounds", type=int, default=10, help="of each event")
@@ -87,9 +87,7 @@ def main() -> int:
         except NoDiskError as error:
             parser.error(f"{DISK_FULL} takes root ({error}); leave it out with --only")
     report = _report(plan, streams, rounds)
-    if given.save:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(RESULTS if given.save else None, report)
     return 1 if report["num_wrong"] else 0
 
 

@@ -25,6 +25,7 @@ from nats.js.api import ConsumerConfig, StreamConfig
 
 from benchmarks.dispatch.sinks import Sinks
 from benchmarks.support.bus_client import Service
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
@@ -208,7 +209,7 @@ async def _measure(arguments: argparse.Namespace) -> bool:
 
 def main() -> int:
     """1 if a goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
+    parser = command_parser("dispatch", __doc__)
     parser.add_argument("--requests", type=int, default=2_000, help="for the latency")
     parser.add_argument("--rate", type=float, default=100.0, help="jobs a second, for the latency")
     parser.add_argument("--backlog", type=int, default=10_000, help="for the dispatches")

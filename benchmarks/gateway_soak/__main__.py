@@ -12,7 +12,6 @@ tenth after the warm-up, a fifth of the whole. When all clients are gone, the ga
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import re
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gateway_soak.clients import run_soak_clients
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import simulated_worker
 
@@ -174,11 +174,7 @@ def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nothing stayed behind."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway_soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("gateway_soak", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
@@ -197,8 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"after the last client: {figures.settled_s:.0f} s until nothing was left of them")
     for problem in figures.problems:
         print(f"PROBLEM: {problem}")
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+    write_json(parsed.json, figures)
     return 1 if figures.problems else 0
 
 

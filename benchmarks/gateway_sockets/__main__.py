@@ -28,6 +28,7 @@ import uvloop
 from bench.files import allow_many_files
 from bench.health import ProcessHealth
 from benchmarks.gateway_sockets.clients import MAX_TOKENS, ClientProcesses
+from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import running_gateway
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
@@ -183,11 +184,7 @@ async def _measure_raw(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if the gateway kept its goals."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway_sockets",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("gateway_sockets", __doc__)
     parser.add_argument("--sockets", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=20.0, help="that are measured")
     parser.add_argument("--processes", type=int, default=2, help="of clients")
@@ -213,8 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"goals of the gateway: p99 at most {_MAX_LATENCY_MS:g} ms, "
         f"{_MAX_IDLE_BYTES / 1024:g} KB an idle connection"
     )
-    if parsed.json:
-        parsed.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    write_json(parsed.json, results)
     gateway = results[0]
     kept = gateway.latency_p99_ms <= _MAX_LATENCY_MS and gateway.idle_bytes <= _MAX_IDLE_BYTES
     return 0 if kept else 1

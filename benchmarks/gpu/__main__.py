@@ -33,6 +33,7 @@ from pathlib import Path
 
 from benchmarks.gpu.report import Ceilings, Environment, Report, Row, summary, table
 from benchmarks.gpu.sections import Item, Section, SectionProcesses, chosen
+from benchmarks.support.command import command_parser
 
 _RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
 _FILE = "gpu.json"
@@ -113,12 +114,7 @@ def _packages(environment: Environment) -> list[tuple[str, str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("gpu", __doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="SECTION")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--seed", type=int, default=0)

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from benchmarks.support.command import command_parser
+
 if TYPE_CHECKING:
     from benchmarks.gpu.scope import Scope
     from benchmarks.gpu.tile_sweeps import Sweep, Tile
@@ -167,12 +169,7 @@ def _compile_one(task: tuple[int, str, int]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.tiles",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("gpu.tiles", __doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--seed", type=int, default=0)

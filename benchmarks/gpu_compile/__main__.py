@@ -10,7 +10,6 @@ memory than there is, or is compiled anew for another length of a batch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_compile.models import CONFIGS, model_config
+from benchmarks.support.command import command_parser
 
 if TYPE_CHECKING:
     from benchmarks.gpu_compile.compiling import Variant
@@ -26,7 +26,7 @@ FORMATS = ("bf16", "fp8", "fp32")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu_compile", description=__doc__)
+    parser = command_parser("gpu_compile", __doc__)
     parser.add_argument("--model", choices=CONFIGS, action="append", help="default: all")
     parser.add_argument("--formats", choices=FORMATS, action="append", help="default: all")
     parser.add_argument("--engine", action="store_true", help="an engine instead of models")

@@ -33,6 +33,7 @@ from benchmarks.peers.alone import MILLRACE_ENGINE, TRANSFORMERS, LoadFigures
 from benchmarks.peers.loads import LOADS, MissingTokensError
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.peers.servers import measure_server, millrace, vllm
+from benchmarks.support.command import command_parser
 
 _RESULT = Path(__file__).parents[1] / "results" / "peers.json"
 _VLLM = "vllm"
@@ -118,11 +119,7 @@ def _name_and_url(text: str) -> tuple[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("peers", __doc__)
     parser.add_argument("--runs", type=int, default=3, help="measured runs; the median counts")
     parser.add_argument("--load", default="", help="only loads with this in their name")
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", help="only these systems")

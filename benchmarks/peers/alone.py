@@ -7,13 +7,13 @@ Prints one JSON object for each load as it is done.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.peers.loads import Load, measure
+from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
 from schemas.config import EngineConfig
@@ -59,11 +59,7 @@ _STARTS: dict[str, Callable[[Path, int], Send]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.alone",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("peers.alone", __doc__)
     parser.add_argument("system", choices=sorted(_STARTS))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--loads", required=True, help="JSON list of loads")

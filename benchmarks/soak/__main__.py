@@ -8,7 +8,6 @@ the process grew, if its blocks leaked, or if the time was up.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -26,6 +25,7 @@ import psutil
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
 from benchmarks.soak.checks import problems, twins
 from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected
+from benchmarks.support.command import command_parser
 
 SHAPE = LlamaShape(
     hidden_size=64,
@@ -144,7 +144,7 @@ def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
 
 def main() -> int:
     """0 if all was as it had to be."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser("soak", __doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=900.0)

@@ -7,7 +7,6 @@ store that it made before saves the making), on the embedded engine. The goal is
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.support.command import command_parser
 from benchmarks.telemetry.synthetic_requests import fill
 from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
@@ -127,7 +127,7 @@ async def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.analytics", description=__doc__)
+    parser = command_parser("telemetry.analytics", __doc__)
     parser.add_argument("queries", nargs="*", help="names of saved queries (default: all)")
     parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests to make")
     parser.add_argument("--runs", type=int, default=5, help="of each query")

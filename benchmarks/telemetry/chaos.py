@@ -10,7 +10,6 @@ the usage by the minute, and beside what was published.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.support.command import command_parser
 from benchmarks.telemetry.kafka import CHOICES, Kafka, available, running_kafka
 from benchmarks.telemetry.record_load import Published, record_load
 from tests.support.servers import NatsServer
@@ -190,7 +190,7 @@ async def drill(name: str, plan: Plan, directory: Path) -> bool:
 
 def main() -> int:
     """0 if nothing is missing or double."""
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.chaos", description=__doc__)
+    parser = command_parser("telemetry.chaos", __doc__)
     parser.add_argument("--rounds", type=int, default=20, help="for each Kafka")
     parser.add_argument("--rate", type=float, default=500.0, help="records a second")
     parser.add_argument("--kafka", choices=CHOICES, help="only this one")

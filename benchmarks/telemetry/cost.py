@@ -27,6 +27,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Service
+from benchmarks.support.command import command_parser
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus.nats.stores import NatsOutbox
 from runtime.settings import load_config
@@ -193,7 +194,7 @@ def _run_worker(file: str) -> None:
 
 def main() -> int:
     """1 if the goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.cost", description=__doc__)
+    parser = command_parser("telemetry.cost", __doc__)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
     parser.add_argument("--turns", type=int, default=10, help="with records, and as many without")
     parser.add_argument("--turn-s", type=float, default=6.0)

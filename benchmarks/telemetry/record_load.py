@@ -7,7 +7,6 @@ prints as JSON how many of each the outbox has taken: numbers from 0 on, without
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import signal
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 import msgspec
 import uvloop
 
+from benchmarks.support.command import command_parser
 from bus import nats
 from bus.nats import NatsBus
 from schemas.config import NatsConfig
@@ -138,7 +138,7 @@ async def _run(nats_url: str, rate: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.record_load", description=__doc__)
+    parser = command_parser("telemetry.record_load", __doc__)
     parser.add_argument("--nats", required=True, metavar="URL")
     parser.add_argument("--rate", type=float, required=True, help="records a second")
     given = parser.parse_args()

@@ -8,7 +8,6 @@ explain is the sink's own loop, the ledger, the commits and the engine's merges.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -19,6 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
+from benchmarks.support.command import command_parser
 from bus import codec, subjects
 from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
@@ -43,7 +43,7 @@ Steps = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.sink", description=__doc__)
+    parser = command_parser("telemetry.sink", __doc__)
     parser.add_argument("--rounds", type=int, default=6, help=f"of {_ROUND_ROWS} rows")
     parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
     given = parser.parse_args()

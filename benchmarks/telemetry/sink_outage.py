@@ -10,7 +10,6 @@ In the end every record has to be there once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.support.command import command_parser
 from benchmarks.telemetry.kafka import CHOICES, available, running_kafka
 from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
 from bus import nats
@@ -184,7 +184,7 @@ async def _one(
 
 def main() -> int:
     """1 if the goal was missed; a smoke run has none."""
-    parser = argparse.ArgumentParser(prog="benchmarks.telemetry.sink_outage", description=__doc__)
+    parser = command_parser("telemetry.sink_outage", __doc__)
     parser.add_argument("--outage-s", type=float, default=300.0)
     parser.add_argument("--rate", type=float, default=2_000.0, help="records a second")
     parser.add_argument("--kafka", choices=CHOICES, default=available()[0])

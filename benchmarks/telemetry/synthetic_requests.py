@@ -8,7 +8,6 @@ twice, as after a crash. The same seed makes the same rows but for the time, whi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.support.command import command_parser
 from registry.pricing import PriceBook
 from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig
@@ -361,9 +361,7 @@ async def _make(path: Path, num_rows: int, days: float, sample_s: int, seed: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.telemetry.synthetic_requests", description=__doc__
-    )
+    parser = command_parser("telemetry.synthetic_requests", __doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests")
     parser.add_argument("--days", type=float, default=30.0, help="over how many days")
     parser.add_argument(

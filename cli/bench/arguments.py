@@ -9,16 +9,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cli.load_arguments import SPREAD, add_report_arguments, check_folders, parse_slo, seconds
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.settings import Settings, Slo
+    from bench.settings import Settings
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _DEFAULT_DURATION_S = 30.0
 _KEY_VARIABLE = "OPENAI_API_KEY"
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "": 1.0}
 _MAX_PROCESSES = 256
 _DESCRIPTION = """\
 Send load to an OpenAI-compatible server (or to Millrace's WebSocket), measure what its clients see,
@@ -98,7 +97,6 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
-    spread = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
     group.add_argument(
         "--dataset",
         default="",
@@ -109,7 +107,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         "--input-tokens",
         default="128",
         metavar="SPREAD",
-        help=f"of synthetic prompts: {spread} (default: %(default)s)",
+        help=f"of synthetic prompts: {SPREAD} (default: %(default)s)",
     )
     group.add_argument(
         "--output-tokens",
@@ -131,10 +129,8 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    group.add_argument("--samples", action="store_true", help="with every request in it")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with plots")
+    add_report_arguments(group)
+    group.add_argument("--samples", action="store_true", help="every request in the file of --json")
     group.add_argument(
         "--compare",
         nargs=2,
@@ -152,9 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         return compare(*arguments.compare)
     settings = settings_of(arguments)
-    for path in (arguments.json, arguments.html):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
+    check_folders(arguments.json, arguments.html)
     return measure(
         settings, json_file=arguments.json, html_file=arguments.html, samples=arguments.samples
     )
@@ -220,26 +214,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--shared-prefix-tokens cannot be negative")
     if arguments.samples and arguments.json is None:
         raise ConfigError("--samples go into the file of --json")
-
-
-def parse_slo(text: str) -> Slo:
-    """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
-    from bench.settings import Slo
-
-    bounds: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().lower().partition("=")
-        if name not in {"ttft", "tpot", "e2e"}:
-            raise ConfigError(f"--slo: {name!r} is none of ttft, tpot and e2e")
-        bounds[f"{name}_ms"] = seconds(f"--slo {name}", value) * 1e3
-    return Slo(**bounds)
-
-
-def seconds(what: str, text: str) -> float:
-    matched = _DURATION.fullmatch(text.strip())
-    if matched is None:
-        raise ConfigError(f"{what}: {text!r} is no time; write 200ms, 30s or 5m")
-    return float(matched[1]) * _UNITS_S[matched[2]]
 
 
 def _extra_body(text: str) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.offline.engine_options import add_engine_options, engine_config, print_start_of_engine
+from cli.offline.engine_options import (
+    add_engine_options,
+    add_file_arguments,
+    engine_config,
+    load_served,
+    open_output,
+    print_start_of_engine,
+)
 from schemas.errors import ConfigError
 from schemas.pooling import Pooling
 
@@ -29,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "prompt_tokens, or id and error.",
     )
     parser.add_argument("--model", required=True, metavar="PATH|NAME")
-    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    add_file_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: stdout")
     parser.add_argument(
         "--pooling",
@@ -42,7 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action=argparse.BooleanOptionalAction,
         help="scale embeddings to length 1 (default: as the checkpoint's modules.json says)",
     )
-    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
     add_engine_options(parser, "texts")
     parser.set_defaults(handler=run)
 
@@ -55,14 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     # Before anything imports torch: it reads its thread settings once.
     configure_threads(config, shared=False)
     from cli.offline.embed_file import read_texts
-    from registry.catalogue import load_catalogue
     from registry.checkpoints.sentence_embedding import read_embedding_defaults
-    from registry.served import ServedModel
     from workers.engine.engine import Engine
 
-    catalogue = load_catalogue(arguments.catalogue)
-    name = catalogue.entry_for(arguments.model).name
-    served = ServedModel.load(catalogue.with_model(arguments.model), name)
+    served = load_served(arguments)
     defaults = read_embedding_defaults(served.path)
     chosen = None if arguments.pooling is None else Pooling(arguments.pooling)
     pooling = chosen or served.entry.pooling or defaults.pooling
@@ -75,11 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
     if arguments.output is None:
         return _write(embedded, sys.stdout, normalize=normalize)
-    try:
-        output = arguments.output.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
-    with output:
+    with open_output(arguments.output) as output:
         return _write(embedded, output, normalize=normalize)
 
 

@@ -1,14 +1,18 @@
-"""Options of the commands that run an engine in their own process."""
+"""What the commands that run an engine in their own process share: options, model, output."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from schemas.config import EngineConfig
-from schemas.errors import MillraceError
+from schemas.errors import ConfigError, MillraceError
+
+if TYPE_CHECKING:
+    from registry.served import ServedModel
 
 DEFAULTS = EngineConfig()
 
@@ -19,6 +23,30 @@ class _Printer(logging.Handler):
 
 
 _PRINTER = _Printer()
+
+
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--input`` and ``--catalogue``."""
+    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
+
+
+def load_served(arguments: argparse.Namespace) -> ServedModel:
+    """The model of ``--model``, as ``--catalogue`` describes it. Raises MillraceError."""
+    from registry.catalogue import load_catalogue
+    from registry.served import ServedModel
+
+    catalogue = load_catalogue(arguments.catalogue)
+    name = catalogue.entry_for(arguments.model).name
+    return ServedModel.load(catalogue.with_model(arguments.model), name)
+
+
+def open_output(path: Path) -> TextIO:
+    """Raises ConfigError."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:

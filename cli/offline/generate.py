@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, TextIO
 from cli.offline.engine_options import (
     DEFAULTS,
     add_engine_options,
+    add_file_arguments,
     engine_config,
+    load_served,
+    open_output,
     print_start_of_engine,
 )
 from schemas.config import EngineConfig
-from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from cli.offline.batch_file import BadLine
@@ -37,9 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was counted.",
     )
     parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
-    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    add_file_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
-    parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
     add_engine_options(parser, "requests")
     parser.add_argument(
         "--kv-cache-bytes",
@@ -87,21 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
     from cli.offline.batch_file import BadLinesError, read_requests
-    from registry.catalogue import load_catalogue
-    from registry.served import ServedModel
 
-    catalogue = load_catalogue(arguments.catalogue)
-    name = catalogue.entry_for(arguments.model).name
-    served = ServedModel.load(catalogue.with_model(arguments.model), name)
+    served = load_served(arguments)
     try:
         requests = read_requests(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     except BadLinesError as error:
         print(error.message, file=sys.stderr)
         return 2
-    try:
-        output = arguments.output.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{arguments.output} cannot be written: {error.strerror}") from error
+    output = open_output(arguments.output)
     print(f"the engine computes with {threads}", file=sys.stderr)
     with output:
         return _generate(served, requests, config, output)

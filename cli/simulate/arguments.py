@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.endpoints import add_data_argument
+from cli.load_arguments import SPREAD, add_report_arguments, check_folders
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,13 +119,11 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
+    add_report_arguments(group)
     group.add_argument("--slo-ttft-ms", type=float, metavar="MS")
     group.add_argument("--slo-tpot-ms", type=float, metavar="MS")
     group.add_argument("--gpu-hour-price", type=float, default=2.5, metavar="$")
     group.add_argument("--gpus-per-worker", type=float, default=1.0, metavar="N")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with plots")
 
 
 def _add_synthesise(
@@ -134,7 +133,6 @@ def _add_synthesise(
         "synthesise", help="draw a trace and print it", description="Draw a trace and print it."
     )
     parser.set_defaults(handler=run_synthesise)
-    spread = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
     parser.add_argument(
         "--kind", choices=("poisson", "bursty", "diurnal", "multiturn"), default="poisson"
     )
@@ -154,7 +152,7 @@ def _add_synthesise(
         "--output-tokens",
         default="lognormal:200:0.6:2000",
         metavar="SPREAD",
-        help=f"likewise {spread} (default: %(default)s)",
+        help=f"likewise {SPREAD} (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=0, metavar="N", help="what every request states"
@@ -177,9 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cli.simulate.options import settings_of
     from simulation.policies import parse_policies
 
-    for path in (arguments.json, arguments.html, arguments.save_trace):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
+    check_folders(arguments.json, arguments.html, arguments.save_trace)
     policies = parse_policies(arguments.policy)
     settings = settings_of(arguments)
     trace = _trace_of(arguments)

@@ -12,7 +12,7 @@ import msgspec
 
 from bench.settings import Slo
 from bench.spread import parse_spread
-from cli.bench.arguments import parse_slo, seconds
+from cli.load_arguments import parse_slo, seconds
 from cli.local.worker_bounds import parse_bounds
 from runtime.settings import load_config
 from schemas.config import AutoscaleConfig, Config, EngineConfig

@@ -33,11 +33,8 @@ _NS_PER_S = 1_000_000_000
 _STOPPABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
-class BatchOverError(MillraceError):
+class BatchOverError(MillraceError, code="batch_not_cancellable", http_status=409):
     """The batch has ended, or is about to; nothing is left to cancel."""
-
-    code = "batch_not_cancellable"
-    http_status = 409
 
 
 class BatchesApi:

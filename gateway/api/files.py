@@ -32,18 +32,12 @@ _NO_CHARSET = "The form is not in the charset that its content-type names; leave
 _LIST_FIELDS = ("order", "purpose")
 
 
-class FileInUseError(MillraceError):
+class FileInUseError(MillraceError, code="file_in_use", http_status=409):
     """The file is what a batch that is not finished reads."""
 
-    code = "file_in_use"
-    http_status = 409
 
-
-class StorageFullError(MillraceError):
+class StorageFullError(MillraceError, code="storage_limit_exceeded", http_status=413):
     """The tenant has as many files, or bytes of files, as it may have."""
-
-    code = "storage_limit_exceeded"
-    http_status = 413
 
 
 class FilesApi:

@@ -30,18 +30,12 @@ _CSV = "text/csv; charset=utf-8"
 _HEADERS = {"cache-control": "no-store", "vary": "accept"}
 
 
-class QueryError(MillraceError):
+class QueryError(MillraceError, code="query_failed", http_status=400):
     """The telemetry process could not answer a query."""
 
-    code = "query_failed"
-    http_status = 400
 
-
-class AnswerTooLargeError(MillraceError):
+class AnswerTooLargeError(MillraceError, code="answer_too_large", http_status=400):
     """What was asked for is more than one answer holds."""
-
-    code = "answer_too_large"
-    http_status = 400
 
 
 class _Count(msgspec.Struct, frozen=True):

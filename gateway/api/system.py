@@ -176,11 +176,8 @@ def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> Detokenize
     )
 
 
-class MetricsClosedError(MillraceError):
+class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):
     """The metrics are not for everybody who can reach this gateway."""
-
-    code = "metrics_closed"
-    http_status = 401
 
     def __init__(self) -> None:
         super().__init__(

@@ -196,12 +196,9 @@ class WebSocketHandler:
         return Error(code=refusal.code, message=refusal.message, param=refusal.param, id=known_id)
 
 
-class TooManySocketsError(MillraceError):
+class TooManySocketsError(MillraceError, code="too_many_sockets", retryable=True, http_status=429):
     """One address has as many sockets as it may."""
 
-    code = "too_many_sockets"
-    retryable = True
-    http_status = 429
     limit = "max_sockets_per_address"
 
     def __init__(self, limit: int) -> None:

@@ -37,11 +37,8 @@ _NS_PER_S = 1_000_000_000
 _TIERS = (None, Tier.BATCH)
 
 
-class LogprobsLostError(MillraceError):
+class LogprobsLostError(MillraceError, code="answer_too_large", http_status=413):
     """The log-probabilities of an answer were more than a message may hold."""
-
-    code = "answer_too_large"
-    http_status = 413
 
     def __init__(self) -> None:
         super().__init__(

@@ -60,11 +60,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     traceparent: str = ""
 
 
-class IdempotencyConflictError(MillraceError):
+class IdempotencyConflictError(MillraceError, code="idempotency_conflict", http_status=409):
     """The key came before with another request."""
-
-    code = "idempotency_conflict"
-    http_status = 409
 
     def __init__(self) -> None:
         super().__init__(

@@ -24,11 +24,8 @@ _HANDOVER_TIMEOUT_S = 0.5
 _NS_PER_S = 1_000_000_000
 
 
-class UnknownRequestError(MillraceError):
+class UnknownRequestError(MillraceError, code="request_not_found", http_status=404):
     """No request of that id is known for this caller."""
-
-    code = "request_not_found"
-    http_status = 404
 
     def __init__(self, request_id: str) -> None:
         super().__init__(

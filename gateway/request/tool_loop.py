@@ -35,12 +35,8 @@ _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 0.5
 
 
-class AnswerLostError(MillraceError):
+class AnswerLostError(MillraceError, code="answer_lost", retryable=True, http_status=503):
     """The gateway that made the response is gone before it was whole."""
-
-    code = "answer_lost"
-    retryable = True
-    http_status = 503
 
     def __init__(self) -> None:
         super().__init__("The gateway that ran this response's tools is gone. Ask again.")

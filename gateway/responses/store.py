@@ -25,11 +25,8 @@ _MAX_INLINE_BYTES = 65_536
 _DELAYS_S = (0.5, 0.5, 0.5)
 
 
-class ResponseNotFoundError(MillraceError):
+class ResponseNotFoundError(MillraceError, code="response_not_found", http_status=404):
     """No answer of that id is kept for this tenant."""
-
-    code = "response_not_found"
-    http_status = 404
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -37,11 +34,11 @@ class ResponseNotFoundError(MillraceError):
         )
 
 
-class PreviousResponseNotFoundError(MillraceError):
+class PreviousResponseNotFoundError(
+    MillraceError, code="previous_response_not_found", http_status=400
+):
     """The answer that a request continues is not kept (any more) for this tenant."""
 
-    code = "previous_response_not_found"
-    http_status = 400
     param = "previous_response_id"
 
     def __init__(self, response_id: str) -> None:

@@ -33,11 +33,9 @@ _MAX_LATE_COMMITS = 1_000
 Definitions = Callable[[Sequence[str]], Sequence[ToolDefinition]]
 
 
-class SessionNotFoundError(MillraceError):
+class SessionNotFoundError(MillraceError, code="session_not_found", http_status=404):
     """There is no such conversation, or not any more."""
 
-    code = "session_not_found"
-    http_status = 404
     param = "session_id"
 
     def __init__(self) -> None:

@@ -1,1 +1,3 @@
-"""One model: its jobs placed, sent, watched, moved and brought to their end."""
+"""One model's jobs from the fair queue to their end: sent, watched, migrated, requeued, finished.
+``intake`` hands jobs to a ``Dispatcher``; it imports ``queues``, ``placement``, ``fleet`` and
+``jobs``."""

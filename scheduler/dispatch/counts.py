@@ -1,4 +1,4 @@
-"""What a lane has done since it began, counted where it happens and read at a scrape."""
+"""What became of dispatches and attempts, counted where it happens and read at a scrape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.jobs import Tier
 class Rerun(StrEnum):
     """Why a job that ran leaves its worker for another."""
 
-    MOVED = "moved"  # the worker drains, and another has room
+    MOVED = "moved"  # the worker drains, and another has capacity
     LOST = "lost"  # the worker is gone without a word, or did not answer
     RETURNED = "returned"  # the worker gave it back
 

@@ -14,7 +14,7 @@ from schemas.errors import BusUnavailableError
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-# An entry that nothing was heard of for this long is looked up in the queue.
+# A job that nothing was heard of for this long is looked up in the queue.
 _CHECK_AFTER_S = 30.0
 _MAX_CHECKS_PER_TICK = 64
 _NEVER_S = float("-inf")

@@ -1,4 +1,4 @@
-"""Streams that leave a worker: one that drains, a few at a time, one without an engine at once."""
+"""Streams migrate from a worker: a few at a time if it drains, at once if its engine is down."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _PAUSE_S = 0.02
 
 
 class Migration:
-    """Has others go on with what a worker of one model runs, as far as there is room.
+    """Has others go on with what a worker of one model runs, as far as there is capacity.
 
     From a worker that drains, a stream stands still from when its run is taken away until its
     tokens have been computed again elsewhere, so each leaves only when another worker has time for
     it. Where the engine is down all stand still anyway, for as long as the next one takes to load,
-    and leave at once. Those for whom time or room is never found stay, and end there or are given
-    back.
+    and leave at once. Those that find no time or capacity stay, and end there or are given back.
 
     Whatever a dead engine ran may have killed it. So what has left one engine for that reason, and
     made no token since, stays where the next one dies: there it is tried alone, and is blamed alone
@@ -50,7 +49,7 @@ class Migration:
         self._stopped = True
 
     def begin(self, worker: WorkerView) -> None:
-        """Go on moving, if that is not under way. To be told at every heartbeat."""
+        """Go on moving, if that is not under way. To be called at every heartbeat."""
         worker_id = worker.worker_id
         if worker_id not in self._moving and next(self._held(worker), None) is not None:
             self._moving.add(worker_id)
@@ -86,7 +85,7 @@ class Migration:
         return False
 
     def _movable(self, worker: WorkerView) -> Iterator[ScheduledJob]:
-        """What nobody listens to need not hurry: it would have to begin again elsewhere. Embeddings
+        """What nobody listens to stays: it would have to begin again elsewhere. Embeddings
         leave an engine that is down only: else they are over sooner than they would start."""
         is_down = worker.status.engine_down
         for scheduled in self._held(worker):

@@ -1,4 +1,4 @@
-"""Who may go before a job that has no room, because others make way for them."""
+"""Which jobs may go before one that no worker has capacity for."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class _Running:
 
 
 class PreemptionPolicy:
-    """Bounds by how much a tier may be ahead of one whose next job has no room.
+    """Bounds by how much a tier may be ahead of one whose next job fits nowhere.
 
-    A worker that is full of a lower tier has room for a higher one, whose jobs need not wait for
-    a turn of the lower which nobody can give it now. They go first as long as their tier was served
-    no more, for its weight, than the lower one will have been after its next job, with what its
-    jobs that run are served meanwhile: so in the long run no tier gets more of the workers than its
-    weight says while others wait. ``dispatch_ready`` is called when one that was held back may go.
+    A worker that is full of a lower tier has capacity for a higher one, whose jobs need not
+    wait for a turn of the lower which nobody can give it now. They go first as long as their
+    tier was served no more, for its weight, than the lower one will have been after its next
+    job, with what its jobs that run are served meanwhile: so in the long run no tier gets more
+    of the workers than its weight says while others wait. ``dispatch_ready`` is called when one
+    that was held back may go.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class PreemptionPolicy:
 
     @property
     def above(self) -> Tier | None:
-        """Only tiers above this one can have room still; None: any."""
+        """Only tiers above this one can have capacity still; None: any."""
         return self._held_up[-1].job.tier if self._held_up else None
 
     def hold_up(self, scheduled: ScheduledJob) -> None:
-        """The first in turn has no room, nor have others of its tier."""
+        """No worker has capacity for the first in turn, nor for others of its tier."""
         self._held_up.append(scheduled)
 
     def may_go(self, scheduled: ScheduledJob) -> bool:
@@ -89,7 +90,7 @@ class PreemptionPolicy:
         return all(self.may_pass(scheduled, waiting) for waiting in self._held_up)
 
     def may_pass(self, scheduled: ScheduledJob, waiting: ScheduledJob) -> bool:
-        """Whether it may go before another one that waits for room."""
+        """Whether it may go before another one that waits for capacity."""
         tier, other = scheduled.job.tier, waiting.job.tier
         if TIER_RANKS[tier] >= TIER_RANKS[other]:
             return False

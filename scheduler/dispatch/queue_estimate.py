@@ -1,4 +1,4 @@
-"""How long the jobs of one model will wait, and what they are told of it."""
+"""How long the jobs of one model will wait, and where each stands in the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_AGAIN_S = 0.05
 # What a job is like that we know nothing of.
 _TYPICAL = ResourceRequest(num_context_tokens=256, num_new_tokens=256)
 _LONGEST_TOKENS = 1 << 20
-# Of those that wait longest, so many tenants are told of to the gateways.
+# Of those that wait longest, the gateways hear of so many tenants.
 _MAX_TENANTS_TOLD = 256
 
 
@@ -43,10 +43,10 @@ class QueueEstimate:
 
     async def run(self) -> None:
         """Look soon after a job has to wait. Runs until it is cancelled."""
-        news = self._dispatcher.has_waiting
+        has_waiting = self._dispatcher.has_waiting
         while True:
-            await news.wait()
-            news.clear()
+            await has_waiting.wait()
+            has_waiting.clear()
             self.look()
             await self._context.clock.sleep(_LOOK_AGAIN_S)
 
@@ -64,17 +64,19 @@ class QueueEstimate:
                 wait_s = least_s = forecast.starts_s.get(scheduled, wait_s)
             if is_known and least_s is not None and self._refuse_if_too_slow(scheduled, least_s):
                 continue
-            told = scheduled.client.announced_position
-            if scheduled.job.reply and (told is None or position <= told // 2 < told):
+            announced = scheduled.client.announced_position
+            if scheduled.job.reply and (
+                announced is None or position <= announced // 2 < announced
+            ):
                 scheduled.client.announced_position = position
                 frame = Queued(position=position, eta_s=wait_s)
                 self._context.tasks.spawn(
-                    self._tell(scheduled, frame), f"queued {scheduled.request_id}"
+                    self._publish_position(scheduled, frame), f"queued {scheduled.request_id}"
                 )
 
     def _is_settled(self) -> bool:
         """Whether what ended lately was done by the workers that there are now: without one, or
-        when one has just come, say after it died, it tells nothing of what will be."""
+        when one has just come, say after it died, it says nothing of what will be."""
         now_s = self._context.clock.monotonic()
         workers = list(self._context.fleet.of_model(self._dispatcher.model))
         return bool(workers) and all(now_s - worker.joined_s >= WINDOW_S for worker in workers)
@@ -101,7 +103,7 @@ class QueueEstimate:
         policy: TierPolicy = getattr(self._context.config.tiers, tier.value)
         return policy
 
-    async def _tell(self, scheduled: ScheduledJob, frame: Queued) -> None:
+    async def _publish_position(self, scheduled: ScheduledJob, frame: Queued) -> None:
         job = scheduled.job
         try:
             await self._context.bus.frames.publish(
@@ -111,7 +113,7 @@ class QueueEstimate:
                 as_json=job.frames_as_json,
             )
         except MillraceError as error:
-            logger.info("a position could not be told", extra={"code": error.code})
+            logger.info("a position could not be published", extra={"code": error.code})
 
     def oldest_wait_s(self) -> float:
         """How long the job that was received first has waited, of those that are here."""

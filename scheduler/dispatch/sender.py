@@ -18,9 +18,9 @@ from scheduler.jobs.terminal_status import TerminalStatus, cancelled, failed, re
 from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
 from schemas.errors import PayloadTooLargeError
 
-# How long a run waits for what the one before it took, of a worker that is there to tell: it does
-# so when its step is over.
-_LAST_WORD_TIMEOUT_S = 0.06
+# How long an attempt waits for the report of the one before it, if that worker lives: it reports
+# when its step is over.
+_REPORT_TIMEOUT_S = 0.06
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Sender:
             scheduled.resume_after(read if job.pooling is None else ())
         awaited = scheduled.attempts.unreported_worker_id
         if awaited not in ("", worker_id) and self._fleet.get(awaited) is not None:
-            await scheduled.attempts.wait_for_report(_LAST_WORD_TIMEOUT_S)
+            await scheduled.attempts.wait_for_report(_REPORT_TIMEOUT_S)
         if scheduled.suspicion.detector is not None and await self._is_poison_pill(
             scheduled, is_heard=point is not None
         ):
@@ -117,7 +117,8 @@ class Sender:
         return await self._dispatch(scheduled, worker_id, epoch_before)
 
     async def _is_poison_pill(self, scheduled: ScheduledJob, *, is_heard: bool) -> bool:
-        """Whether workers die of it, as far as can be told once all that one held have spoken."""
+        """Whether workers die of it, as far as is known once all jobs of the last one that died
+        have been looked into."""
         suspicion, detector = scheduled.suspicion, scheduled.suspicion.detector
         assert detector is not None
         went_on = len(scheduled.client.token_ids) > scheduled.client.num_tokens_at_start

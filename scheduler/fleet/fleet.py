@@ -1,4 +1,4 @@
-"""What the workers are and have room for, as told by heartbeats and by our own dispatches."""
+"""The live workers and their capacity, from heartbeats and from our own dispatches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
-from scheduler.jobs.resource_request import ResourceRequest
+from scheduler.fleet.worker_view import WorkerView
 from schemas.control import WorkerStatus
 from schemas.jobs import Tier
 
 _NS_PER_S = 1_000_000_000
-_MAX_PAST_LIVES = 4_096
+_MAX_PAST_WORKERS = 4_096
 
 
 class Departure(StrEnum):
-    """Why a life of a worker is over."""
+    """Why an incarnation of a worker is over."""
 
     SILENT = "silent"
     RESTARTED = "restarted"
@@ -37,8 +36,8 @@ class Fleet:
     """The live workers. Pure: the caller passes the time in and acts on what is returned.
 
     A worker is alive from its first fresh heartbeat until it is silent for
-    ``heartbeat_timeout_s``, retires, or a new life with its name shows up. One that was only
-    silent may come back. So may one whose name a new life has, if it is heard again
+    ``heartbeat_timeout_s``, retires, or a new incarnation of its name shows up. One that was only
+    silent may come back. So may one whose name a new one has, if it is heard again
     ``heartbeat_timeout_s`` later: then two that run have the same name. One that retired never
     does.
     """
@@ -47,14 +46,14 @@ class Fleet:
         self._timeout_s = heartbeat_timeout_s
         self._workers: dict[str, WorkerView] = {}
         self._by_model: dict[str, dict[str, WorkerView]] = {}
-        self._lives: dict[str, set[str]] = {}
+        self._by_name: dict[str, set[str]] = {}
         self._stale: OrderedDict[str, int] = OrderedDict()
         self._past: OrderedDict[str, float] = OrderedDict()
 
     # --- what heartbeats say ---
 
     def observe(self, status: WorkerStatus, now_s: float, now_ns: int) -> list[Departed]:
-        """Take in a heartbeat; the lives that it ends are returned."""
+        """Take in a heartbeat; the incarnations that it ends are returned."""
         worker_id = status.worker_id
         if now_s < self._past.get(worker_id, float("-inf")):
             return []
@@ -74,24 +73,24 @@ class Fleet:
         if self._is_fresh(status, now_ns):
             view = self._workers[worker_id] = WorkerView(status, now_s)
             self._by_model.setdefault(status.model, {})[worker_id] = view
-            self._lives.setdefault(status.name, set()).add(worker_id)
+            self._by_name.setdefault(status.name, set()).add(worker_id)
         return departed
 
     def _is_former(self, status: WorkerStatus) -> bool:
-        """Whether a later life of the name is alive."""
-        lives = [self._workers[worker_id] for worker_id in self._lives.get(status.name, ())]
-        return any(status.started_ns < life.status.started_ns for life in lives)
+        """Whether a later incarnation of the name is alive."""
+        known = [self._workers[worker_id] for worker_id in self._by_name.get(status.name, ())]
+        return any(status.started_ns < one.status.started_ns for one in known)
 
     def _end_former(self, status: WorkerStatus, now_s: float) -> list[Departed]:
-        """A new life of the name is there, so those before it are over as far as anybody knows."""
+        """A new incarnation is there, so those before it are over as far as anybody knows."""
         departed: list[Departed] = []
-        for worker_id in sorted(self._lives.get(status.name, ())):
+        for worker_id in sorted(self._by_name.get(status.name, ())):
             self._past_until(worker_id, now_s + self._timeout_s)
             departed += self._depart(worker_id, Departure.RESTARTED)
         return departed
 
     def _is_fresh(self, status: WorkerStatus, now_ns: int) -> bool:
-        """An old status is an entry that a dead worker left, unless a second one follows: then
+        """An old status is what the bucket kept of a dead worker, unless a second one follows: then
         the machines' clocks differ."""
         seen_before_ns = self._stale.pop(status.worker_id, None)
         if now_ns - status.sent_ns <= self._timeout_s * _NS_PER_S:
@@ -99,7 +98,7 @@ class Fleet:
         if seen_before_ns is not None and seen_before_ns != status.sent_ns:
             return True
         self._stale[status.worker_id] = status.sent_ns
-        while len(self._stale) > _MAX_PAST_LIVES:
+        while len(self._stale) > _MAX_PAST_WORKERS:
             self._stale.popitem(last=False)
         return False
 
@@ -126,38 +125,20 @@ class Fleet:
         if worker is None:
             return []
         del self._by_model[worker.status.model][worker_id]
-        lives = self._lives[worker.status.name]
-        lives.discard(worker_id)
-        if not lives:
-            del self._lives[worker.status.name]
+        incarnations = self._by_name[worker.status.name]
+        incarnations.discard(worker_id)
+        if not incarnations:
+            del self._by_name[worker.status.name]
         return [Departed(worker_id, worker.status.name, why, tuple(worker.runs))]
 
     def _past_until(self, worker_id: str, until_s: float) -> None:
         """What is heard of it before then was on its way."""
         self._past[worker_id] = until_s
         self._past.move_to_end(worker_id)
-        while len(self._past) > _MAX_PAST_LIVES:
+        while len(self._past) > _MAX_PAST_WORKERS:
             self._past.popitem(last=False)
 
     # --- what we know besides ---
-
-    def reserve(
-        self,
-        worker_id: str,
-        request_id: str,
-        resources: ResourceRequest,
-        expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
-        num_cached_tokens: int = 0,
-    ) -> None:
-        """A request is about to be sent to a live worker, which has so much of it cached."""
-        worker = self._workers[worker_id]
-        worker.reserve(request_id, resources, expected_output_tokens, num_cached_tokens)
-
-    def confirm(self, worker_id: str, request_id: str) -> None:
-        """The worker has taken it: the next heartbeat counts it."""
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.confirm(request_id)
 
     def release(self, worker_id: str, request_id: str) -> bool:
         """The worker does not hold it (any more); whether we thought that it did."""
@@ -212,8 +193,8 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.is_doubtful]
 
     def check_integrity(self) -> None:
-        """A live worker is among its name's lives; AssertionError otherwise."""
-        named = {(name, worker_id) for name, lives in self._lives.items() for worker_id in lives}
+        """A live worker is found by its name; AssertionError otherwise."""
+        named = {(name, worker_id) for name, ids in self._by_name.items() for worker_id in ids}
         assert named == {(one.status.name, one.worker_id) for one in self._workers.values()}
         for worker_id in self._workers:
             assert self._past.get(worker_id) != float("inf"), "one that retired is alive"

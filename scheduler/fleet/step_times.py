@@ -12,7 +12,7 @@ _ASSUMED_WEIGHT = 1.0
 
 
 class StepTimes:
-    """Seconds of a step by the size of its batch: a line through what was told of late."""
+    """Seconds of a step by the size of its batch: a straight line through the last measurements."""
 
     __slots__ = ("_xx", "_xy", "batch", "num_told", "per_sequence_s", "step_s")
 
@@ -40,7 +40,7 @@ class StepTimes:
         self.per_sequence_s = min(max(slope_s, _LEAST_GROWTH * unit_s), _MOST_GROWTH * unit_s)
 
     def at(self, batch: float) -> float:
-        """What a step of so large a batch takes; 0 if nothing was told so far."""
+        """What a step of so large a batch takes; 0 if nothing was measured so far."""
         return max(
             self.step_s + self.per_sequence_s * (batch - self.batch), self.step_s * _LEAST_GROWTH
         )

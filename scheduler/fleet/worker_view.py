@@ -87,7 +87,7 @@ class WorkerView:
     # --- changes ---
 
     def observe(self, status: WorkerStatus, now_s: float) -> None:
-        """Take in a later heartbeat of the same life."""
+        """Take in a later heartbeat of the same incarnation."""
         self.status = status
         self.seen_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
@@ -118,8 +118,8 @@ class WorkerView:
     def _count_others(self, reported: int) -> None:
         by_tier = self.status.num_held_by_tier
         if by_tier:
-            told = [by_tier.get(tier, 0) for tier in Tier]
-            self._others = [max(0, n - own) for n, own in zip(told, self._own, strict=True)]
+            held = [by_tier.get(tier, 0) for tier in Tier]
+            self._others = [max(0, n - own) for n, own in zip(held, self._own, strict=True)]
         else:
             # Nobody said of which tiers they are, so none is taken to make way.
             self._others = [max(0, reported - len(self.runs)), *[0] * (_NUM_TIERS - 1)]
@@ -161,7 +161,7 @@ class WorkerView:
             run.confirmed = True
 
     def release(self, request_id: str) -> bool:
-        """Forget a run; whether there was one. Its room is free before the next heartbeat."""
+        """Forget a run; whether there was one. Its capacity is free before the next heartbeat."""
         run = self.runs.pop(request_id, None)
         if run is None:
             return False
@@ -194,7 +194,7 @@ class WorkerView:
 
     @property
     def mean_output_tokens(self) -> float:
-        """Of our requests that it runs, as far as anybody can tell; 0 if it runs none."""
+        """Of our requests that it runs, as far as is known; 0 if it runs none."""
         return self._expected_output_tokens / len(self.runs) if self.runs else 0.0
 
     @property

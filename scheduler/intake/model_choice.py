@@ -14,7 +14,7 @@ from schemas.jobs import Job, Tier
 
 class ModelChooser:
     """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
-    tells."""
+    says."""
 
     def __init__(
         self,

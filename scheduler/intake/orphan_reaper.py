@@ -1,4 +1,4 @@
-"""Answers jobs of models that nobody knows, which no lane would ever pull."""
+"""Answers jobs of models that nobody knows, which no puller would ever pull."""
 
 from __future__ import annotations
 

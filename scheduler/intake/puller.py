@@ -166,8 +166,8 @@ class Puller:
         return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
-        """How many jobs of a tenant queue to pull now: as many as there is room for beside what is
-        here already, and a few to choose from."""
+        """How many jobs of a tenant queue to pull now: as many as there is capacity for beside what
+        is here already, and a few to choose from."""
         per_tenant = self._context.config.window_jobs_per_tenant
         of_tenant = per_tenant + limits.capacity - pullable.num_here
         return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
@@ -201,7 +201,7 @@ class Puller:
         return self._limits(tenant_queue.tier).capacity > 0
 
     async def _wait_for_next(self, tenant_queue: TenantQueue) -> None:
-        """Have a pull out when the next job is stored, which saves it the news and the pull."""
+        """Have a pull out when the next job is stored: it need not be announced and pulled then."""
         context = self._context
         had_job_s = context.clock.monotonic()
         while (

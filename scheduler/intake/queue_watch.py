@@ -1,4 +1,4 @@
-"""Watches the queue: what waits where, what is too much, and how to tell the gateways."""
+"""Watches the queue: counts what waits, sheds what is too much, and says so to the gateways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Schedulers shed at the same time, so each looks again after this many.
 _MAX_SHED_AT_ONCE = 64
 # Gateways let nobody in while the queue is at its bound, so that it is shed below it by this share:
-# one tenant's flood must not close the door to others.
+# one tenant's flood must not keep others out.
 _SHED_BELOW = 16
 # A tenant queue that had no job for this long is made anew when one comes. Each that is kept costs
 # the server some 60 KB, and all acknowledgements a little time.

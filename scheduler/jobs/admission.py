@@ -85,18 +85,19 @@ class JobAdmission:
         return None
 
     async def release(self, scheduled: ScheduledJob) -> None:
-        """No worker answers it: nothing is charged. Returns once Redis knows, or is away."""
+        """No worker answers it: nothing is charged. Returns once Redis knows, or is unreachable."""
         if scheduled.reservation is not None:
             await self._keeper.settle(scheduled.reservation.reservation_id, None, None)
 
     def release_local(self, scheduled: ScheduledJob) -> None:
-        """It is over here: free the place that it had within this process, while Redis was away."""
+        """It is over here: free the place that it had within this process, while Redis was
+        unreachable."""
         if scheduled.reservation is not None and scheduled.is_reserved_here:
             scheduled.is_reserved_here = False
             self._keeper.settle_here(scheduled.reservation.reservation_id)
 
     async def _reserve(self, reservation_id: str, job: Job, now_ns: int) -> bool:
-        """Whether it was set aside within this process, as Redis is away."""
+        """Whether it was set aside within this process, as Redis is unreachable."""
         num_prompt_tokens = len(job.prompt_token_ids or ())
         max_tokens = 0 if job.pooling is not None else job.sampling.max_tokens or 0
         lapse_s = _LAPSE_S

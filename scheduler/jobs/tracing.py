@@ -1,4 +1,4 @@
-"""What a scheduler tells of a job in its trace: each wait, and each run on a worker."""
+"""The spans of a job that a scheduler records: each wait, and each run on a worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Run:
 
 class JobTrace:
     """One job here, from when it was stored in the queue: it waits, runs on a worker, and waits
-    again if that run was not its last. A scheduler that is killed leaves what it had not told."""
+    again if that run was not its last. What a killed scheduler had not recorded is lost."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class JobTrace:
         stored_ns: int,
         is_first: bool,
     ) -> None:
-        """``above`` is whose child all of this is; ``is_first``: it is told here, too."""
+        """``above`` is whose child all of this is; ``is_first``: its span is recorded here, too."""
         now_ns = clock.now_ns()
         self._tracing = tracing
         self._clock = clock
@@ -79,7 +79,7 @@ class JobTrace:
         self._run = _Run(self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens)
 
     def mark_sent(self, epoch: int, num_resumed_tokens: int) -> str:
-        """It goes out to the worker now; the ``traceparent`` of what the worker tells."""
+        """It goes out to the worker now; the ``traceparent`` of the worker's spans."""
         run = self._run
         assert run is not None
         run.epoch, run.num_resumed_tokens = epoch, num_resumed_tokens
@@ -87,12 +87,12 @@ class JobTrace:
         return run.context.traceparent
 
     def worker_lost(self, *, began: bool) -> None:
-        """The worker is gone; what it had to tell of a run that began there nobody else can."""
+        """The worker is gone, so that the span of a run which began there is recorded here."""
         run = self._run
         if run is not None and began:
-            life = life_span(run.context, self._request_id, run.epoch)
+            span = life_span(run.context, self._request_id, run.epoch)
             sent_ns = run.events[0].at_ns
-            self._record_run(f"{self._verb} {self._name}", run, life, run.context, sent_ns)
+            self._record_run(f"{self._verb} {self._name}", run, span, run.context, sent_ns)
         self.finish_run(_WORKER_LOST)
 
     def finish_run(self, error: str = "") -> None:
@@ -139,7 +139,7 @@ class JobTrace:
         )
 
     def stop(self) -> None:
-        """This scheduler ends; the next one that gets it goes on telling."""
+        """This scheduler ends; the next one that gets the job records the rest."""
         self._is_first = False
         self.finish("scheduler_stopped")
 

@@ -56,7 +56,7 @@ class PrefixIndex:
 
     def apply(self, report: PrefixReport) -> None:
         """Take in a report. After one that was missed, a worker has nothing as far as ``match``
-        goes, until it tells the whole."""
+        goes, until it reports the whole."""
         holder = self._holders.get(report.worker_id)
         if holder is None:
             holder = self._add(report.worker_id)
@@ -94,7 +94,7 @@ class PrefixIndex:
 
     def _replace(self, holder: _Holder, keys: list[int]) -> None:
         if len(keys) == holder.num_keys and reduce(xor, keys, 0) == holder.digest:
-            # As nearly always: nothing that was not told already, but for the order.
+            # As nearly always: nothing that was not reported already, but for the order.
             holder.order = array("Q", keys)
             return
         last = dict.fromkeys(keys)

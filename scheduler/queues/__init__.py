@@ -1,1 +1,3 @@
-"""Jobs that wait: in which order they are served, and when their turn will come."""
+"""Jobs that wait: what each tenant queue has, in which order jobs are served, and when their turn
+will come. Pure: the time is passed in. ``intake`` and ``dispatch`` use it; it imports ``fleet`` and
+``jobs``."""

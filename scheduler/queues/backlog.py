@@ -25,7 +25,7 @@ class Pullable(NamedTuple):
 class Backlog:
     """What is known of the tenant queues of one model. Pure: the caller passes the time in.
 
-    ``published`` is the news, which may be lost, ``counted`` the truth now and then.
+    ``published`` announces a job, and may be lost; ``counted`` is the truth now and then.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Backlog:
         return not state.is_pulled
 
     def counted(self, totals: Mapping[TenantQueue, int], now_s: float) -> None:
-        """How many jobs each tenant queue has, whoever holds them; tenant queues that are left out
-        have none."""
+        """How many jobs each tenant queue has, whoever holds them; tenant
+        queues that are left out have none."""
         for tenant_queue in totals:
             self.of(tenant_queue)
         for tenant_queue, state in self._tenant_queues.items():
             state.total = totals.get(tenant_queue, 0)
-            # What was stored after the count is told, but not in it.
+            # What was stored after the count is announced, but not counted.
             found = state.total - state.num_ours - state.num_others
             state.num_announced = max(0, state.num_announced)
             state.num_waiting = max(found, state.num_announced, 0)
@@ -63,14 +63,14 @@ class Backlog:
                 state.idle_since_s = now_s
 
     def pulling(self, tenant_queue: TenantQueue) -> None:
-        """A pull begins; it may miss what is told from now on."""
+        """A pull begins; it may miss what is announced from now on."""
         state = self.of(tenant_queue)
         state.is_pulled = True
         state.num_announced_before = state.num_announced
 
     def waited(self, tenant_queue: TenantQueue, num_got: int, now_s: float) -> None:
-        """What a pull brought that was out before the job, before that is ours. The news of it may
-        come later."""
+        """What a pull brought that was out before the job, before that is ours. It may be
+        announced later."""
         state = self.of(tenant_queue)
         num_announced = state.num_announced
         self.pulled(tenant_queue, num_got, num_got, now_s)
@@ -93,7 +93,7 @@ class Backlog:
             state.num_waiting = state.num_announced
             state.num_others = max(0, state.total - state.num_ours)
         elif num_got < num_wanted and state.num_waiting:
-            # More may have come meanwhile: the next pull tells.
+            # More may have come meanwhile: the next pull shows.
             state.num_waiting = max(1, state.num_waiting)
 
     def pull_failed(self, tenant_queue: TenantQueue) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scheduler.jobs.resource_request import TIER_RANKS
 from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
@@ -251,7 +251,7 @@ class FairQueue:
 
     def refund_attempt(self, scheduled: ScheduledJob) -> None:
         """The attempt that its tenant was charged for is over; what it really took is charged when
-        a worker tells."""
+        a worker reports it."""
         if scheduled.service.charged_tokens:
             self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
             scheduled.service.charged_tokens = 0.0
@@ -316,42 +316,21 @@ class FairQueue:
         return self._tiers.floored_counter(tier)
 
     def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[ScheduledJob]:
-        by_tier = [
-            (self._tiers.counter(tier), number, self._merged(tier))
-            for number, tier in enumerate(tiers)
+        return _interleaved(
+            (self._tiers.counter(tier), self._weights[tier], self._tenants_in_turn(tier))
+            for tier in tiers
             if len(self._ready[tier])
-        ]
-        heapq.heapify(by_tier)
-        while by_tier:
-            counter, number, scheduled_jobs = by_tier[0]
-            scheduled = next(scheduled_jobs, None)
-            if scheduled is None:
-                heapq.heappop(by_tier)
-                continue
-            yield scheduled
-            counter += scheduled.service.tokens / self._weights[scheduled.job.tier]
-            heapq.heapreplace(by_tier, (counter, number, scheduled_jobs))
+        )
 
-    def _merged(self, tier: Tier) -> Iterator[ScheduledJob]:
-        tenants: list[tuple[float, int, Iterator[ScheduledJob]]] = []
-        for number, name in enumerate(self._ready[tier]):
-            tenant = Tenant(tier, name)
-            tenants.append((self._counter(tenant), number, iter(self._in_line(tenant))))
-        heapq.heapify(tenants)
-        while tenants:
-            counter, number, scheduled_jobs = tenants[0]
-            scheduled = next(scheduled_jobs, None)
-            if scheduled is None:
-                heapq.heappop(tenants)
-                continue
-            yield scheduled
-            heapq.heapreplace(tenants, (counter + scheduled.service.tokens, number, scheduled_jobs))
+    def _tenants_in_turn(self, tier: Tier) -> Iterator[ScheduledJob]:
+        tenants = [Tenant(tier, name) for name in self._ready[tier]]
+        return _interleaved((self._counter(one), 1.0, iter(self._in_line(one))) for one in tenants)
 
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
         waiting = self._queued
         assert not self._passed, "somebody is passed over for good"
-        assert waiting <= self._members.keys(), "what is gone is on a shelf"
+        assert waiting <= self._members.keys(), "what is gone is queued"
         for tenant, model_cache in self._tenant_jobs.items():
             count = sum(scheduled.tenant == tenant for scheduled in waiting)
             assert model_cache.count == count, (
@@ -367,3 +346,23 @@ class FairQueue:
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:
     """The share of each tier."""
     return {tier: getattr(tiers, tier.value).weight for tier in Tier}
+
+
+def _interleaved(
+    sources: Iterable[tuple[float, float, Iterator[ScheduledJob]]],
+) -> Iterator[ScheduledJob]:
+    """The jobs of several, each with a counter of what it was served and a weight: always the next
+    one of the least served."""
+    heap = [
+        (counter, number, weight, jobs) for number, (counter, weight, jobs) in enumerate(sources)
+    ]
+    heapq.heapify(heap)
+    while heap:
+        counter, number, weight, jobs = heap[0]
+        scheduled = next(jobs, None)
+        if scheduled is None:
+            heapq.heappop(heap)
+            continue
+        yield scheduled
+        counter += scheduled.service.tokens / weight
+        heapq.heapreplace(heap, (counter, number, weight, jobs))

@@ -49,7 +49,7 @@ def eta_s(num_ahead: float, per_s: float) -> float | None:
 
 
 def retry_after_s(num_queued: int, bound: int, per_s: float) -> float:
-    """When the queue will have room again: until it is at three quarters of its bound."""
+    """When the queue will have capacity again: until it is at three quarters of its bound."""
     wait_s = eta_s(num_queued - bound * 3 // 4, per_s)
     if wait_s is None:
         return _RETRY_UNKNOWN_S

@@ -1,11 +1,10 @@
-"""A simulation's report as one page of HTML that needs nothing else: no network, no scripts."""
+"""A simulation's report as one page of HTML."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
-from importlib import resources
 
+from bench.report.document import card, document, escape, figure, table
 from bench.report.plots import Marker, Series, line_chart, number
 from simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
 from simulation.report.table import render
@@ -24,31 +23,18 @@ _OVER_TIME = (
     ("output_tokens_per_s", "Output tokens", "tokens/s"),
     ("num_workers", "Workers", "workers"),
 )
+_GROUP_COLUMNS = (
+    *("milliseconds", "policy", "requests", "answered"),
+    *("TTFT p50", "TTFT p99", "TPOT p50", "E2E p99"),
+)
 
 
 def render_page(report: Report) -> str:
     """The whole document; plots show the first four policies."""
-    style = resources.files("bench.report").joinpath("page.css").read_text()
-    names = ", ".join(one.policy for one in report.policies)
-    title = f"Simulated: {names}"
     setup = report.setup
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_safe(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{_safe(title)}</h1>
-<p>{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in
-{setup.last_arrival_s:,.0f} s, seed {setup.seed}</p>
-</header>
-<section class=cards>{"".join(_card(one) for one in report.policies)}</section>
+    lead = f"""<p>{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in
+{setup.last_arrival_s:,.0f} s, seed {setup.seed}</p>"""
+    content = f"""<section class=cards>{"".join(_card(one) for one in report.policies)}</section>
 <h2>Latencies</h2>
 <section class=plots>{"".join(_latency(report, *one) for one in _LATENCIES)}</section>
 <h2>Over time</h2>
@@ -56,15 +42,9 @@ def render_page(report: Report) -> str:
 {_groups("Tiers", report.policies, lambda one: one.by_tier)}
 {_groups("Tenants", report.policies, lambda one: one.by_tenant)}
 <h2>Figures</h2>
-<div class=wide><pre>{_safe(render(report))}</pre></div>
-<footer>{_safe(report.schema)} · millrace simulate</footer>
-</body>
-</html>
-"""
-
-
-def _safe(text: str) -> str:
-    return html.escape(text)
+<div class=wide><pre>{escape(render(report))}</pre></div>"""
+    title = f"Simulated: {', '.join(one.policy for one in report.policies)}"
+    return document(title, lead, content, f"{report.schema} · millrace simulate")
 
 
 def _card(one: PolicyReport) -> str:
@@ -73,10 +53,7 @@ def _card(one: PolicyReport) -> str:
     more = "nothing was answered" if ttft is None else f"TTFT p50; p99 {number(ttft.p99)} ms"
     price = one.cost.per_1m_output_tokens
     cost = "" if price is None else f"${price:,.3f} per 1M output tokens"
-    return (
-        f"<div class=card><span>{_safe(one.policy)}</span><strong>{shown}</strong>"
-        f"<small>{more}</small><small>{cost}</small></div>"
-    )
+    return card(one.policy, shown, more, cost)
 
 
 def _drawn(report: Report) -> list[tuple[PolicyReport, str]]:
@@ -101,7 +78,7 @@ def _latency(report: Report, field: str, title: str) -> str:
         y_max=100.0,
         markers=[] if slo_ms is None else [Marker(slo_ms, f"SLO {number(slo_ms)}")],
     )
-    return _figure(title, drawn)
+    return figure(title, drawn)
 
 
 def _over_time(report: Report) -> str:
@@ -124,7 +101,7 @@ def _over_time(report: Report) -> str:
 
 def _chart(title: str, unit: str, series: Sequence[Series]) -> str:
     label = f"{title} over time"
-    return _figure(title, line_chart(series, x_title="seconds", y_title=unit, label=label))
+    return figure(title, line_chart(series, x_title="seconds", y_title=unit, label=label))
 
 
 def _steps(timeline: Sequence[Bin], field: str) -> list[tuple[float, float]]:
@@ -140,10 +117,6 @@ def _first(timeline: Sequence[Bin]) -> list[tuple[float, float]]:
     ]
 
 
-def _figure(title: str, drawn: str) -> str:
-    return f"<figure><figcaption>{_safe(title)}</figcaption>{drawn}</figure>"
-
-
 def _groups(
     title: str,
     policies: Sequence[PolicyReport],
@@ -153,33 +126,18 @@ def _groups(
     names = list(dict.fromkeys(name for one in policies for name in groups(one)))
     if len(names) < 2:
         return ""
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in (
-            "policy",
-            "requests",
-            "answered",
-            "TTFT p50",
-            "TTFT p99",
-            "TPOT p50",
-            "E2E p99",
-        )
-    )
-    rows = "".join(
-        _row(name, one.policy, group)
+    rows = [
+        (name, _cells(one.policy, group))
         for name in names
         for one in policies
         if (group := groups(one).get(name)) is not None
-    )
-    return (
-        f"<h2>{title}</h2><div class=wide><table><thead><tr><th>milliseconds</th>{head}</tr>"
-        f"</thead><tbody>{rows}</tbody></table></div>"
-    )
+    ]
+    return f"<h2>{title}</h2>" + table(rows, _GROUP_COLUMNS)
 
 
-def _row(name: str, policy: str, group: Group) -> str:
-    cells = [
-        _safe(policy),
+def _cells(policy: str, group: Group) -> list[str]:
+    return [
+        policy,
         f"{group.num_requests:,}",
         f"{group.num_done:,}",
         _at(group.ttft_ms, "p50"),
@@ -187,7 +145,6 @@ def _row(name: str, policy: str, group: Group) -> str:
         _at(group.tpot_ms, "p50"),
         _at(group.e2e_ms, "p99"),
     ]
-    return f"<tr><th>{_safe(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _at(of: Percentiles | None, share: str) -> str:

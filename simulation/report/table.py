@@ -4,44 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from runtime.text_table import text_table
 from simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
 
-_LABEL_WIDTH, _LEAST_WIDTH = 30, 14
 _SHARES = ("p50", "p90", "p99")
 _LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 # Of more tenants the table says nothing; the JSON report does.
 _MAX_TENANTS = 12
 
 Row = tuple[str, Callable[[PolicyReport], str]]
+_COSTS: tuple[Row, ...] = (
+    ("GPU-hours", lambda one: f"{one.cost.gpu_hours:,.2f}"),
+    ("$ in all", lambda one: f"{one.cost.total:,.2f}"),
+    ("$ per 1M output tokens", lambda one: _money(one.cost.per_1m_output_tokens)),
+    ("$ per 1M tokens, in and out", lambda one: _money(one.cost.per_1m_tokens)),
+)
 
 
 def render(report: Report) -> str:
     """The whole report, ending with a line break."""
     policies = report.policies
-    lines = [*_setup_lines(report.setup), ""]
-    head = f"{'':<{_LABEL_WIDTH}}" + "".join(_cell(one.policy, one) for one in policies)
-    lines += [head, "-" * len(head)]
-    for section in (_totals(report), _overall(policies), _fairness(policies), _costs()):
-        lines += [_line(row, policies) for row in section]
+    rows = [*_totals(report), *_overall(policies), *_fairness(policies), *_COSTS]
     tiers = list(dict.fromkeys(tier for one in policies for tier in one.by_tier))
     if len(tiers) > 1:
-        lines += ["", "by tier"]
-        lines += _groups(policies, tiers, lambda one: one.by_tier)
+        rows += _groups("by tier", policies, tiers, lambda one: one.by_tier)
     tenants = list(dict.fromkeys(tenant for one in policies for tenant in one.by_tenant))
     if 1 < len(tenants) <= _MAX_TENANTS:
-        lines += ["", "by tenant"]
-        lines += _groups(policies, tenants, lambda one: one.by_tenant)
-    return "\n".join(lines) + "\n"
-
-
-def _line(row: Row, policies: Sequence[PolicyReport]) -> str:
-    label, value = row
-    return f"{label:<{_LABEL_WIDTH}}" + "".join(_cell(value(one), one) for one in policies)
-
-
-def _cell(text: str, policy: PolicyReport) -> str:
-    """In the column of a policy, whose name heads it."""
-    return f"{text:>{max(_LEAST_WIDTH, len(policy.policy) + 2)}}"
+        rows += _groups("by tenant", policies, tenants, lambda one: one.by_tenant)
+    figures = text_table(
+        ("", *(one.policy for one in policies)),
+        [(label, *(value(one) for one in policies)) for label, value in rows],
+        (False, *(True for _ in policies)),
+    )
+    return "\n".join([*_setup_lines(report.setup), "", figures])
 
 
 def _setup_lines(setup: Setup) -> list[str]:
@@ -138,20 +133,12 @@ def _fair(tier: str, field: str, form: str) -> Callable[[PolicyReport], str]:
     return value
 
 
-def _costs() -> list[Row]:
-    return [
-        ("GPU-hours", lambda one: f"{one.cost.gpu_hours:,.2f}"),
-        ("$ in all", lambda one: f"{one.cost.total:,.2f}"),
-        ("$ per 1M output tokens", lambda one: _money(one.cost.per_1m_output_tokens)),
-        ("$ per 1M tokens, in and out", lambda one: _money(one.cost.per_1m_tokens)),
-    ]
-
-
 def _groups(
+    title: str,
     policies: Sequence[PolicyReport],
     names: Sequence[str],
     groups: Callable[[PolicyReport], dict[str, Group]],
-) -> list[str]:
+) -> list[Row]:
     def cell(name: str, value: Callable[[Group], str]) -> Callable[[PolicyReport], str]:
         def of(one: PolicyReport) -> str:
             group = groups(one).get(name)
@@ -159,18 +146,17 @@ def _groups(
 
         return of
 
-    lines = []
+    rows: list[Row] = [("", lambda _: ""), (title, lambda _: "")]
     for name in names:
         shown = name if len(name) <= 14 else f"{name[:13]}…"
-        rows: list[Row] = [
+        rows += [
             (f"{shown}, answered", cell(name, lambda group: f"{group.num_done:,}")),
             (f"{shown}, TTFT p50, ms", cell(name, lambda group: _at(group.ttft_ms, "p50"))),
             (f"{shown}, TTFT p99, ms", cell(name, lambda group: _at(group.ttft_ms, "p99"))),
         ]
         if any(one.overall.goodput is not None for one in policies):
             rows.append((f"{shown}, goodput", cell(name, lambda group: _share(group.goodput))))
-        lines += [_line(row, policies) for row in rows]
-    return lines
+    return rows
 
 
 def _at(of: Percentiles | None, share: str) -> str:

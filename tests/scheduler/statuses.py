@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from scheduler.fleet.fleet import Fleet
 from scheduler.fleet.worker_view import WorkerView
 from schemas.control import WorkerStatus
 
@@ -28,3 +29,9 @@ def status(worker_id: str = "w-1", name: str = "", **changes: Any) -> WorkerStat
 def view(worker_id: str = "w-1", **changes: Any) -> WorkerView:
     """One that was heard at 0."""
     return WorkerView(status(worker_id, **changes), 0.0)
+
+
+def view_of(fleet: Fleet, worker_id: str) -> WorkerView:
+    found = fleet.get(worker_id)
+    assert found is not None
+    return found

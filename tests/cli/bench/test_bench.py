@@ -19,7 +19,8 @@ from bench.report.schema import report_schema, to_text
 from bench.runner import run_load
 from bench.settings import Api, LoadError, Settings, Slo
 from bench.spread import Spread, SpreadKind, fixed
-from cli.bench.arguments import parse_slo, settings_of
+from cli.bench.arguments import settings_of
+from cli.load_arguments import parse_slo
 from cli.main import build_parser, main
 from schemas.errors import ConfigError
 from tests.cli.bench.bench_server import AROUND_TOKENS, scripted_server

@@ -10,7 +10,7 @@ from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from scheduler.queues.throughput import Throughput, eta_s, retry_after_s
 from schemas.control import CancelReason, WorkerStatus
-from tests.scheduler.statuses import NOW_NS, status
+from tests.scheduler.statuses import NOW_NS, status, view_of
 from tests.scheduler.world import TENANT_QUEUE, job
 
 
@@ -23,7 +23,7 @@ def fleet_of(*statuses: WorkerStatus) -> Fleet:
 
 def test_a_worker_is_gone_after_its_silence() -> None:
     fleet = fleet_of(status())
-    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
+    view_of(fleet, "w-1").reserve("r1", ResourceRequest(10, 10))
     assert fleet.expire(1.9) == []
     (gone,) = fleet.expire(2.0)
     assert (gone.worker_id, gone.why, gone.request_ids) == ("w-1", Departure.SILENT, ("r1",))
@@ -93,8 +93,8 @@ def test_forgiven_workers_have_their_whole_time_again() -> None:
 
 def test_a_worker_that_reports_less_for_long_is_doubtful() -> None:
     fleet = fleet_of(status())
-    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
-    fleet.confirm("w-1", "r1")
+    view_of(fleet, "w-1").reserve("r1", ResourceRequest(10, 10))
+    view_of(fleet, "w-1").confirm("r1")
     fleet.observe(status(), 0.5, NOW_NS)
     assert not list(fleet.doubtful())
     fleet.observe(status(), 2.6, NOW_NS)

@@ -11,17 +11,17 @@ from scheduler.fleet.fleet import Fleet
 from scheduler.fleet.worker_view import WorkerView
 from scheduler.jobs.resource_request import ResourceRequest
 from schemas.jobs import Tier
-from tests.scheduler.statuses import NOW_NS, status, view
+from tests.scheduler.statuses import NOW_NS, status, view, view_of
 
 
 def test_room_counts_what_was_sent_since_the_heartbeat() -> None:
     fleet = Fleet(2.0)
     fleet.observe(status(num_running=1), 0.0, NOW_NS)
     assert fleet.capacity("m") == 3
-    fleet.reserve("w-1", "r1", ResourceRequest(10, 10))
-    fleet.reserve("w-1", "r2", ResourceRequest(10, 10))
+    view_of(fleet, "w-1").reserve("r1", ResourceRequest(10, 10))
+    view_of(fleet, "w-1").reserve("r2", ResourceRequest(10, 10))
     assert fleet.capacity("m") == 1
-    fleet.confirm("w-1", "r1")
+    view_of(fleet, "w-1").confirm("r1")
     fleet.observe(status(num_running=3), 0.5, NOW_NS)
     assert fleet.capacity("m") == 1, "one of them is another scheduler's"
     fleet.release("w-1", "r1")

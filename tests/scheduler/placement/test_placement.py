@@ -288,7 +288,7 @@ def test_placing_in_one_heartbeat_never_overfills(needs: list[ResourceRequest]) 
         if worker is None:
             continue
         was_idle = worker.num_held == 0
-        fleet.reserve(worker.worker_id, f"r{number}", resources)
+        worker.reserve(f"r{number}", resources)
         assert worker.num_held <= worker.status.max_num_sequences
         assert was_idle or worker.num_free_blocks >= 0
 

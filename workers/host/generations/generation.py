@@ -39,7 +39,7 @@ _MAX_LISTENERS = 4
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True):
+class Listener(msgspec.Struct, frozen=True, array_like=True):
     """A listener, and how it wants its frames."""
 
     reply: str
@@ -47,7 +47,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     as_json: bool
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a generation ended; one for each terminal frame that a worker sends."""
 
     status: Status
@@ -56,12 +56,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error_message: str = ""
 
 
-STOPPED = Outcome(status=Status.DONE, finish_reason=FinishReason.STOP)
-LENGTH_REACHED = Outcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
-CANCELLED = Outcome(
+STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
+LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
+CANCELLED = GenerationOutcome(
     status=Status.CANCELLED, error_code="cancelled", error_message="The request was cancelled."
 )
-EXPIRED = Outcome(
+EXPIRED = GenerationOutcome(
     status=Status.EXPIRED,
     error_code="deadline_exceeded",
     error_message="The deadline passed before the end.",
@@ -93,15 +93,16 @@ class Generation:
     ones, and ``dispatched_ns`` is when the scheduler first sent it here. Times are UTC
     epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
     changes then but epoch, lease and listeners, when the job is dispatched here again. At
-    ``vouched_s``, on the monotonic clock, the lease was surely this worker's.
+    ``confirmed_s``, on the monotonic clock, the lease was surely this worker's.
     """
 
     __slots__ = (
         "_is_charged",
         "_num_found_tokens",
-        "_preface_flushed",
+        "_pre_token_flushed",
         "_stream",
         "accepted_ns",
+        "confirmed_s",
         "device_use",
         "dispatched_ns",
         "done_ns",
@@ -114,6 +115,7 @@ class Generation:
         "known_outcome",
         "last_token_ns",
         "lease",
+        "listeners",
         "lives",
         "logprobs",
         "num_cached_tokens",
@@ -125,15 +127,13 @@ class Generation:
         "prompt_logprobs",
         "prompt_token_ids",
         "reservation",
-        "routes",
         "started_ns",
         "token_ids",
         "trace",
-        "vouched_s",
     )
 
     def __init__(
-        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, vouched_s: float
+        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, confirmed_s: float
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
@@ -146,7 +146,7 @@ class Generation:
         self.dispatched_ns = dispatch.sent_ns
         # Another run of the same request may still have outputs on their way.
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
-        self.routes: tuple[Route, ...] = ()
+        self.listeners: tuple[Listener, ...] = ()
         if job.reply:
             self.add_listener(job.reply)
         self._stream = stream
@@ -155,17 +155,17 @@ class Generation:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
-        self._preface_flushed = False
+        self._pre_token_flushed = False
         self.num_resumed = self.num_flushed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
         self.device_use = DeviceUse()
         self._is_charged = False
-        self.vouched_s = vouched_s
+        self.confirmed_s = confirmed_s
         self.accepted_ns = accepted_ns
         self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
-        self.known_outcome: Outcome | None = None
-        self.outcome: Outcome | None = None
+        self.known_outcome: GenerationOutcome | None = None
+        self.outcome: GenerationOutcome | None = None
         self.trace: Trace | None = None
 
     @property
@@ -208,7 +208,7 @@ class Generation:
             pooling=self.job.pooling,
         )
 
-    def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:
+    def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
         """The end that the tokens of an earlier life had already come to, if they had."""
         sampling = self.job.sampling
         if not self.token_ids:
@@ -224,7 +224,7 @@ class Generation:
         self.pieces[-1] += self._stream.flush()
         return STOPPED if ends else LENGTH_REACHED
 
-    def take(self, output: EngineOutput, now_ns: int) -> Outcome | None:
+    def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
         """Add what a step made; how the generation ended, if it did with this."""
         if not self.started_ns:
             self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
@@ -255,20 +255,20 @@ class Generation:
                     return STOPPED
         if output.error is not None:
             code, message = output.error
-            return Outcome(status=Status.FAILED, error_code=code, error_message=message)
+            return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
         if output.finish_reason is None:
             return None
         if self.known_outcome is not None:
             return self.known_outcome
         if self.pieces:
             self.pieces[-1] += self._stream.flush()
-        return Outcome(status=Status.DONE, finish_reason=output.finish_reason)
+        return GenerationOutcome(status=Status.DONE, finish_reason=output.finish_reason)
 
     def continues(self, token_ids: Sequence[int]) -> bool:
         """Whether a client that has ``token_ids`` can be given the rest of this generation."""
         return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
 
-    def adopt(self, dispatch: Dispatch, worker_id: str, vouched_s: float) -> None:
+    def adopt(self, dispatch: Dispatch, worker_id: str, confirmed_s: float) -> None:
         """Go on under a new lease and epoch, from the first token that the client has not got. What
         was thought to be an earlier run on ``worker_id`` may be this one."""
         self.lives |= {
@@ -279,18 +279,18 @@ class Generation:
         self.epoch = dispatch.epoch
         self.lease = dispatch.lease
         self.reservation = dispatch.reservation
-        self.vouched_s = vouched_s
+        self.confirmed_s = confirmed_s
         self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
-        self._preface_flushed = False
+        self._pre_token_flushed = False
 
     def add_listener(self, reply: str) -> None:
         """Send later frames to ``reply`` too; of many listeners the first and the newest stay."""
-        route = Route(reply, self.job.batch_frames, self.job.frames_as_json)
-        if route in self.routes:
+        listener = Listener(reply, self.job.batch_frames, self.job.frames_as_json)
+        if listener in self.listeners:
             return
-        if len(self.routes) == _MAX_LISTENERS:
-            self.routes = (self.routes[0], *self.routes[2:])
-        self.routes = (*self.routes, route)
+        if len(self.listeners) == _MAX_LISTENERS:
+            self.listeners = (self.listeners[0], *self.listeners[2:])
+        self.listeners = (*self.listeners, listener)
 
     # --- frames ---
 
@@ -309,7 +309,7 @@ class Generation:
             for start in range(from_index, len(self.token_ids), MAX_TOKENS_PER_DELTA)
         ]
 
-    def preface(self) -> list[Frame]:
+    def pre_token_frames(self) -> list[Frame]:
         """What goes before the tokens, or in their place, as far as it is there."""
         frames: list[Frame] = [
             PromptLogprobs(
@@ -323,15 +323,15 @@ class Generation:
             frames.append(Embedding(epoch=self.epoch, values=self.embedding))
         return frames
 
-    def take_unflushed(self) -> list[Frame]:
+    def pop_unflushed(self) -> list[Frame]:
         """What the listeners have not been handed yet; it counts as handed then."""
         frames = self.deltas(self.num_flushed)
         self.num_flushed = len(self.token_ids)
-        if self._preface_flushed:
+        if self._pre_token_flushed:
             return frames
-        preface = self.preface()
-        self._preface_flushed = bool(preface or frames)
-        return preface + frames
+        pre_token = self.pre_token_frames()
+        self._pre_token_flushed = bool(pre_token or frames)
+        return pre_token + frames
 
     def closing_frames(self) -> list[Frame]:
         """Usage and the terminal frame."""
@@ -344,7 +344,7 @@ class Generation:
             completion_tokens=len(self.token_ids),
         )
 
-    def charge(self) -> Served | None:
+    def pop_served(self) -> Served | None:
         """What this run took, to be told once; None if it never began, or was told before."""
         if not self.started_ns or self._is_charged:
             return None

@@ -1,0 +1,52 @@
+"""Arguments that ``millrace bench`` and ``millrace simulate`` share: times, an SLO, reports."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bench.settings import Slo
+
+SPREAD = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "": 1.0}
+
+
+def add_report_arguments(group: argparse._ArgumentGroup) -> None:
+    """``--slo``, ``--json`` and ``--html``."""
+    group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write it as a page with plots")
+
+
+def check_folders(*files: Path | None) -> None:
+    """Raises ConfigError for a file whose folder does not exist, before there is a report."""
+    for path in files:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
+
+
+def parse_slo(text: str) -> Slo:
+    """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
+    from bench.settings import Slo
+
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().lower().partition("=")
+        if name not in {"ttft", "tpot", "e2e"}:
+            raise ConfigError(f"--slo: {name!r} is none of ttft, tpot and e2e")
+        bounds[f"{name}_ms"] = seconds(f"--slo {name}", value) * 1e3
+    return Slo(**bounds)
+
+
+def seconds(what: str, text: str) -> float:
+    """Read ``200ms``, ``30s`` or ``5m``. Raises ConfigError, which names ``what``."""
+    matched = _DURATION.fullmatch(text.strip())
+    if matched is None:
+        raise ConfigError(f"{what}: {text!r} is no time; write 200ms, 30s or 5m")
+    return float(matched[1]) * _UNITS_S[matched[2]]
