@@ -169,7 +169,7 @@ class JobQueue(Protocol):
         """Give the job back, to be delivered again after ``delay_s``; if the server is away, its
         lease ends by itself."""
 
-    async def bury(self, dead: DeadJob, lease: str) -> None:
+    async def dead_letter(self, dead: DeadJob, lease: str) -> None:
         """Store a job among the dead letters, then take it out of the queue."""
 
 

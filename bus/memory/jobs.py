@@ -90,7 +90,7 @@ class MemoryJobQueue:
             return None
         if stored.num_deliveries > self._broker.config.max_deliver:
             message = f"The job was delivered {stored.num_deliveries - 1} times without an answer."
-            self._bury_stored(stored, intake.TOO_MANY_DELIVERIES, message, job.request_id)
+            self._dead_letter_stored(stored, intake.TOO_MANY_DELIVERIES, message, job.request_id)
             await self._refusals.refuse(
                 job, intake.TOO_MANY_DELIVERIES, message, stored.num_deliveries
             )
@@ -107,12 +107,14 @@ class MemoryJobQueue:
 
     async def _refuse_unreadable(self, stored: StoredJob, error: MalformedMessageError) -> None:
         owner = intake.read_owner(stored.subject, stored.payload, stored.content_type)
-        self._bury_stored(stored, intake.MALFORMED, error.message, owner.request_id)
+        self._dead_letter_stored(stored, intake.MALFORMED, error.message, owner.request_id)
         await self._refusals.refuse_unreadable(
             stored.subject, stored.payload, stored.content_type, error
         )
 
-    def _bury_stored(self, stored: StoredJob, reason: str, message: str, request_id: str) -> None:
+    def _dead_letter_stored(
+        self, stored: StoredJob, reason: str, message: str, request_id: str
+    ) -> None:
         logger.warning(
             "a job goes to the dead letters",
             extra={"reason": reason, "subject": stored.subject, "sequence": stored.sequence},
@@ -193,7 +195,7 @@ class MemoryJobQueue:
         if self._broker.up:
             self._broker.jobs.hold(lease, delay_s)
 
-    async def bury(self, dead: DeadJob, lease: str) -> None:
+    async def dead_letter(self, dead: DeadJob, lease: str) -> None:
         self._broker.require_fits(len(codec.encode(dead)))
         self._broker.require_up()
         self._broker.dead.append(dead)

@@ -169,7 +169,7 @@ class NatsJobQueue:
         )
 
     async def _forget(self, lease: str) -> None:
-        """Ack a buried message; if the server is away just now, it is buried again later."""
+        """Ack a dead-lettered message; without a server now, it is dead-lettered again later."""
         try:
             await self.ack(lease)
         except BusUnavailableError:
@@ -280,6 +280,6 @@ class NatsJobQueue:
         delay = msgspec.json.encode({"delay": nanoseconds(delay_s)})
         await self._connection.publish(lease, NAK + b" " + delay if delay_s > 0 else NAK)
 
-    async def bury(self, dead: DeadJob, lease: str) -> None:
+    async def dead_letter(self, dead: DeadJob, lease: str) -> None:
         await self._dead_letters.store(dead, read_lease(lease).stream_sequence)
         await self.ack(lease)

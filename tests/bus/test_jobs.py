@@ -262,7 +262,7 @@ class TestDeadLetters:
             payload=codec.encode(leased.job),
             request_id="r1",
         )
-        await bus.jobs.bury(dead, leased.lease)
+        await bus.jobs.dead_letter(dead, leased.lease)
         assert await broker.dead_jobs() == [dead]
         assert await bus.jobs.pull(TENANT_QUEUE, 1, ACK_WAIT_S * 1.5) == []
 

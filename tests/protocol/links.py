@@ -119,8 +119,8 @@ class FaultyJobs:
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
         await self._link.tell("release", lambda: self._inner.release(lease, delay_s))
 
-    async def bury(self, dead: DeadJob, lease: str) -> None:
-        await self._link.call("bury", lambda: self._inner.bury(dead, lease))
+    async def dead_letter(self, dead: DeadJob, lease: str) -> None:
+        await self._link.call("dead_letter", lambda: self._inner.dead_letter(dead, lease))
 
 
 class FaultyOutbox:
