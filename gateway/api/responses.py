@@ -36,7 +36,7 @@ from gateway.responses.window import fit_window
 from gateway.tenancy.caller import Caller
 from gateway.transport.http import json_response
 from registry.tokenizers.prompt_pool import PromptPool
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
     Item,
@@ -121,7 +121,7 @@ class ResponsesEndpoint(Endpoint):
             return False
         try:
             await self._store.check(items)
-        except (RedisAwayError, PayloadTooLargeError):
+        except (RedisUnreachableError, PayloadTooLargeError):
             if request.store:
                 raise
             return False
