@@ -23,7 +23,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from bus import nats
 from bus.api import Bus, TenantQueue
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from runtime.clock import SystemClock
@@ -54,7 +54,7 @@ class NoIndex:
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
 
-    async def lookup(self, _request_id: str) -> Generation | None:
+    async def lookup(self, _request_id: str) -> RunningRequest | None:
         return None
 
 

@@ -69,7 +69,7 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     The holder extends the lease well within AckWait, or hands the lease string to another process
     which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
     then the queue may have lost count. That is so for jobs that are older than this process's
-    first pull from their tenant queue, or the first since the server was away. ``stored_ns`` is
+    first pull from their tenant queue, or the first since the server was unreachable. ``stored_ns`` is
     when the queue got it, UTC epoch.
     """
 
@@ -123,7 +123,7 @@ class JobQueue(Protocol):
 
         A message that cannot be decoded, and a job that was delivered too often, is moved to the
         dead letters and never returned; its owner, as far as it can be told, gets a Failed frame,
-        and a job its record. An empty list is also what a server that is away gives.
+        and a job its record. An empty list is also what a server that is unreachable gives.
         """
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
@@ -156,7 +156,7 @@ class JobQueue(Protocol):
     async def extend(self, lease: str) -> None:
         """Hold the job for another AckWait. Any process may, by the lease alone.
 
-        Never raises for a server that is away: the job then lasts until its lease ends.
+        Never raises for a server that is unreachable: the job then lasts until its lease ends.
         """
 
     async def ack(self, lease: str) -> None:
@@ -166,7 +166,7 @@ class JobQueue(Protocol):
         """
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
-        """Give the job back, to be delivered again after ``delay_s``; if the server is away, its
+        """Give the job back, to be delivered again after ``delay_s``; if the server is unreachable, its
         lease ends by itself."""
 
     async def dead_letter(self, dead: DeadJob, lease: str) -> None:
@@ -186,7 +186,7 @@ class FrameStreams(Protocol):
     ) -> None:
         """Send (request_id, frame) pairs to one listener; as one envelope if ``batch``.
 
-        Frames sent while the server is away may be lost: readers ask for a replay.
+        Frames sent while the server is unreachable may be lost: readers ask for a replay.
         """
 
     async def subscribe(self, reply: str, on_frame: Callable[[str, Frame], None]) -> Subscription:
@@ -387,9 +387,9 @@ class Objects(Protocol):
 class Outbox(Protocol):
     """Records on their way to Kafka, kept until they are old."""
 
-    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
+    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
         """Returns when it is stored; a request's second record of the same kind is ignored. It may
-        wait ``patience_s`` for others: records that go together cost the process less."""
+        wait ``linger_s`` for others: records that go together cost the process less."""
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
         """The next records that the bridge has not acknowledged yet."""

@@ -1,6 +1,6 @@
 """Who runs which request, in Redis: a hint that spares questions, never the truth itself.
 
-Leases and heartbeats decide; while Redis is away nothing is known and everything goes on.
+Leases and heartbeats decide; while Redis is unreachable nothing is known and everything goes on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ return {ARGV[1], ARGV[2]}
 )
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who ran a request last, at what epoch, and whether it is answered."""
 
     worker_id: str
@@ -56,7 +56,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
 
 
-class GenerationIndex:
+class RunningRequestIndex:
     """Calls never raise, but ``check``. Owns its link to Redis; ``close`` ends it."""
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
@@ -86,7 +86,7 @@ class GenerationIndex:
         """The request is answered; nobody needs to run it again."""
         await self._write(request_id, worker_id, epoch, finished=1)
 
-    async def lookup(self, request_id: str) -> Generation | None:
+    async def lookup(self, request_id: str) -> RunningRequest | None:
         """None: nothing is known, or nobody can say."""
         key = redis_keys.generation_key(request_id)
         found: list[bytes | None] | None = await self._call(
@@ -94,7 +94,7 @@ class GenerationIndex:
         )
         if found is None or found[0] is None or found[1] is None:
             return None
-        return Generation(
+        return RunningRequest(
             worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
         )
 
@@ -109,7 +109,7 @@ class GenerationIndex:
         return found[0].decode(), found[1].decode()
 
     async def close(self) -> None:
-        """Calls that still wait end as if Redis were away."""
+        """Calls that still wait end as if Redis were unreachable."""
         await self._link.close()
 
     async def _write(

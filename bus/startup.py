@@ -5,18 +5,18 @@ from __future__ import annotations
 from bus import nats
 from bus.api import Bus
 from bus.nats.permissions import Part
-from bus.running_requests import GenerationIndex
+from bus.running_requests import RunningRequestIndex
 from schemas.config import Config
 
 
-async def enter(config: Config, name: str, part: Part) -> tuple[Bus, GenerationIndex]:
+async def enter(config: Config, name: str, part: Part) -> tuple[Bus, RunningRequestIndex]:
     """The bus and the index of generations; the caller closes both.
 
     Raises ConfigError, UntrustedServerError or CredentialsRefusedError if NATS or Redis cannot be
     used until somebody mends that, and BusUnavailableError if no NATS server answers. A Redis that
     is away is waited for by those who use it.
     """
-    index = GenerationIndex(config.redis)
+    index = RunningRequestIndex(config.redis)
     try:
         await index.check()
         return await nats.connect(config.nats, name, part=part), index

@@ -32,7 +32,7 @@ class Transport(Protocol):
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand a message over; while the server is away it is dropped."""
+        """Hand a message over; while the server is unreachable it is dropped."""
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscription:
         """Once this returns every later message arrives; one member of ``group`` gets each."""

@@ -36,7 +36,7 @@ from gateway.sessions.sessions import Sessions
 from gateway.streams.deliveries import Deliveries
 from gateway.streams.delivery_statistics import DeliveryHistory, delivery_record
 from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import GenerationIndex
+from gateway.streams.replays import RunningRequestIndex
 from gateway.streams.stream import OpenStream
 from gateway.streams.streams import StreamTable
 from gateway.tenancy.caller import Caller
@@ -85,7 +85,7 @@ class Backends:
 
     bus: Bus
     redis: RedisLink | None = None
-    generations: GenerationIndex | None = None
+    generations: RunningRequestIndex | None = None
 
 
 class Gateway:

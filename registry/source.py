@@ -33,7 +33,7 @@ def resolve(entry: ModelEntry) -> Path:
     on stderr.
 
     Raises CheckpointError for a folder that is no checkpoint, ModelSourceError for the hub's
-    refusals and a network that is away.
+    refusals and a network that is unreachable.
     """
     folder = Path(entry.source) if entry.is_local else _download(entry)
     if not folder.is_dir():

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Telling(SpanExporter):
-    """Says once that the collector is away, and once that it is back."""
+    """Says once that the collector is unreachable, and once that it is back."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
@@ -65,7 +65,7 @@ class _Telling(SpanExporter):
 
 class OtlpSink:
     """See ``runtime.tracing.SpanSink``. Spans wait in a bounded queue, whose oldest are lost while
-    the collector is away or slow; a thread of its own encodes and sends them.
+    the collector is unreachable or slow; a thread of its own encodes and sends them.
 
     Of the environment, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like and ``OTEL_RESOURCE_ATTRIBUTES``
     hold.

@@ -1,4 +1,4 @@
-"""One connection to Redis that never makes its callers wait long for a server that is away."""
+"""One connection to Redis that never makes its callers wait long for a server that is unreachable."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class RedisLink:
                 raise self._refusal from None
 
     async def close(self) -> None:
-        """Calls that still wait end as if Redis were away."""
+        """Calls that still wait end as if Redis were unreachable."""
         self._closed = True
         if self._sending is not None:
             self._sending.cancel()
@@ -192,7 +192,7 @@ class RedisLink:
         if not self._is_away:
             self._is_away = True
             if refusal is None:
-                logger.warning("Redis is away", extra={"cause": repr(error)})
+                logger.warning("Redis is unreachable", extra={"cause": repr(error)})
 
     def _was_refused(self, command: _Command, error: ResponseError) -> None:
         """One that is of the wrong type or a script that fails is a bug of ours, and looks the same

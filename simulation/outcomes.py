@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from runtime.clock import Clock
 from schemas.records import Status
 from simulation.traces.trace import TraceRequest
@@ -97,11 +97,11 @@ class SimulatedGenerationIndex:
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
 
-    async def lookup(self, request_id: str) -> Generation | None:
+    async def lookup(self, request_id: str) -> RunningRequest | None:
         outcome = self._outcomes[request_id]
         if not outcome.num_runs:
             return None
-        return Generation(
+        return RunningRequest(
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
 

@@ -93,7 +93,7 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
 def _trouble(service: TelemetryService, bus: Bus) -> str:
     """Why records do not move just now, if so."""
     if not bus.connected:
-        return "the message bus is away"
+        return "the message bus is unreachable"
     return "; ".join(f"{store} {why}" for store, why in service.stores.troubles().items())
 
 

@@ -19,7 +19,7 @@ from telemetry.rollups.prices import record_prices
 from telemetry.rollups.rollups import Rollups
 from telemetry.sink.sink import Sink
 from telemetry.store.migrate import migrate
-from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
 from telemetry.stores import RecordStores, UnstoredRecords
 from telemetry.supervision import keep_running
@@ -37,7 +37,7 @@ class TelemetryService:
         self._clock = clock
         self._stop = asyncio.Event()
         self.store = store
-        self.ledger = Ledger(store)
+        self.ledger = OutboxLedger(store)
         self.answers = Answers(store.reader)
         self.bridge: Bridge | None = None
         self.rollups = Rollups(store, clock, config.telemetry.rollup_interval_s)
@@ -117,7 +117,7 @@ class TelemetryService:
             bridge.stop()
             self.sink.stop()
             _, late = await asyncio.wait(parts, timeout=_FLUSH_TIMEOUT_S)
-            # All at once: each may wait for a Kafka that is away before it lets go of it.
+            # All at once: each may wait for a Kafka that is unreachable before it lets go of it.
             for part in late:
                 part.cancel()
             # After the last batch, which it is to count.

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from bus.api import Bus
 from bus.fleet.worker_names import WorkerName, new_worker_name
 from bus.nats.permissions import Part
-from bus.running_requests import GenerationIndex
+from bus.running_requests import RunningRequestIndex
 from bus.startup import enter
 from bus.tenancy.settling import Settlements
 from registry.catalogue import load_catalogue
@@ -165,7 +165,7 @@ async def _run_worker(
     bus: Bus,
     config: WorkerConfig,
     served_model: ServedModel,
-    index: GenerationIndex,
+    index: RunningRequestIndex,
     settlements: Settlements,
     stop: _ShutdownRequest,
     metrics: WorkerMetrics,

@@ -170,9 +170,9 @@ def _run_worker(file: str) -> None:
     is_on = True
     last: list[RequestRecord] = []
 
-    async def publish_or_not(self: NatsOutbox, record: Record, patience_s: float = 0.0) -> None:
+    async def publish_or_not(self: NatsOutbox, record: Record, linger_s: float = 0.0) -> None:
         if is_on:
-            await publish(self, record, patience_s)
+            await publish(self, record, linger_s)
 
     def make_or_not(*arguments: Any) -> RequestRecord:
         if is_on or not last:

@@ -27,7 +27,7 @@ from telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
 from telemetry.sink.batches import Batch, content_token
 from telemetry.sink.sink import Sink
 from telemetry.store.migrate import migrate
-from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
 from telemetry.store.tables import REQUESTS, check
 from tests.support.waiting import eventually
@@ -205,7 +205,7 @@ async def read_only(kafka: KafkaConfig) -> float:
 async def whole_sink(kafka: KafkaConfig, store: Store) -> tuple[float, float]:
     """Seconds, of the clock and of the processor, until a sink has stored what a round brought."""
     telemetry = TelemetryConfig(batch_rows=_BATCH_ROWS)
-    sink = Sink(kafka, telemetry, store, Ledger(store), SystemClock())
+    sink = Sink(kafka, telemetry, store, OutboxLedger(store), SystemClock())
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     task = asyncio.create_task(sink.run())
     await eventually(lambda: sink.num_stored >= _ROUND_ROWS, timeout_s=60.0)

@@ -142,8 +142,8 @@ class _MemoryOutbox:
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
 
-    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
-        del patience_s  # company makes nothing cheaper here
+    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
+        del linger_s  # a batch makes nothing cheaper here
         payload = codec.encode(record)
         self._broker.require_fits(len(payload))
         self._broker.require_store(subjects.OUTBOX_STREAM)

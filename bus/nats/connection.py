@@ -162,7 +162,7 @@ class Connection:
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Drops the message while the server is away. Raises PayloadTooLargeError."""
+        """Drops the message while the server is unreachable. Raises PayloadTooLargeError."""
         await self.send(subject, payload, "", headers)
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> NatsCallback:
@@ -236,7 +236,7 @@ class Connection:
         try:
             with self._forbidden.asking(subject, on_forbidden):
                 if not await self.send(subject, payload, reply, headers):
-                    raise NoAnswerError("the server is away")
+                    raise NoAnswerError("the server is unreachable")
                 async with asyncio.timeout(timeout_s):
                     answer = await future
         except TimeoutError as error:
@@ -279,7 +279,7 @@ class Connection:
                 else:
                     return answer, num_attempts
             else:
-                cause = "the server is away"
+                cause = "the server is unreachable"
             if loop.time() + _RETRY_WAIT_S >= deadline_s:
                 raise BusUnavailableError(f"The message bus cannot be reached: {cause}.")
             await asyncio.sleep(_RETRY_WAIT_S)
@@ -320,7 +320,7 @@ class Connection:
         reply: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> bool:
-        """Hand a message over; False if the server is away, and then it is never sent. Raises
+        """Hand a message over; False if the server is unreachable, and then it is never sent. Raises
         PayloadTooLargeError."""
         size_bytes = len(payload) + (_size(headers) if headers else 0)
         if size_bytes > self._client.max_payload:
@@ -351,7 +351,7 @@ class Connection:
     async def _on_disconnect(self) -> None:
         if self._up.is_set():
             self._up.clear()
-            logger.warning("the NATS server is away", extra={"url": self._where})
+            logger.warning("the NATS server is unreachable", extra={"url": self._where})
         self._lose_all()
 
     async def _on_reconnect(self) -> None:

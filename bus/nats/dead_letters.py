@@ -21,7 +21,7 @@ from schemas.jobs import DeadJob, Job
 logger = logging.getLogger(__name__)
 
 
-class DeadLetters:
+class JobDeadLetters:
     """Moves messages to the stream ``DEAD``; to take them out of the queue is left to the caller,
     after that."""
 

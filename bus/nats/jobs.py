@@ -17,7 +17,7 @@ from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream, shedding, topology
 from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
-from bus.nats.dead_letters import DeadLetters
+from bus.nats.dead_letters import JobDeadLetters
 from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
 from bus.nats.pull_inbox import PullInbox
@@ -95,7 +95,7 @@ class NatsJobQueue:
         self._inbox = inbox
         self._config = config
         self._clock = clock
-        self._dead_letters = DeadLetters(connection, refusals, clock)
+        self._dead_letters = JobDeadLetters(connection, refusals, clock)
         self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
     # --- in ---

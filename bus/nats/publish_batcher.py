@@ -38,15 +38,15 @@ class PublishBatcher:
         self._tasks = Tasks()
 
     async def store(
-        self, subject: str, payload: bytes, headers: Mapping[str, str], patience_s: float
+        self, subject: str, payload: bytes, headers: Mapping[str, str], linger_s: float
     ) -> None:
-        """As ``jetstream.store``, after ``patience_s`` at most: the first one of a group says how
+        """As ``jetstream.store``, after ``linger_s`` at most: the first one of a group says how
         long it waits for others."""
         loop = asyncio.get_running_loop()
         message = _Message(subject, payload, headers, loop.create_future())
         self._waiting.append(message)
         if len(self._waiting) == 1:
-            loop.call_later(patience_s, self._leave)
+            loop.call_later(linger_s, self._leave)
         answer = await message.answer
         if answer is None or status_of(answer) is not None:
             # Lost on the way, late, or nobody was there to store it: now by itself, for as long as

@@ -63,7 +63,7 @@ class NatsOutbox:
 
     def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
-        self._company = PublishBatcher(connection)
+        self._batcher = PublishBatcher(connection)
         self._puller = Puller(
             connection,
             inbox,
@@ -72,12 +72,12 @@ class NatsOutbox:
             lambda: topology.ensure_bridge(connection),
         )
 
-    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
+    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
         headers = {MESSAGE_ID: subjects.record_identity(record)}
         subject, payload = subjects.record(record), codec.encode(record)
         try:
-            if patience_s > 0.0:
-                await self._company.store(subject, payload, headers, patience_s)
+            if linger_s > 0.0:
+                await self._batcher.store(subject, payload, headers, linger_s)
             else:
                 await jetstream.store(self._connection, subject, payload, headers)
         except JetStreamError as error:

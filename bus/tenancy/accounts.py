@@ -106,7 +106,7 @@ NEXT_MONTH = -1
 NEVER = -2
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class LimitDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Granted, or the limit (named as in ``LimitSet``) and the account that refuse, with the ms to
     wait, NEXT_MONTH or NEVER. ``standings`` are those of all accounts after it."""
 
@@ -134,13 +134,13 @@ def key_account(stored: Stored[KeyRecord], tiers: TierLimits) -> Account:
     )
 
 
-def verdict_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> Verdict:
+def decision_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> LimitDecision:
     """What the script that reserves has answered."""
     _, refused, limit, wait_ms, *numbers = answer
     counts = [int(number) for number in numbers]
     standings = tuple(Standing(*counts[i : i + 5]) for i in range(0, len(counts), 5))
     assert isinstance(limit, bytes)
-    return Verdict(
+    return LimitDecision(
         standings=standings,
         refused_by=accounts[int(refused) - 1] if refused else None,
         limit=limit.decode(),

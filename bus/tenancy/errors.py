@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.tenancy.accounts import NEVER, NEXT_MONTH, Account, Charge, Standing, Verdict, next_month_s
+from bus.tenancy.accounts import (
+    NEVER,
+    NEXT_MONTH,
+    Account,
+    Charge,
+    Standing,
+    LimitDecision,
+    next_month_s,
+)
 from runtime.redis_link import RedisUnreachableError
 from schemas.errors import MillraceError
 from schemas.tenants import from_nano
@@ -88,39 +96,39 @@ _KINDS: dict[str, type[RateLimitError]] = {
 
 
 def rate_limit_error(
-    accounts: Sequence[Account], verdict: Verdict, charge: Charge, now_ns: int
+    accounts: Sequence[Account], decision: LimitDecision, charge: Charge, now_ns: int
 ) -> RateLimitError:
     """The error that says whose limit it is, how large, and when there is room again."""
-    account = verdict.refused_by
+    account = decision.refused_by
     assert account is not None, "it was granted"
-    kind = _KINDS[verdict.limit]
-    size = getattr(account.limits, verdict.limit)
-    retry_after_s: float | None = verdict.wait_ms / 1_000
-    if verdict.wait_ms == NEVER:
+    kind = _KINDS[decision.limit]
+    size = getattr(account.limits, decision.limit)
+    retry_after_s: float | None = decision.wait_ms / 1_000
+    if decision.wait_ms == NEVER:
         kind, retry_after_s = TooManyTokensError, None
         advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
-    elif verdict.wait_ms == NEXT_MONTH:
+    elif decision.wait_ms == NEXT_MONTH:
         retry_after_s = next_month_s(now_ns)
-        spent = verdict.standings[accounts.index(account)].spent_nano
+        spent = decision.standings[accounts.index(account)].spent_nano
         advice = (
             f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
             "A new month begins at 00:00 UTC on the first."
         )
-    elif verdict.limit == "monthly_budget":
+    elif decision.limit == "monthly_budget":
         advice = "What is left is set aside for requests that run. Try again when some have ended."
-    elif verdict.limit == "concurrent_requests":
+    elif decision.limit == "concurrent_requests":
         advice = "Try again when one of them has ended."
     else:
-        advice = f"Try again in {verdict.wait_ms / 1_000:.1f} s."
+        advice = f"Try again in {decision.wait_ms / 1_000:.1f} s."
     whose = f"{account.kind} {account.name}"
-    message = f"Limit {verdict.limit} of {whose} reached: {size}. {advice}"
+    message = f"Limit {decision.limit} of {whose} reached: {size}. {advice}"
     return kind(
         message,
-        verdict.limit,
+        decision.limit,
         retry_after_s,
         accounts,
-        verdict.standings,
-        comes_back=verdict.wait_ms not in (NEVER, NEXT_MONTH),
+        decision.standings,
+        comes_back=decision.wait_ms not in (NEVER, NEXT_MONTH),
     )
 
 

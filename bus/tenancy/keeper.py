@@ -19,12 +19,12 @@ from bus.tenancy.accounts import (
     Account,
     Charge,
     Standing,
-    Verdict,
+    LimitDecision,
     key_account,
     month_of,
     read_standing,
     tenant_account,
-    verdict_of,
+    decision_of,
 )
 from bus.tenancy.errors import (
     KeyGoneError,
@@ -143,7 +143,7 @@ class LimitKeeper:
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the holder's. The same ``request_id`` again takes nothing more. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
-        LimitsUnreachableError for a batch while Redis is away.
+        LimitsUnreachableError for a batch while Redis is unreachable.
         """
         charge = Charge(
             request_id=request_id,
@@ -158,24 +158,24 @@ class LimitKeeper:
         month = month_of(self._clock.now_ns())
         degraded = False
         try:
-            accounts, verdict = await self._reserve(holder, charge, month)
+            accounts, decision = await self._reserve(holder, charge, month)
         except RedisUnreachableError:
             degraded = True
-            accounts, verdict = self._reserve_here(holder, charge, month)
+            accounts, decision = self._reserve_here(holder, charge, month)
         except asyncio.CancelledError:
             # It may have been granted all the same.
             self.settle_soon(request_id, None, None)
             raise
-        if verdict.refused_by is not None:
-            self.num_refusals[verdict.limit] += 1
-            raise rate_limit_error(accounts, verdict, charge, self._clock.now_ns())
-        return Taken(accounts=accounts, standings=verdict.standings, degraded=degraded)
+        if decision.refused_by is not None:
+            self.num_refusals[decision.limit] += 1
+            raise rate_limit_error(accounts, decision, charge, self._clock.now_ns())
+        return Taken(accounts=accounts, standings=decision.standings, degraded=degraded)
 
     async def settle(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> bool:
         """Charge what a request used and give back the rest; ``usage`` None: nothing was served,
         and all comes back.
 
-        Whether this settled it: not if somebody did before, nor if Redis is away; it is tried again
+        Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is tried again
         in the background then.
         """
         settlement = self._settlement(request_id, usage, cost)
@@ -222,7 +222,7 @@ class LimitKeeper:
 
     async def _reserve(
         self, holder: Holder, charge: Charge, month: str
-    ) -> tuple[tuple[Account, ...], Verdict]:
+    ) -> tuple[tuple[Account, ...], LimitDecision]:
         """By the script, which is run again if the records have changed since they were seen."""
         if self._link is None:
             raise RedisUnreachableError
@@ -239,16 +239,16 @@ class LimitKeeper:
             if answer[0] == b"changed":
                 self._learn(holder, [raw for raw in answer[1:] if isinstance(raw, bytes)])
                 continue
-            verdict = verdict_of(accounts, answer)
+            decision = decision_of(accounts, answer)
             if known is not None:
-                known.month, known.standings = month, verdict.standings
+                known.month, known.standings = month, decision.standings
                 self._known.move_to_end(who)
             self._local.forget_idle()
-            return accounts, verdict
+            return accounts, decision
 
     def _reserve_here(
         self, holder: Holder, charge: Charge, month: str
-    ) -> tuple[tuple[Account, ...], Verdict]:
+    ) -> tuple[tuple[Account, ...], LimitDecision]:
         known = self._known.get((holder.tenant, holder.key_id))
         if known is None:
             known = _Known(self._accounts_unseen(holder))

@@ -1,4 +1,4 @@
-"""Limits within this process, for the time that Redis is away."""
+"""Limits within this process, for the time that Redis is unreachable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bus.tenancy.accounts import NEVER, NEXT_MONTH, TICKS, Account, Charge, Standing, Verdict, drain
+from bus.tenancy.accounts import (
+    NEVER,
+    NEXT_MONTH,
+    TICKS,
+    Account,
+    Charge,
+    Standing,
+    LimitDecision,
+    drain,
+)
 from runtime.clock import Clock
 
 _MS_PER_S = 1_000
@@ -17,7 +26,7 @@ _Refusal = tuple[str, int]
 
 
 class _Ledger:
-    """What one account has used here since Redis went away."""
+    """What one account has used here since Redis was last reachable."""
 
     def __init__(self, spent_nano: int, now_ms: int) -> None:
         self.requests = 0
@@ -133,7 +142,7 @@ class LocalLimits:
         spent_nano: Sequence[int],
         charge: Charge,
         month: str,
-    ) -> Verdict:
+    ) -> LimitDecision:
         """All or nothing; once for a request. ``spent_nano``: as last known of each account."""
         now_ms = self._now_ms()
         self._release_lapsed(now_ms)
@@ -148,21 +157,23 @@ class LocalLimits:
             ledger.drain(account, now_ms)
         standings = tuple(ledger.standing() for ledger in ledgers)
         if charge.request_id in self._reservations:
-            return Verdict(standings=standings)
+            return LimitDecision(standings=standings)
         for account, ledger in zip(accounts, ledgers, strict=True):
             found += [
                 (wait_ms, account, name) for name, wait_ms in ledger.refusals(account, charge)
             ]
         if found:
             wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
-            return Verdict(standings=standings, refused_by=account, limit=name, wait_ms=wait_ms)
+            return LimitDecision(
+                standings=standings, refused_by=account, limit=name, wait_ms=wait_ms
+            )
         parts = [
             _Part(account, ledger, ledger.take(account, charge))
             for account, ledger in zip(accounts, ledgers, strict=True)
         ]
         self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
         heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
-        return Verdict(standings=tuple(ledger.standing() for ledger in ledgers))
+        return LimitDecision(standings=tuple(ledger.standing() for ledger in ledgers))
 
     def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
         """Give back what was not used; where Redis keeps what the accounts have spent.

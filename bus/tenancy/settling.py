@@ -46,7 +46,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settler:
-    """Sends settlements in the background, again and again for ten minutes while Redis is away.
+    """Sends settlements in the background, again and again for ten minutes while Redis is unreachable.
 
     Owns its task; ``close`` ends it. ``num_lost`` counts those that were given up.
     """
@@ -111,7 +111,7 @@ class Settler:
 
 class Settlements:
     """Settles in Redis what was set aside there; without a link, nowhere. Owns the task that tries
-    again while Redis is away; ``close`` ends it, the link is its owner's."""
+    again while Redis is unreachable; ``close`` ends it, the link is its owner's."""
 
     def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
         self._link = link
@@ -130,7 +130,7 @@ class Settlements:
         return self._settler.num_lost
 
     async def settle(self, settlement: Settlement) -> bool:
-        """Whether this settled it: not if somebody did before, nor if Redis is away; it is tried
+        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is tried
         again in the background then."""
         if self._link is None:
             return False

@@ -44,7 +44,7 @@ class ResultWaiter:
         that left the queue and has no result: it was not answered and never will be."""
         told = self._told.setdefault(request_id, asyncio.Event())
         closed_at_s: float | None = None
-        patience_s = _FIRST_POLL_S
+        linger_s = _FIRST_POLL_S
         try:
             while True:
                 result = await self._fetch(request_id, eager=told.is_set())
@@ -53,11 +53,11 @@ class ResultWaiter:
                 if closed_at_s is not None and self._is_past(closed_at_s + _LOST_AFTER_S):
                     return None
                 told.clear()
-                if await self._is_told(told, patience_s):
+                if await self._is_told(told, linger_s):
                     continue
-                patience_s = min(2 * patience_s, self._poll_s)
+                linger_s = min(2 * linger_s, self._poll_s)
                 if (
-                    patience_s == self._poll_s
+                    linger_s == self._poll_s
                     and closed_at_s is None
                     and await self._is_gone(sequence)
                 ):

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 MAX_KINDS = 512
 MAX_KINDS_OF_TENANT = 32
-_PATIENCE_S = 0.005
+_LINGER_S = 0.005
 _FIRST_ERROR_STATUS = 400
 _CLIENT_LEFT = 499
 
@@ -154,7 +154,7 @@ class Refusals:
 
     async def _publish(self, record: RefusalRecord) -> bool:
         try:
-            await self._outbox.publish(record, _PATIENCE_S)
+            await self._outbox.publish(record, _LINGER_S)
         except (MillraceError, TimeoutError):
             return False
         return True

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from bus.api import Bus
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import OpenStream
 from runtime.clock import Clock
@@ -38,10 +38,10 @@ _LOST_AFTER_S = 5.0
 _SHED_RETRY_S = 1.0
 
 
-class GenerationIndex(Protocol):
-    """What the gateway uses of ``bus.running_requests.GenerationIndex``."""
+class RunningRequestIndex(Protocol):
+    """What the gateway uses of ``bus.running_requests.RunningRequestIndex``."""
 
-    async def lookup(self, request_id: str) -> Generation | None: ...
+    async def lookup(self, request_id: str) -> RunningRequest | None: ...
 
 
 class Replays:
@@ -54,7 +54,7 @@ class Replays:
         gateway_id: str,
         fleet: FleetView,
         clock: Clock,
-        generations: GenerationIndex | None,
+        generations: RunningRequestIndex | None,
         on_frame: Callable[[str, Frame], None],
         on_lost: Callable[[OpenStream, Failed], None],
     ) -> None:

@@ -12,7 +12,7 @@ from bus.api import Bus, Subscription
 from bus.frame_reader import Outcome
 from gateway.streams.copies import StreamCopies
 from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import GenerationIndex, Replays
+from gateway.streams.replays import Replays, RunningRequestIndex
 from gateway.streams.stream import Client, OpenStream
 from runtime.clock import Clock
 from schemas.config import GatewayConfig
@@ -60,7 +60,7 @@ class StreamTable:
         fleet: FleetView,
         clock: Clock,
         on_end: Callable[[OpenStream], None],
-        generations: GenerationIndex | None = None,
+        generations: RunningRequestIndex | None = None,
     ) -> None:
         self._bus = bus
         self._config = config

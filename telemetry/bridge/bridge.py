@@ -18,7 +18,7 @@ from schemas.config import KafkaConfig
 from schemas.errors import MillraceError
 from telemetry.bridge.in_flight_bytes import Backlog
 from telemetry.bridge.producer_batch import ProducerBatch
-from telemetry.kafka.dead_letters import DeadLetterRecord, DeadLetters
+from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
 from telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
     Incarnation,
@@ -27,7 +27,7 @@ from telemetry.kafka.kafka import (
     make_producer,
     stop_client,
 )
-from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.outbox_ledger import OutboxLedger
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class Bridge:
 
     ``num_bridged`` counts records that went to Kafka, ``num_dead`` those that went to the dead
     letters instead. ``num_waiting`` are in the outbox and not in Kafka yet, as of a second ago, or
-    longer while NATS is away.
+    longer while NATS is unreachable.
     """
 
     def __init__(
         self,
         bus: Bus,
         config: KafkaConfig,
-        ledger: Ledger,
+        ledger: OutboxLedger,
         clock: Clock,
         num_behind: Callable[[Offsets], int],
         on_new_cluster: Callable[[], None],
@@ -124,7 +124,7 @@ class Bridge:
                 await stop_client(producer)
 
     async def _move(self, producer: AIOKafkaProducer, *, is_durable: bool) -> None:
-        dead_letters = DeadLetters(producer)
+        dead_letters = RecordDeadLetters(producer)
         next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
         next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
         while not self._stopping:
@@ -194,10 +194,10 @@ class Bridge:
     async def _ship(
         self,
         producer: AIOKafkaProducer,
-        dead_letters: DeadLetters,
+        dead_letters: RecordDeadLetters,
         messages: Sequence[OutboxMessage],
     ) -> None:
-        shipment = ProducerBatch(producer)
+        batch = ProducerBatch(producer)
         letters = []
         for message in messages:
             try:
@@ -210,10 +210,10 @@ class Bridge:
                 reason = f"it has {num_bytes} bytes, and {LARGEST_MESSAGE_BYTES} are the most"
                 letters.append(_letter(message, reason))
                 continue
-            await shipment.add(topic, message)
+            await batch.add(topic, message)
         # An idempotent producer tries for ever: that a broker is gone is not told.
         self._sending_since_s = self._clock.monotonic()
-        landed = await shipment.send()
+        landed = await batch.send()
         self._sending_since_s = None
         self._backlog.add(landed)
         for partition, load in landed.items():
@@ -235,7 +235,7 @@ class Bridge:
 
     @asynccontextmanager
     async def _watching(self) -> AsyncIterator[None]:
-        """Follow what waits in the outbox, also while Kafka is away."""
+        """Follow what waits in the outbox, also while Kafka is unreachable."""
 
         async def watch() -> None:
             while True:

@@ -32,7 +32,7 @@ class Refusal(NamedTuple):
     message: str
 
 
-class Door:
+class AccessCheck:
     """Looks at a request before anything is done for it."""
 
     def __init__(self, config: ClickHouseConfig) -> None:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
-from telemetry.http.access import Door, Refusal, header_of
+from telemetry.http.access import AccessCheck, Refusal, header_of
 from telemetry.store.reading import TOO_MANY_QUERIES, UNKNOWN_ERROR, EscapedText, QueryError, Reader
 from telemetry.store.sql_guard import READONLY, require_reading
 
@@ -67,13 +67,13 @@ class HttpInterface:
     def __init__(self, reader: Reader, config: ClickHouseConfig) -> None:
         """Raises ConfigError where there is no password to ask for."""
         self._reader = reader
-        self._door = Door(config)
+        self._access = AccessCheck(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         path, method = scope["path"], scope["method"]
-        refusal = self._door.refusal_of_origin(scope)
+        refusal = self._access.refusal_of_origin(scope)
         if refusal is not None:
             await _refuse(send, refusal)
         elif path == "/ping" and method in {"GET", "HEAD"}:
@@ -87,7 +87,7 @@ class HttpInterface:
 
     async def _query(self, scope: Scope, receive: Receive, send: Send) -> None:
         arguments = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        refusal = self._door.refusal_of_user(scope, arguments)
+        refusal = self._access.refusal_of_user(scope, arguments)
         if refusal is not None:
             await _refuse(send, refusal)
             return

@@ -47,7 +47,7 @@ class DeadLetterRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.topic == subjects.TRANSCRIPTS_TOPIC
 
 
-class DeadLetters:
+class RecordDeadLetters:
     """Writes to the dead-letter topic with a producer that somebody else owns.
 
     The words of a transcript stay where they are: its letter has only the reason and the origin.

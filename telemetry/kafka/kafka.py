@@ -68,7 +68,7 @@ async def start_consumer(
         # Longer than a member takes to store what it has in hand (see
         # ``telemetry.sink.rebalance_listener``).
         rebalance_timeout_ms=15_000,
-        # A store that is away for hours must not cost the membership.
+        # A store that is unreachable for hours must not cost the membership.
         max_poll_interval_ms=24 * 3_600_000,
         metadata_max_age_ms=30_000,
         fetch_max_wait_ms=100,
@@ -83,7 +83,7 @@ async def start_consumer(
 
 
 async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
-    """Close a client; one whose cluster is away would wait for it, and what it holds is in the
+    """Close a client; one whose cluster is unreachable would wait for it, and what it holds is in the
     outbox or in Kafka still."""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Rows into a table, however long the store is away and whichever of them it refuses."""
+"""Rows into a table, however long the store is unreachable and whichever of them it refuses."""
 
 from __future__ import annotations
 

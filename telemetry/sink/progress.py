@@ -23,7 +23,7 @@ class Progress:
     """What is known of every partition of the record topics, those of other members included.
 
     A partition that this member consumes is stored up to its position as of the last batch; one of
-    another member up to what that member has committed. Kept while Kafka is away.
+    another member up to what that member has committed. Kept while Kafka is unreachable.
     """
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ from runtime.clock import Clock
 logger = logging.getLogger(__name__)
 
 # The broker waits longer for a member to join again (see ``telemetry.kafka.kafka``).
-_PATIENCE_S = 5.0
+_BATCH_TIMEOUT_S = 5.0
 # A group that has not shared the partitions out by then may have failed at it, which it says only
 # to those who go on reading.
-_LONGEST_S = 45.0
+_REBALANCE_TIMEOUT_S = 45.0
 
 
-class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
+class RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
     """Lets partitions go once what was read of them is stored and committed, so that their next
     owner reads none of it again.
 
@@ -30,18 +30,18 @@ class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._wanted_since_s = 0.0
+        self._pending_since_s = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._assigned = asyncio.Event()
+        self._assigned.set()
 
     @property
-    def wanted(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether partitions are about to change hands: nothing more is to be read of them."""
-        if self._settled.is_set():
+        if self._assigned.is_set():
             return False
-        return self._clock.monotonic() - self._wanted_since_s < _LONGEST_S
+        return self._clock.monotonic() - self._pending_since_s < _REBALANCE_TIMEOUT_S
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -54,16 +54,16 @@ class Handover(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
 
     async def wait(self, timeout_s: float) -> None:
         """Until the partitions are shared out anew, or for ``timeout_s``."""
-        await _within(timeout_s, self._settled)
+        await _within(timeout_s, self._assigned)
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        self._wanted_since_s = self._clock.monotonic()
-        self._settled.clear()
-        if revoked and not await _within(_PATIENCE_S, self._idle):
+        self._pending_since_s = self._clock.monotonic()
+        self._assigned.clear()
+        if revoked and not await _within(_BATCH_TIMEOUT_S, self._idle):
             logger.info("partitions change hands in the middle of a batch; its rows will merge")
 
     async def on_partitions_assigned(self, _: set[TopicPartition]) -> None:
-        self._settled.set()
+        self._assigned.set()
 
 
 async def _within(timeout_s: float, event: asyncio.Event) -> bool:

@@ -13,14 +13,14 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from runtime.clock import Clock
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import RequestRecord
-from telemetry.kafka.dead_letters import DeadLetterRecord, DeadLetters
+from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
 from telemetry.kafka.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
 from telemetry.sink.batches import Batch
 from telemetry.sink.insertion import Insertion
 from telemetry.sink.progress import Progress
-from telemetry.sink.rebalance_listener import Handover
+from telemetry.sink.rebalance_listener import RebalanceListener
 from telemetry.sink.tracing import StoredTraces
-from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Sink:
         config: KafkaConfig,
         telemetry: TelemetryConfig,
         store: Store,
-        ledger: Ledger,
+        ledger: OutboxLedger,
         clock: Clock,
         on_stored: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class Sink:
 
     def lag(self) -> dict[str, int]:
         """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
-        refreshed every second, stays as it was while Kafka is away, and lacks a topic of which
+        refreshed every second, stays as it was while Kafka is unreachable, and lacks a topic of which
         nothing is known yet."""
         return self._progress.lag()
 
@@ -88,7 +88,7 @@ class Sink:
         self._restart.set()
 
     async def run(self) -> None:
-        """Consume until ``stop``; raises what Kafka raises. Waits while the store is away."""
+        """Consume until ``stop``; raises what Kafka raises. Waits while the store is unreachable."""
         manages_groups = await ensure_topics(self._config)
         while not self._stopping:
             if self._restart.is_set():
@@ -97,44 +97,47 @@ class Sink:
             await self._consume(manages_groups)
 
     async def _consume(self, manages_groups: bool) -> None:
-        handover = Handover(self._clock)
+        rebalance = RebalanceListener(self._clock)
         consumer = await start_consumer(
-            self._config, manages_groups=manages_groups, listener=handover
+            self._config, manages_groups=manages_groups, listener=rebalance
         )
         producer = make_producer(self._config)
         try:
             await producer.start()
             try:
                 async with self._watching(consumer):
-                    await self._move(consumer, handover, DeadLetters(producer))
+                    await self._move(consumer, rebalance, RecordDeadLetters(producer))
             finally:
                 await stop_client(producer)
         finally:
             await stop_client(consumer)
 
     async def _move(
-        self, consumer: AIOKafkaConsumer, handover: Handover, dead_letters: DeadLetters
+        self,
+        consumer: AIOKafkaConsumer,
+        rebalance: RebalanceListener,
+        dead_letters: RecordDeadLetters,
     ) -> None:
         while not self._stopping and not self._restart.is_set():
-            if handover.wanted:
-                await handover.wait(_POLL_MOST_S)
+            if rebalance.is_pending:
+                await rebalance.wait(_POLL_MOST_S)
                 continue
-            with handover.batch():
-                batch = await self._gather(consumer, handover)
+            with rebalance.batch():
+                batch = await self._gather(consumer, rebalance)
                 if batch.num_messages:
                     await self._store_batch(batch, dead_letters)
                     await _commit(consumer, batch)
                     self._progress.note_stored(batch.next_offsets)
             await self._progress.note_positions(consumer)
 
-    async def _gather(self, consumer: AIOKafkaConsumer, handover: Handover) -> Batch:
+    async def _gather(self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener) -> Batch:
         """What came within ``batch_interval_s`` of the first message, or as many as a batch has
         at most. Short of that if partitions are about to change hands."""
         batch = Batch()
         most = self._most_messages()
         interval_s = self._telemetry.batch_interval_s
         deadline_s = self._clock.monotonic() + interval_s
-        while batch.num_messages < most and not self._stopping and not handover.wanted:
+        while batch.num_messages < most and not self._stopping and not rebalance.is_pending:
             left_s = deadline_s - self._clock.monotonic()
             if left_s <= 0:
                 break
@@ -157,7 +160,7 @@ class Sink:
         most = self._telemetry.batch_rows
         return min(max(most, sum(self.lag().values())), _CATCH_UP_FACTOR * most)
 
-    async def _store_batch(self, batch: Batch, dead_letters: DeadLetters) -> None:
+    async def _store_batch(self, batch: Batch, dead_letters: RecordDeadLetters) -> None:
         letters = list(batch.poison)
         for table, rows in batch.tables():
             since_ns = self._clock.now_ns()

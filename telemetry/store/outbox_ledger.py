@@ -41,7 +41,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-class Ledger:
+class OutboxLedger:
     """The ledger of one store. Nothing is kept in memory: several sinks may write to it."""
 
     def __init__(self, store: Store) -> None:

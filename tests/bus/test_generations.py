@@ -10,55 +10,55 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from bus.running_requests import TTL_S, Generation, GenerationIndex
+from bus.running_requests import TTL_S, RunningRequest, RunningRequestIndex
 from runtime.clock import ManualClock
 from schemas.config import RedisConfig
 from tests.support.servers import RedisServer, free_port
 
 
 @pytest.fixture
-async def index(redis_server: RedisServer) -> AsyncIterator[GenerationIndex]:
+async def index(redis_server: RedisServer) -> AsyncIterator[RunningRequestIndex]:
     client = Redis.from_url(redis_server.url)
     await client.flushall()
     await client.aclose()
-    made = GenerationIndex(RedisConfig(url=f"{redis_server.url}/0"))
+    made = RunningRequestIndex(RedisConfig(url=f"{redis_server.url}/0"))
     yield made
     await made.close()
 
 
-async def test_the_first_model_that_is_chosen_stays(index: GenerationIndex) -> None:
+async def test_the_first_model_that_is_chosen_stays(index: RunningRequestIndex) -> None:
     assert await index.settle_model("r 1", "large", "code") == ("large", "code")
     assert await index.lookup("r 1") is None
     await index.start("r 1", "w1", 65)
     assert await index.settle_model("r 1", "small", "short") == ("large", "code")
-    assert await index.lookup("r 1") == Generation(worker_id="w1", epoch=65, finished=False)
+    assert await index.lookup("r 1") == RunningRequest(worker_id="w1", epoch=65, finished=False)
 
 
-async def test_a_life_of_a_request(index: GenerationIndex, redis_server: RedisServer) -> None:
+async def test_a_life_of_a_request(index: RunningRequestIndex, redis_server: RedisServer) -> None:
     assert await index.lookup("r 1") is None
     await index.start("r 1", "w1", 65)
-    assert await index.lookup("r 1") == Generation(worker_id="w1", epoch=65, finished=False)
+    assert await index.lookup("r 1") == RunningRequest(worker_id="w1", epoch=65, finished=False)
     await index.start("r 1", "w2", 66)
-    assert await index.lookup("r 1") == Generation(worker_id="w2", epoch=66, finished=False)
+    assert await index.lookup("r 1") == RunningRequest(worker_id="w2", epoch=66, finished=False)
     await index.finish("r 1", "w2", 66)
-    assert await index.lookup("r 1") == Generation(worker_id="w2", epoch=66, finished=True)
+    assert await index.lookup("r 1") == RunningRequest(worker_id="w2", epoch=66, finished=True)
     client = Redis.from_url(redis_server.url)
     assert TTL_S - 5 <= await client.ttl("gen:r 1") <= TTL_S
     await client.aclose()
 
 
-async def test_a_superseded_run_changes_nothing(index: GenerationIndex) -> None:
+async def test_a_superseded_run_changes_nothing(index: RunningRequestIndex) -> None:
     await index.start("r1", "w2", 66)
     await index.start("r1", "w1", 65)
     await index.finish("r1", "w1", 65)
-    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=66, finished=False)
+    assert await index.lookup("r1") == RunningRequest(worker_id="w2", epoch=66, finished=False)
     await index.finish("r1", "w2", 66)
     await index.start("r1", "w3", 67)
-    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=66, finished=True)
+    assert await index.lookup("r1") == RunningRequest(worker_id="w2", epoch=66, finished=True)
 
 
 async def test_it_has_the_leases_of_what_a_worker_runs(
-    index: GenerationIndex, redis_server: RedisServer
+    index: RunningRequestIndex, redis_server: RedisServer
 ) -> None:
     assert await index.held_by("w1") == {}
     for request_id in ("r 1", "r2", "r3"):
@@ -75,14 +75,14 @@ async def test_it_has_the_leases_of_what_a_worker_runs(
     await client.aclose()
 
 
-async def test_many_at_once(index: GenerationIndex) -> None:
+async def test_many_at_once(index: RunningRequestIndex) -> None:
     await asyncio.gather(*(index.start(f"r{number}", "w", number) for number in range(2000)))
     found = await asyncio.gather(*(index.lookup(f"r{number}") for number in range(2000)))
     assert [one.epoch for one in found if one] == list(range(2000))
 
 
 async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    index = GenerationIndex(RedisConfig(url=f"redis://127.0.0.1:{free_port()}/0"))
+    index = RunningRequestIndex(RedisConfig(url=f"redis://127.0.0.1:{free_port()}/0"))
     with caplog.at_level(logging.INFO, "bus.running_requests"):
         for _ in range(5):
             await index.start("r1", "w1", 1)
@@ -99,7 +99,7 @@ async def test_it_is_found_again(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
-    index = GenerationIndex(RedisConfig(url=redis_server.url), clock)
+    index = RunningRequestIndex(RedisConfig(url=redis_server.url), clock)
     await index.start("r1", "w1", 1)
     redis_server.kill()
     try:
@@ -109,12 +109,12 @@ async def test_it_is_found_again(
     assert await index.lookup("r1") is None
     await clock.advance(2.0)
     await index.start("r1", "w2", 2)
-    assert await index.lookup("r1") == Generation(worker_id="w2", epoch=2, finished=False)
+    assert await index.lookup("r1") == RunningRequest(worker_id="w2", epoch=2, finished=False)
     await index.close()
 
 
 async def test_a_hung_redis_costs_little(redis_server: RedisServer) -> None:
-    index = GenerationIndex(RedisConfig(url=redis_server.url))
+    index = RunningRequestIndex(RedisConfig(url=redis_server.url))
     await index.start("r1", "w1", 1)
     redis_server.pause()
     try:

@@ -56,7 +56,7 @@ async def test_a_process_tells_its_part_and_its_health(config: MetricsConfig) ->
         assert scraped.value("millrace_healthy") == 1
         assert "millrace_build_info" in scraped.sample_names
         assert scraped.value("process_resident_memory_bytes") > 1e6
-        monitor.trouble = lambda: "the message bus is away"
+        monitor.trouble = lambda: "the message bus is unreachable"
         assert (await http.get(f"{_base(config)}/healthz")).status_code == 503
         again = Scraped((await http.get(f"{_base(config)}/metrics")).text)
         assert again.value("millrace_healthy") == 0

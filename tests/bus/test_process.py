@@ -22,7 +22,7 @@ def ending_with(error: Exception) -> int:
     [
         (ConfigError("nats.url is odd."), 2),
         (ModelNotFoundError("There is no model x."), 2),
-        (BusUnavailableError("NATS is away."), 1),
+        (BusUnavailableError("NATS is unreachable."), 1),
     ],
 )
 def test_an_error_is_one_sentence_and_a_code(

@@ -230,7 +230,7 @@ async def test_one_that_is_away_keeps_nobody_from_starting(
     async with asyncio.timeout(10.0):
         await link.check()
     await link.close()
-    assert [record.message for record in caplog.records] == ["Redis is away"]
+    assert [record.message for record in caplog.records] == ["Redis is unreachable"]
     assert "pw" not in str(vars(caplog.records[0]))
 
 

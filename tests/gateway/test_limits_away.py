@@ -1,4 +1,4 @@
-"""Limits while Redis is away, full, or gone for good."""
+"""Limits while Redis is unreachable, full, or gone for good."""
 
 from __future__ import annotations
 

@@ -41,12 +41,12 @@ async def test_nothing_is_left_of_clients_that_come_and_go() -> None:
 
 async def _client(front: RunningGateway, lot: float) -> None:
     prompt = "a token for everybody, and again " * 20
-    patience_s = 0.02 + lot / 10
+    linger_s = 0.02 + lot / 10
     if lot < 0.5:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 600, "stream": lot < 0.25}
         async with httpx.AsyncClient(base_url=front.url) as http:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s if lot < 0.4 else 20):
+                async with asyncio.timeout(linger_s if lot < 0.4 else 20):
                     await http.post("/v1/completions", json=body)
         return
     message = {"type": "generate", "model": MODEL, "prompt": prompt}
@@ -54,7 +54,7 @@ async def _client(front: RunningGateway, lot: float) -> None:
         for name in ("a", "b"):
             await socket.send(json.dumps(message | {"id": name}))
         with contextlib.suppress(TimeoutError, ConnectionClosed):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(linger_s):
                 while lot < 0.9:
                     await socket.recv()
                 await asyncio.Event().wait()

@@ -98,7 +98,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 async def test_redis_cannot_write_its_log_and_can_again(disk: SmallDisk) -> None:
-    """What needs Redis is refused, and says why; the rest is served as while Redis is away."""
+    """What needs Redis is refused, and says why; the rest is served as while Redis is unreachable."""
     server = RedisServer(disk.path, appends=True)
     server.start()
     config = RedisConfig(url=f"{server.url}/0")

@@ -8,7 +8,7 @@ import pytest
 
 from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import Client, OpenStream, status_of
 from gateway.streams.streams import StreamTable
@@ -58,13 +58,13 @@ class Table:
         self.streams = StreamTable(
             self.bus, GatewayConfig(), "gw", self.fleet, self.clock, self.ended.append, self
         )
-        self.index: dict[str, Generation] = {}
+        self.index: dict[str, RunningRequest] = {}
 
     async def start(self) -> None:
         await self.streams.start()
         await self.bus.control.subscribe_cancels(self.cancels.append)
 
-    async def lookup(self, request_id: str) -> Generation | None:
+    async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.index.get(request_id)
 
     async def add_worker(self, worker_id: str, frames: list[Frame] | None = None) -> None:
@@ -175,7 +175,7 @@ async def test_an_answer_whose_end_is_lost_is_an_error(table: Table) -> None:
     table.frames(Started(worker_id="dead"), delta_of(0, ["a"]))
     await table.clock.advance(20)
     assert not stream.ended
-    table.index["r1"] = Generation(worker_id="dead", epoch=0, finished=True)
+    table.index["r1"] = RunningRequest(worker_id="dead", epoch=0, finished=True)
     await table.clock.advance(3)
     assert isinstance(stream.reader.terminal, Failed)
     assert stream.reader.terminal.code == "answer_lost"
@@ -338,7 +338,7 @@ async def test_a_start_that_was_lost_with_its_workers_connection_is_looked_up(
     stream = table.open()
     await table.clock.advance(20)
     assert table.replays == []
-    table.index["r1"] = Generation(worker_id="w1", epoch=1, finished=True)
+    table.index["r1"] = RunningRequest(worker_id="w1", epoch=1, finished=True)
     await table.clock.advance(15)
     assert table.text(stream) == "abc"
     assert isinstance(stream.reader.terminal, Done)

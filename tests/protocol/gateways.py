@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.api import Bus
 from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import GenerationIndex
+from gateway.streams.replays import RunningRequestIndex
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import StreamTable
 from gateway.streams.token_gaps import TokenGaps
@@ -35,7 +35,7 @@ class Gateway:
         process: Process,
         bus: Bus,
         clock: Clock,
-        generations: GenerationIndex,
+        generations: RunningRequestIndex,
     ) -> None:
         self.gateway_id = gateway_id
         self.process = process

@@ -28,7 +28,7 @@ from bus.frames import CoreFrameStreams
 from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from bus.storage import Storage
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
@@ -130,8 +130,8 @@ class FaultyOutbox:
         self._inner = bus.outbox
         self._link = link
 
-    async def publish(self, record: Record, patience_s: float = 0.0) -> None:
-        await self._link.call("record", lambda: self._inner.publish(record, patience_s))
+    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
+        await self._link.call("record", lambda: self._inner.publish(record, linger_s))
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
         return await self._link.call("bridge", lambda: self._inner.pull(max_records, timeout_s))
@@ -262,13 +262,13 @@ class SharedIndex:
 
     def __init__(self) -> None:
         self.is_away = self.was_away = False
-        self.known: dict[str, Generation] = {}
+        self.known: dict[str, RunningRequest] = {}
         self.held: dict[str, dict[str, str]] = {}
 
-    def lookup(self, request_id: str) -> Generation | None:
+    def lookup(self, request_id: str) -> RunningRequest | None:
         return None if self.is_away else self.known.get(request_id)
 
-    def write(self, request_id: str, entry: Generation, lease: str) -> None:
+    def write(self, request_id: str, entry: RunningRequest, lease: str) -> None:
         """By the rule of ``bus.running_requests``."""
         known = self.known.get(request_id)
         if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
@@ -309,7 +309,7 @@ class IndexLink:
         await self._process.running()
         return held
 
-    async def lookup(self, request_id: str) -> Generation | None:
+    async def lookup(self, request_id: str) -> RunningRequest | None:
         await self._process.running()
         await self._clock.sleep(_LATENCIES_S[0])
         known = self._index.lookup(request_id)
@@ -324,5 +324,5 @@ class IndexLink:
     ) -> None:
         await self._process.passes("index", is_after=False)
         await self._clock.sleep(_LATENCIES_S[0])
-        entry = Generation(worker_id=worker_id, epoch=epoch, finished=finished)
+        entry = RunningRequest(worker_id=worker_id, epoch=epoch, finished=finished)
         self._index.write(request_id, entry, lease)

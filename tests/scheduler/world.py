@@ -11,7 +11,7 @@ import msgspec
 
 from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from registry.pricing import UNPRICED
 from registry.routing.router import Router
 from runtime.clock import ManualClock
@@ -67,15 +67,15 @@ class FakeRunningRequests:
     """What Redis would know."""
 
     def __init__(self) -> None:
-        self.known: dict[str, Generation] = {}
+        self.known: dict[str, RunningRequest] = {}
         self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
 
-    async def lookup(self, request_id: str) -> Generation | None:
+    async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
-        self.known[request_id] = Generation(worker_id=worker_id, epoch=epoch, finished=True)
+        self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
 
     async def held_by(self, worker_id: str) -> dict[str, str]:
         return self.held.get(worker_id, {})

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import GenerationIndex
+from bus.running_requests import RunningRequestIndex
 from gateway.core import Backends, Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
@@ -141,7 +141,7 @@ async def running_gateway(
     bus = MemoryBus(broker)
     worker = EchoWorker(MemoryBus(broker))
     link = None if redis is None else RedisLink(redis)
-    index = None if redis is None else GenerationIndex(redis)
+    index = None if redis is None else RunningRequestIndex(redis)
     gateway = Gateway(
         Backends(bus, link, index),
         Config(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from telemetry.store.outbox_ledger import Ledger, merge
+from telemetry.store.outbox_ledger import OutboxLedger, merge
 from telemetry.store.store import Store
 
 
@@ -24,7 +24,7 @@ from telemetry.store.store import Store
     ],
 )
 async def test_the_mark(store: Store, ranges: list[tuple[int, int]], mark: int) -> None:
-    ledger = Ledger(store)
+    ledger = OutboxLedger(store)
     assert await ledger.is_empty()
     for first, last in ranges:
         await ledger.void(first, last)
@@ -33,7 +33,7 @@ async def test_the_mark(store: Store, ranges: list[tuple[int, int]], mark: int) 
 
 
 async def test_sequences_in_any_order_and_compacted_on_the_way(store: Store) -> None:
-    ledger = Ledger(store)
+    ledger = OutboxLedger(store)
     draw = random.Random(3)
     left = list(range(1, 401))
     draw.shuffle(left)

@@ -203,7 +203,7 @@ async def test_samples_of_this_hour_are_counted_without_being_told(store: Store)
 
 
 class AwayStore:
-    """A store that is away as often as it is told to be."""
+    """A store that is unreachable as often as it is told to be."""
 
     def __init__(self, store: Store, num_failures: int) -> None:
         self._store = store

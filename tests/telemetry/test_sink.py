@@ -17,9 +17,9 @@ from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import TranscriptRecord
 from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
 from telemetry.service import TelemetryService
-from telemetry.sink.rebalance_listener import Handover
+from telemetry.sink.rebalance_listener import RebalanceListener
 from telemetry.sink.sink import Sink
-from telemetry.store.outbox_ledger import Ledger
+from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
@@ -124,7 +124,7 @@ async def test_who_is_told_of_the_minutes_that_changed(
         msgspec.structs.replace(embedded_kafka, group="told"),
         TelemetryConfig(batch_interval_s=0.1),
         store,
-        Ledger(store),
+        OutboxLedger(store),
         SystemClock(),
         on_stored,
     )
@@ -192,7 +192,7 @@ async def test_a_record_that_no_broker_would_take_does_not_stop_the_others(
 
 
 async def test_a_handover_waits_for_the_batch_in_hand() -> None:
-    handover = Handover(SystemClock())
+    handover = RebalanceListener(SystemClock())
     await handover.on_partitions_revoked(set())
     seen = [handover.wanted]
     await handover.on_partitions_assigned({PARTITION})
@@ -213,7 +213,7 @@ async def test_a_handover_waits_for_the_batch_in_hand() -> None:
 async def test_a_group_that_fails_to_share_is_not_waited_for_for_ever() -> None:
     """What went wrong is told to those who read."""
     clock = ManualClock()
-    handover = Handover(clock)
+    handover = RebalanceListener(clock)
     seen = []
     for _ in range(2):
         await handover.on_partitions_revoked({PARTITION})

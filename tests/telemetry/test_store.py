@@ -16,7 +16,7 @@ from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MalformedMessageError
 from schemas.records import RECORD_VERSION, Attempt, TranscriptRecord
 from telemetry.store.migrate import MigrationError, load_migrations, migrate
-from telemetry.store.outbox_ledger import Ledger, merge
+from telemetry.store.outbox_ledger import OutboxLedger, merge
 from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
 from telemetry.store.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table, check
 from tests.support.servers import free_port
@@ -159,7 +159,7 @@ def test_good_records_pass() -> None:
 
 
 async def test_the_mark_is_where_the_first_gap_is(store: Store) -> None:
-    ledger = Ledger(store)
+    ledger = OutboxLedger(store)
     assert await ledger.is_empty()
     assert await ledger.mark() == 0
     await ledger.add([2, 3])
@@ -175,7 +175,7 @@ async def test_the_mark_is_where_the_first_gap_is(store: Store) -> None:
 
 
 async def test_compaction_keeps_the_mark_and_what_is_above(store: Store) -> None:
-    ledger = Ledger(store)
+    ledger = OutboxLedger(store)
     for sequence in (1, 2, 3, 5, 8):
         await ledger.add([sequence])
     await ledger.compact()

@@ -14,7 +14,7 @@ import msgspec
 from bus.api import TenantQueue
 from bus.codec import RECORD
 from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import Generation as GenerationEntry
+from bus.running_requests import RunningRequest as GenerationEntry
 from registry.catalogue import ModelEntry
 from registry.checkpoints.checkpoint import ModelConfig
 from registry.pricing import PriceBook

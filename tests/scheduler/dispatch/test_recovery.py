@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.frames import Cancelled, Done, Failed
 from schemas.pooling import Pooling
@@ -222,7 +222,7 @@ async def test_a_redelivered_job_that_is_answered_is_not_run_again(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     await worker.kill()
-    world.running_requests.known["r1"] = Generation(worker_id="a", epoch=1, finished=True)
+    world.running_requests.known["r1"] = RunningRequest(worker_id="a", epoch=1, finished=True)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: world.num_stored == 0, within_s=7.0)
@@ -235,7 +235,7 @@ async def test_a_redelivered_job_goes_on_at_the_worker_that_has_it(world: World)
     await world.until(lambda: "r1" in worker.running)
     await world.kill_scheduler()
     worker._tasks[1].cancel()
-    world.running_requests.known["r1"] = Generation(
+    world.running_requests.known["r1"] = RunningRequest(
         worker_id=worker.worker_id, epoch=70, finished=False
     )
     await world.add_worker("b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 
@@ -18,7 +18,7 @@ def _note_in_index(world: World, worker: ScriptedWorker) -> None:
     leases: dict[str, str] = {}
     for request_id, dispatch in worker.running.items():
         leases[request_id] = dispatch.lease
-        world.running_requests.known[request_id] = Generation(
+        world.running_requests.known[request_id] = RunningRequest(
             worker_id=worker.worker_id, epoch=dispatch.epoch, finished=False
         )
     world.running_requests.held[worker.worker_id] = leases
@@ -71,8 +71,8 @@ async def test_what_others_took_over_or_answered_is_left_alone(world: World) -> 
     await world.kill_scheduler()
     await worker.kill()
     known = world.running_requests.known
-    known["r0"] = Generation(worker_id="elsewhere", epoch=2, finished=False)
-    known["r1"] = Generation(worker_id=worker.worker_id, epoch=1, finished=True)
+    known["r0"] = RunningRequest(worker_id="elsewhere", epoch=2, finished=False)
+    known["r1"] = RunningRequest(worker_id=worker.worker_id, epoch=1, finished=True)
     second = await world.add_worker("b")
     await world.add_scheduler()
     await world.until(lambda: bool(second.running), within_s=2.8)

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 from scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
 from schemas.control import Served
 from schemas.jobs import Tier
@@ -114,7 +114,7 @@ async def test_the_index_tells_of_runs_that_another_scheduler_sent(world: World)
     await world.until(lambda: "r1" in first.running)
     await world.kill_scheduler()
     await first.kill()
-    world.running_requests.known["r1"] = Generation(worker_id="gone", epoch=1, finished=False)
+    world.running_requests.known["r1"] = RunningRequest(worker_id="gone", epoch=1, finished=False)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: "r1" in second.running, within_s=10.0)

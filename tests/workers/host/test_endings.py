@@ -253,16 +253,16 @@ async def test_the_order_is_record_then_ack_and_an_outage_delays_nobody_else(
         refused = {"r1": 3}
         publish = b.bus.outbox.publish
 
-        async def flaky(record: Record, patience_s: float = 0.0) -> None:
+        async def flaky(record: Record, linger_s: float = 0.0) -> None:
             if not isinstance(record, RequestRecord):
-                await publish(record, patience_s)  # the last sample
+                await publish(record, linger_s)  # the last sample
                 return
             assert await b.num_queued() > 0
             if refused.get(record.request_id, 0):
                 refused[record.request_id] -= 1
                 raise BusUnavailableError("away")
             stored.append(record.request_id)
-            await publish(record, patience_s)
+            await publish(record, linger_s)
 
         monkeypatch.setattr(b.bus.outbox, "publish", flaky)
         await b.dispatch()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.running_requests import GenerationIndex
+from bus.running_requests import RunningRequestIndex
 from schemas.config import NatsConfig, RedisConfig
 from schemas.control import Cancel, CancelReason
 from tests.support.servers import NatsServer, RedisServer
@@ -95,7 +95,7 @@ async def test_a_worker_that_was_cut_off_learns_from_the_index_what_it_was_not_t
     nats_server: NatsServer,
     redis_config: RedisConfig,
 ) -> None:
-    index = GenerationIndex(redis_config)
+    index = RunningRequestIndex(redis_config)
     try:
         async with hand_scheduler(nats_config) as scheduler:
             await _begin(scheduler, worker)

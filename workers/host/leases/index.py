@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from bus.running_requests import Generation
+from bus.running_requests import RunningRequest
 
 _MAX_PENDING = 10_000
 
@@ -22,7 +22,7 @@ class Generations(Protocol):
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
 
-    async def lookup(self, request_id: str) -> Generation | None: ...
+    async def lookup(self, request_id: str) -> RunningRequest | None: ...
 
 
 class IndexWriter:
