@@ -14,7 +14,7 @@ async def enter(config: Config, name: str, part: Part) -> tuple[Bus, RunningRequ
 
     Raises ConfigError, UntrustedServerError or CredentialsRefusedError if NATS or Redis cannot be
     used until somebody mends that, and BusUnavailableError if no NATS server answers. A Redis that
-    is away is waited for by those who use it.
+    is unreachable is waited for by those who use it.
     """
     index = RunningRequestIndex(config.redis)
     try:

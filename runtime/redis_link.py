@@ -35,7 +35,7 @@ class RedisUnreachableError(
     it may or may not have been done."""
 
     def __init__(
-        self, message: str = "The store of request state is away. Try again in a moment."
+        self, message: str = "The store of request state is unreachable. Try again in a moment."
     ) -> None:
         super().__init__(message)
 
@@ -112,7 +112,7 @@ class RedisLink:
 
     async def check(self) -> None:
         """Raises UntrustedServerError or CredentialsRefusedError if Redis cannot be used until
-        somebody mends that. One that is away is none of it: it may come."""
+        somebody mends that. One that is unreachable is none of it: it may come."""
         try:
             await self.call("PING")
         except RedisUnreachableError:
@@ -214,7 +214,7 @@ class RedisLink:
         if self._is_away:
             self._is_away = False
             self._refusal = None
-            logger.info("Redis is back")
+            logger.info("Redis is reachable again")
 
 
 def _is_well(told: Any, field: str) -> bool:

@@ -191,7 +191,7 @@ class Connection:
         return Message(answer.subject, answer.data, content_type, answer.reply)
 
     async def _settle(self) -> None:
-        """Returns once the server has read everything sent so far, or is away.
+        """Returns once the server has read everything sent so far, or is unreachable.
 
         A message to ourselves: the client's own flush sends its PING past what is still buffered.
         """
@@ -358,7 +358,7 @@ class Connection:
         self._up.set()
         self._forbidden.forget()
         self._refusals.on_connected()
-        logger.info("the NATS server is back", extra={"url": self._where})
+        logger.info("the NATS server is reachable again", extra={"url": self._where})
         for callback in self._on_reconnect_calls:
             try:
                 callback()

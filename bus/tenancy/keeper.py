@@ -67,7 +67,7 @@ class Holder(Protocol):
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
     """What was set aside for a request, and how its accounts stand with that. ``degraded``: Redis
-    was away, and the limits were this process's own."""
+    was unreachable, and the limits were this process's own."""
 
     accounts: tuple[Account, ...]
     standings: tuple[Standing, ...]
@@ -84,7 +84,7 @@ class _Known(msgspec.Struct):
 
 
 class LimitKeeper:
-    """Keeps the limits of tenants and keys in Redis, and within the process while it is away.
+    """Keeps the limits of tenants and keys in Redis, and within the process while it is unreachable.
 
     Every reservation is settled once, by whoever comes first; one that nobody settles
     frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,

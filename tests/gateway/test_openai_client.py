@@ -150,7 +150,7 @@ async def test_a_bus_that_is_away_is_a_503(
 async def test_an_outage_of_the_bus_leaves_no_hole(
     front: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
-    """What was sent while the bus was away is asked for again, and comes once."""
+    """What was sent while the bus was unreachable is asked for again, and comes once."""
     sent: list[int] = []
 
     def lose_some(frame: Frame) -> bool:

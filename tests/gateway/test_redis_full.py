@@ -1,4 +1,4 @@
-"""Requests while Redis is there but has no room: as while it is away, never an error of ours."""
+"""Requests while Redis is there but has no room: as while it is unreachable, never an error of ours."""
 
 from __future__ import annotations
 

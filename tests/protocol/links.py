@@ -258,7 +258,7 @@ class FaultyBus:
 
 
 class SharedIndex:
-    """What Redis has. While it is away nothing is known, and writes are lost."""
+    """What Redis has. While it is unreachable nothing is known, and writes are lost."""
 
     def __init__(self) -> None:
         self.is_away = self.was_away = False

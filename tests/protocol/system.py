@@ -52,7 +52,7 @@ _SCHEDULER = SchedulerConfig(
     models=(MODEL,),
     dispatch_timeout_s=0.3,
     resume_timeout_s=0.3,
-    # However long the context are away, nobody is refused for that.
+    # However long Redis is unreachable, nobody is refused for that.
     tiers=TierPolicies(
         enterprise=TierPolicy(weight=8.0),
         pro=TierPolicy(weight=4.0),

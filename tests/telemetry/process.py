@@ -92,7 +92,7 @@ class TelemetryProcess:
             raise
 
     async def sql(self, sql: str) -> str:
-        """The result as tab-separated text; empty while the process is away."""
+        """The result as tab-separated text; empty while the process is unreachable."""
         query = urllib.parse.urlencode({"database": "millrace", "query": sql})
         with contextlib.suppress(OSError):
             return (await asyncio.to_thread(self._get, f"/?{query}")).decode().strip()

@@ -134,7 +134,7 @@ async def test_telemetry_away_is_said_and_it_recovers(store: Store, ops: OpsPage
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await ops.leaves()
     await expect(page.locator("#away")).to_be_visible(timeout=10_000)
-    await expect(page.locator("#away")).to_contain_text("Telemetry is away.")
+    await expect(page.locator("#away")).to_contain_text("Telemetry is unreachable.")
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await shoot(page, "ops-away")
     await ops.comes()
