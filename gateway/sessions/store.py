@@ -29,7 +29,7 @@ _MAX_ATTEMPTS = 64
 _COMPRESSION_LEVEL = 1
 _MAX_INLINE_BYTES = 64 * 1024
 _MARGIN_S = 60.0
-# How long it is tried to add an answer while Redis is away.
+# How long it is tried to add an answer while Redis is unreachable.
 COMMIT_TIMEOUT_S = 60.0
 _COMMITTED, _DELETED, _CHANGED = -1, -2, -3
 
@@ -172,7 +172,7 @@ _TURNS = msgspec.json.Decoder(Turn)
 
 
 class SessionStore:
-    """The only one to read and write conversations. Without a link Redis counts as away.
+    """The only one to read and write conversations. Without a link Redis counts as unreachable.
 
     All calls raise RedisAwayError; what a call that raised has changed is not known.
     """

@@ -64,7 +64,7 @@ class _Known(msgspec.Struct, frozen=True):
 class Identity:
     """Tells callers apart by their API keys, which it remembers for a few seconds.
 
-    While Redis is away, keys that were good within the last hour are taken at their word; whose
+    While Redis is unreachable, keys that were good within the last hour are taken at their word; whose
     transcripts may be kept is not known then, so none are.
     """
 
@@ -144,7 +144,7 @@ class Identity:
 
     async def check_key(self, caller: Caller) -> None:
         """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.
-        While Redis is away it is taken at its word."""
+        While Redis is unreachable it is taken at its word."""
         if self._store is None or not caller.key_id:
             return
         with contextlib.suppress(RedisAwayError):

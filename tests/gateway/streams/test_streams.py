@@ -303,7 +303,7 @@ async def test_standing_in_can_be_tried_again(
     real = table.bus.frames.subscribe
 
     async def away(*_: object) -> None:
-        raise BusUnavailableError("The message bus is away.")
+        raise BusUnavailableError("The message bus is unreachable.")
 
     monkeypatch.setattr(table.bus.frames, "subscribe", away)
     with pytest.raises(BusUnavailableError):
