@@ -22,7 +22,7 @@ from simulation.policies import Policy
 from simulation.settings import Settings
 from simulation.traces.texts import Texts
 from simulation.traces.trace import TraceRequest
-from simulation.workers.fleet import Fleet, Life
+from simulation.workers.fleet import Fleet, WorkerIncarnation
 
 # The fleet is heard of before the first request comes.
 LEAD_S = 2.0
@@ -31,11 +31,11 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 
 @dataclass
 class Result:
-    """What happened: the outcomes in the trace's order, and the lives of the workers, whose times
-    count from the trace's 0; it ended at ``end_s``."""
+    """What happened: the outcomes in the trace's order, and every incarnation of a worker, whose
+    times count from the trace's 0; it ended at ``end_s``."""
 
     outcomes: list[RequestOutcome]
-    lives: list[Life]
+    incarnations: list[WorkerIncarnation]
     num_deaths: int
     end_s: float
 
@@ -97,9 +97,9 @@ async def _simulate(
         await scheduling
         for task in list(spawned):
             task.cancel()
-    for life in fleet.lives:
-        life.count_from(LEAD_S, end_s)
-    return Result(list(outcomes), fleet.lives, fleet.num_deaths, end_s - LEAD_S)
+    for incarnation in fleet.incarnations:
+        incarnation.count_from(LEAD_S, end_s)
+    return Result(list(outcomes), fleet.incarnations, fleet.num_deaths, end_s - LEAD_S)
 
 
 def _outcomes(trace: Sequence[TraceRequest], texts: Texts) -> list[RequestOutcome]:

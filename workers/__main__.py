@@ -39,7 +39,8 @@ from runtime.process import exit_code_of
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import first_error, outcome_unless
-from runtime.tracing import Tracing, open_tracing
+from runtime.tracing import Tracing
+from runtime.tracing_setup import open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError, NameTakenError
 from workers.host.metrics import WorkerMetrics
@@ -62,31 +63,31 @@ async def serve(config: Config, count: int = 1) -> None:
         raise ConfigError(
             "--count is for simulated engines: a real one takes a process of its own."
         )
-    stop = _Stop()
+    stop = _ShutdownRequest()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.tell)
+        loop.add_signal_handler(number, stop.request)
     async with monitored("worker", config.metrics) as monitor:
         await _serve(config, count, stop, monitor)
 
 
-class _Stop:
-    """What signals say to the ``workers`` of this process: to drain; told once more, to hurry.
+class _ShutdownRequest:
+    """What signals say to the ``workers`` of this process: to drain; requested once more, to hurry.
     ``reason`` is what else ends them."""
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()
+        self.requested = asyncio.Event()
         self.reason: MillraceError | None = None
         self.workers: list[Worker] = []
 
-    def tell(self) -> None:
-        if self.told.is_set():
+    def request(self) -> None:
+        if self.requested.is_set():
             for worker in self.workers:
-                worker.hurry()
-        self.told.set()
+                worker.force_shutdown()
+        self.requested.set()
 
 
-async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> None:
+async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Monitor) -> None:
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
@@ -102,9 +103,9 @@ async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> N
     try:
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(_hold_name(own_name, stop), name="hold the name")
-            lives = [
+            running = [
                 group.create_task(
-                    _live(
+                    _run_worker(
                         bus,
                         settings,
                         served_model,
@@ -117,16 +118,16 @@ async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> N
                     ),
                     name=settings.name,
                 )
-                for settings in _each(config.worker, count)
+                for settings in _worker_configs(config.worker, count)
             ]
-            await asyncio.wait(lives)
+            await asyncio.wait(running)
             holding.cancel()
         if stop.reason is not None:
             raise stop.reason
     except* MillraceError as failed:
         raise first_error(failed) from None
     finally:
-        await _give_back(own_name)
+        await _release_name(own_name)
         await settlements.close(_LAST_SETTLEMENTS_S)
         await redis.close()
         await index.close()
@@ -135,7 +136,7 @@ async def _serve(config: Config, count: int, stop: _Stop, monitor: Monitor) -> N
             await tracing.close()
 
 
-async def _hold_name(own_name: WorkerName, stop: _Stop) -> None:
+async def _hold_name(own_name: WorkerName, stop: _ShutdownRequest) -> None:
     """Raises NameTakenError if another has it; one that is lost later ends the workers in order."""
     await own_name.claim()
     try:
@@ -143,10 +144,10 @@ async def _hold_name(own_name: WorkerName, stop: _Stop) -> None:
     except NameTakenError as error:
         logger.warning("another worker has the name of this one", extra={"holder": error.holder})
         stop.reason = error
-        stop.tell()
+        stop.request()
 
 
-async def _give_back(own_name: WorkerName) -> None:
+async def _release_name(own_name: WorkerName) -> None:
     try:
         async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
             await own_name.give_back()
@@ -154,26 +155,26 @@ async def _give_back(own_name: WorkerName) -> None:
         logger.warning("the name could not be given back; it is free in a moment")
 
 
-def _each(config: WorkerConfig, count: int) -> list[WorkerConfig]:
+def _worker_configs(config: WorkerConfig, count: int) -> list[WorkerConfig]:
     if count == 1:
         return [config]
     return [replace(config, name=f"{config.name}-{i}") for i in range(1, count + 1)]
 
 
-async def _live(
+async def _run_worker(
     bus: Bus,
     config: WorkerConfig,
     served_model: ServedModel,
     index: GenerationIndex,
     settlements: Settlements,
-    stop: _Stop,
+    stop: _ShutdownRequest,
     metrics: WorkerMetrics,
     tracing: Tracing | None,
     own_name: WorkerName,
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
-    first = await outcome_unless(stop.told, start())
+    first = await outcome_unless(stop.requested, start())
     if first is None:
         return
     engine = EngineKeeper(first, start, clock)
@@ -187,7 +188,7 @@ async def _live(
         gc.set_threshold(*_GC_THRESHOLDS)
         model = served_model.entry.name
         logger.info("serving", extra={"model": model, "worker_id": worker.worker_id})
-        await worker.run(stop.told)
+        await worker.run(stop.requested)
     finally:
         await engine.close()
 
@@ -197,7 +198,7 @@ def _trouble(bus: Bus, metrics: WorkerMetrics, count: int) -> str:
     if metrics.num_workers < count:
         return "the engine is starting"
     if not bus.connected:
-        return "the message bus is away"
+        return "the message bus is unreachable"
     return "draining" if metrics.all_drain else ""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from bus.fleet.desired_replicas import WantedWorkers
+from bus.fleet.desired_replicas import DesiredReplicas
 from cli.local.supervisor import Process, StartError
 from runtime.clock import Clock
 from runtime.tasks import Tasks
@@ -71,7 +71,7 @@ class WorkerScaler:
         self._max_workers = max_workers
         self._clock = clock
         self._say = say
-        self._wanted = WantedWorkers()
+        self._desired = DesiredReplicas()
         self._places: dict[str, _Place] = {}  # in the order of their starts
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long it is
         self._tasks = Tasks()
@@ -86,20 +86,20 @@ class WorkerScaler:
         if self._closed:
             return
         now_s = self._clock.monotonic()
-        self._wanted.note(status, now_s)
-        wanted = min(self._wanted.of(status.model, now_s) or 0, self._max_workers)
+        self._desired.note(status, now_s)
+        desired = min(self._desired.of(status.model, now_s) or 0, self._max_workers)
         places = [place for place in self._places.values() if place.model == status.model]
         here = [place for place in places if place.state is not _State.STOPPING]
-        if len(here) < wanted:
+        if len(here) < desired:
             if now_s >= self._pauses.get(status.model, (now_s, 0.0))[0]:
-                for _ in range(wanted - len(here)):
-                    self._start(status.model, wanted)
+                for _ in range(desired - len(here)):
+                    self._start(status.model, desired)
         elif (
-            len(here) > wanted
+            len(here) > desired
             and len(here) == len(places)
-            and self._wanted.is_settled(status.model, now_s)
+            and self._desired.is_settled(status.model, now_s)
         ):
-            self._stop(self._least_needed(here), wanted)
+            self._stop(self._least_needed(here), desired)
 
     async def close(self) -> None:
         """Start and stop nothing more; what is there stays to the supervisor."""
@@ -114,15 +114,15 @@ class WorkerScaler:
 
         return min(enumerate(places), key=rank)[1]
 
-    def _start(self, model: str, wanted: int) -> None:
+    def _start(self, model: str, desired: int) -> None:
         names = (f"worker-{number}" for number in itertools.count(1))
         name = next(name for name in names if name not in self._places)
-        self._say(f"{name} is starting: {_are(wanted)} wanted for {model}")
+        self._say(f"{name} is starting: {_are(desired)} wanted for {model}")
         place = self._places[name] = _Place(name, model, _State.STARTING)
         place.starting = self._tasks.spawn(self._bring_up(place), f"start {name}")
 
-    def _stop(self, place: _Place, wanted: int) -> None:
-        self._say(f"{place.name} is stopping: {_are(wanted)} wanted for {place.model}")
+    def _stop(self, place: _Place, desired: int) -> None:
+        self._say(f"{place.name} is stopping: {_are(desired)} wanted for {place.model}")
         place.state = _State.STOPPING
         self._tasks.spawn(self._take_down(place), f"stop {place.name}")
 

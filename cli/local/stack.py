@@ -266,7 +266,7 @@ class Stack:
             ready=lambda: self._worker_is_there(name),
             start_timeout_s=600.0,
             stop_timeout_s=self.plan.config.worker.drain_timeout_s + _GOODBYE_S,
-            hurry_after_s=1.0,
+            force_after_s=1.0,
             stage=_WORKERS,
         )
 

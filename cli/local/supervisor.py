@@ -36,7 +36,7 @@ class Process:
     ``before_start`` runs before each start, ``ready`` is polled until it holds, ``on_restart`` runs
     after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
     take to end after SIGTERM. When all stop, those of a higher ``stage`` do before the others, and
-    one with ``hurry_after_s`` is told again then: there is nobody left who could take over.
+    one with ``force_after_s`` gets a second SIGTERM: no process is left that could take over.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Process:
     ready: Ready | None = None
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 3.0
-    hurry_after_s: float | None = None
+    force_after_s: float | None = None
     stage: int = 0
     on_restart: Callable[[], Awaitable[None]] | None = None
 
@@ -104,16 +104,16 @@ class Supervisor:
 
     async def _halt_with_all(self, running: _Running, left_s: float) -> None:
         process = running.process
-        await self._halt(running, min(process.stop_timeout_s, left_s), process.hurry_after_s)
+        await self._halt(running, min(process.stop_timeout_s, left_s), process.force_after_s)
 
     async def _halt(
-        self, running: _Running, within_s: float, hurry_after_s: float | None = None
+        self, running: _Running, within_s: float, force_after_s: float | None = None
     ) -> None:
         if running.watcher is not None:
             running.watcher.cancel()
             await asyncio.gather(running.watcher, return_exceptions=True)
         if running.handle is not None:
-            await _end(running.handle, within_s, hurry_after_s)
+            await _end(running.handle, within_s, force_after_s)
         self._pid_file(running).unlink(missing_ok=True)
 
     async def _spawn(self, running: _Running) -> None:
@@ -209,12 +209,12 @@ def _die_with_parent() -> None:
 
 
 async def _end(
-    handle: asyncio.subprocess.Process, within_s: float, hurry_after_s: float | None = None
+    handle: asyncio.subprocess.Process, within_s: float, force_after_s: float | None = None
 ) -> None:
-    """SIGTERM, once more after ``hurry_after_s``, then SIGKILL for the process and whatever it had
+    """SIGTERM, once more after ``force_after_s``, then SIGKILL for the process and whatever it had
     started."""
-    hurry_after_s = min(within_s, hurry_after_s or within_s)
-    for wait_s in (hurry_after_s, within_s - hurry_after_s):
+    force_after_s = min(within_s, force_after_s or within_s)
+    for wait_s in (force_after_s, within_s - force_after_s):
         if handle.returncode is None and wait_s > 0:
             _signal_group(handle.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):

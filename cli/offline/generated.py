@@ -18,7 +18,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prepared job, whose request id is the number of its line, and what only the engine is told.
 
     ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
-    after the first step that could have run it) the caller goes away.
+    after the first step that could have run it) it is cancelled.
     """
 
     id: str | int
@@ -57,7 +57,7 @@ class Choice:
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def take(self, output: EngineOutput, now_s: float, limit: int | None) -> None:
+    def add_output(self, output: EngineOutput, now_s: float, limit: int | None) -> None:
         """Add what a step made, but no more than ``limit`` tokens and nothing behind a stop
         string."""
         for at, token_id in enumerate(output.token_ids[:limit]):
@@ -79,7 +79,7 @@ class Choice:
 
 
 class Generated:
-    """A request's answer: ``choices`` as many as it asked for. ``cancelled``: the caller went away
+    """A request's answer: ``choices`` as many as it asked for. ``cancelled``: it was cancelled
     before they had all ended. Owns nothing in the engine: ``OfflineBatch`` cancels there."""
 
     def __init__(self, request: OfflineRequest, tokenizer: Tokenizer, added_s: float) -> None:
@@ -114,7 +114,7 @@ class Generated:
         """The error of the first choice that failed."""
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
-    def take(self, output: EngineOutput, now_s: float) -> bool:
+    def add_output(self, output: EngineOutput, now_s: float) -> bool:
         """Add what a step made for one of the choices; whether that was the end of it all."""
         if self.ended:
             return False
@@ -127,7 +127,7 @@ class Generated:
             self.prompt_logprobs = output.prompt_logprobs
         choice = self.choices[output.choice]
         if not choice.ended:
-            choice.take(output, now_s, self._num_tokens_left())
+            choice.add_output(output, now_s, self._num_tokens_left())
         if output.error is not None and not self._started:
             # Refused as a whole: that is said once.
             self._num_in_engine = 0
@@ -135,14 +135,14 @@ class Generated:
                 other.error = output.error
         limit = self.request.cancel_after_tokens
         if limit and self.num_tokens >= limit and not self.ended:
-            self.leave()
+            self.cancel()
         return self.ended
 
-    def leave(self) -> None:
-        """The caller goes away."""
+    def cancel(self) -> None:
+        """The caller wants no more of it."""
         self.cancelled = True
 
     def _num_tokens_left(self) -> int | None:
-        """Until the caller goes away."""
+        """Until the request is cancelled."""
         limit = self.request.cancel_after_tokens
         return None if limit is None else max(0, limit - self.num_tokens)

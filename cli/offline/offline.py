@@ -72,7 +72,7 @@ class OfflineBatch:
         self._max_batch = max_batch
         self._monotonic = monotonic
         self._running: dict[str, Generated] = {}
-        self._leaving: list[Generated] = []
+        self._cancelling: list[Generated] = []
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         self._num_requests = self._num_failed = self._num_cancelled = 0
@@ -94,7 +94,7 @@ class OfflineBatch:
                 break
             outputs = self._engine.step()
             on_tokens(sum(len(output.token_ids) for output in outputs))
-            yield from self._take(outputs)
+            yield from self._add_outputs(outputs)
             self._wall_s = self._monotonic() - started_s
 
     def summary(self, num_refused: int = 0) -> Summary:
@@ -119,20 +119,20 @@ class OfflineBatch:
         generated = Generated(request, self._tokenizer, self._monotonic())
         self._running[request.job.request_id] = generated
         if request.cancel_after_tokens == 0:
-            self._leaving.append(generated)
+            self._cancelling.append(generated)
         self._engine.add(request.engine_request(self._tokenizer.eos_token_ids))
 
-    def _take(self, outputs: Sequence[EngineOutput]) -> Iterator[Generated]:
+    def _add_outputs(self, outputs: Sequence[EngineOutput]) -> Iterator[Generated]:
         now_s = self._monotonic()
         ended: list[Generated] = []
         for output in outputs:
             generated = self._running.get(output.request_id)
-            if generated is not None and generated.take(output, now_s):
+            if generated is not None and generated.add_output(output, now_s):
                 ended.append(generated)
-        leaving, self._leaving = self._leaving, []
-        for generated in leaving:
+        cancelling, self._cancelling = self._cancelling, []
+        for generated in cancelling:
             if not generated.ended:
-                generated.leave()
+                generated.cancel()
                 ended.append(generated)
         for generated in ended:
             request_id = generated.request.job.request_id

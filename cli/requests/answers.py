@@ -116,7 +116,7 @@ async def _fill_gaps(bus: Bus, job: Job, printer: StreamPrinter) -> None:
             replay = Replay(
                 request_id=job.request_id, from_index=printer.next_index, reply=job.reply
             )
-            # No answer: the worker or the bus is away, and is asked again.
+            # The worker or the bus is unreachable: asked again.
             with contextlib.suppress(MillraceError):
                 await bus.control.command(printer.worker_id, replay, _REPLAY_TIMEOUT_S)
         await asyncio.sleep(_REPLAY_INTERVAL_S)

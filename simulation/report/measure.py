@@ -23,7 +23,7 @@ from simulation.report.report import (
 )
 from simulation.settings import Settings
 from simulation.traces.trace import TraceRequest
-from simulation.workers.fleet import Life
+from simulation.workers.fleet import WorkerIncarnation
 from simulation.world import Result
 
 _MAX_BINS = 120
@@ -62,15 +62,15 @@ def policy_report(name: str, result: Result, settings: Settings) -> PolicyReport
     overall = _group(columns, everyone, settings.slo, quantiles=True)
     tiers = [tier for tier in Tier if columns.of_tier(tier).any()]
     span_s = max(result.end_s, 1e-9)
-    memory_tokens = _memory_tokens(result.lives, span_s)
+    memory_tokens = _memory_tokens(result.incarnations, span_s)
     weight = settings.config.scheduler.output_weight
     fairness = {
         tier.value: fair
         for tier in tiers
         if (fair := fairness_of(columns, tier, span_s, weight, memory_tokens)) is not None
     }
-    up_s = sum(_up_s(life) for life in result.lives)
-    batches = [life.batch for life in result.lives if life.batch is not None]
+    up_s = sum(_up_s(worker) for worker in result.incarnations)
+    batches = [worker.batch for worker in result.incarnations if worker.batch is not None]
     return PolicyReport(
         policy=name,
         end_s=result.end_s,
@@ -91,8 +91,8 @@ def policy_report(name: str, result: Result, settings: Settings) -> PolicyReport
         num_deaths=result.num_deaths,
         num_runs_moved=sum(max(0, outcome.num_runs - 1) for outcome in result.outcomes),
         num_preemptions=sum(batch.num_preemptions for batch in batches),
-        cost=_cost(result.lives, overall, settings),
-        timeline=_timeline(columns, result.lives, span_s),
+        cost=_cost(result.incarnations, overall, settings),
+        timeline=_timeline(columns, result.incarnations, span_s),
     )
 
 
@@ -167,24 +167,24 @@ def _largest_tenants(columns: Columns) -> list[str]:
 # --- workers ---
 
 
-def _up_s(life: Life) -> float:
+def _up_s(worker: WorkerIncarnation) -> float:
     """For how long it could work."""
-    if life.up_s is None or life.gone_s is None:
+    if worker.up_s is None or worker.gone_s is None:
         return 0.0
-    return max(0.0, life.gone_s - max(life.up_s, 0.0))
+    return max(0.0, worker.gone_s - max(worker.up_s, 0.0))
 
 
-def _memory_tokens(lives: Sequence[Life], span_s: float) -> float:
+def _memory_tokens(workers: Sequence[WorkerIncarnation], span_s: float) -> float:
     """What the workers' caches hold together, in the mean."""
     return sum(
-        life.batch.capacity_tokens * _up_s(life) / span_s
-        for life in lives
-        if life.batch is not None
+        worker.batch.capacity_tokens * _up_s(worker) / span_s
+        for worker in workers
+        if worker.batch is not None
     )
 
 
-def _cost(lives: Sequence[Life], overall: Group, settings: Settings) -> Cost:
-    paid_s = sum(max(0.0, (life.gone_s or 0.0) - max(life.paid_s, 0.0)) for life in lives)
+def _cost(workers: Sequence[WorkerIncarnation], overall: Group, settings: Settings) -> Cost:
+    paid_s = sum(max(0.0, (worker.gone_s or 0.0) - max(worker.paid_s, 0.0)) for worker in workers)
     gpu_hours = paid_s * settings.gpus_per_worker / _S_PER_HOUR
     total = gpu_hours * settings.gpu_hour_price
     output = overall.output_tokens
@@ -201,7 +201,9 @@ def _cost(lives: Sequence[Life], overall: Group, settings: Settings) -> Cost:
 # --- time ---
 
 
-def _timeline(columns: Columns, lives: Sequence[Life], span_s: float) -> tuple[Bin, ...]:
+def _timeline(
+    columns: Columns, incarnations: Sequence[WorkerIncarnation], span_s: float
+) -> tuple[Bin, ...]:
     width_s = max(span_s / _MAX_BINS, 0.1)
     edges_s = np.arange(0.0, span_s + width_s * 0.999, width_s)
     middles_s = (edges_s[:-1] + edges_s[1:]) / 2
@@ -211,8 +213,8 @@ def _timeline(columns: Columns, lives: Sequence[Life], span_s: float) -> tuple[B
     running = columns.num_running_at(middles_s, everyone)
     arrivals, _ = np.histogram(columns.sent_s, edges_s)
     ends, _ = np.histogram(columns.end_s[columns.is_done], edges_s)
-    workers = [
-        sum(1 for life in lives if life.up_s is not None and life.up_s <= at_s < (life.gone_s or 0))
+    num_up = [
+        sum(one.up_s is not None and one.up_s <= at_s < (one.gone_s or 0) for one in incarnations)
         for at_s in middles_s
     ]
     first = columns.is_done & ~np.isnan(columns.first_s)
@@ -230,7 +232,7 @@ def _timeline(columns: Columns, lives: Sequence[Life], span_s: float) -> tuple[B
                 output_tokens_per_s=float(made[place]),
                 num_waiting=float(waiting[place]),
                 num_running=float(running[place]),
-                num_workers=float(workers[place]),
+                num_workers=float(num_up[place]),
                 ttft_p50_ms=float(np.median(within)) if len(within) else None,
             )
         )

@@ -12,14 +12,14 @@ from schemas.config import WorkerConfig
 from schemas.control import Cancel, QueueStatus
 from simulation.outcomes import Outcomes
 from simulation.settings import Settings
-from simulation.workers.heartbeats import Heartbeats
+from simulation.workers.heartbeats import Heartbeats, WorkerIdentity
 from simulation.workers.leaps import LeapingBatch
 from simulation.workers.worker import SimulatedWorker, Spawn
 from workers.simulated.latency_model import LatencyModel
 
 
 @dataclass
-class Life:
+class WorkerIncarnation:
     """When a worker was there, in seconds: paid for from ``paid_s`` on, able to work from ``up_s``
     on, gone at ``gone_s``; and what it did."""
 
@@ -31,7 +31,7 @@ class Life:
     batch: LeapingBatch | None = field(default=None, repr=False)
 
     def count_from(self, start_s: float, end_s: float) -> None:
-        """Have its times, which are the loop's, count from ``start_s``; what still lives was there
+        """Have its times, which are the loop's, count from ``start_s``; what still runs was there
         until ``end_s``."""
         self.paid_s -= start_s
         self.up_s = None if self.up_s is None else self.up_s - start_s
@@ -40,22 +40,22 @@ class Life:
 
 @dataclass
 class _Place:
-    """Where one worker after the other lives."""
+    """Where one worker after the other runs."""
 
     name: str
     model: str
     phase: float
     rng: random.Random
     number: int = 0
-    num_lives: int = 0
+    num_incarnations: int = 0
     worker: SimulatedWorker | None = None
-    life: Life | None = None
+    incarnation: WorkerIncarnation | None = None
     wanted: bool = True
     death: asyncio.TimerHandle | None = None
 
 
 class Fleet:
-    """Owns the workers. ``lives`` is all there ever were, of which each costs money."""
+    """Owns the workers. ``incarnations`` is all there ever were, of which each costs money."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Fleet:
         spawn: Spawn,
         start_s: float,
     ) -> None:
-        self.lives: list[Life] = []
+        self.incarnations: list[WorkerIncarnation] = []
         self.num_deaths = 0
         self._bus = bus
         self._clock = clock
@@ -109,19 +109,21 @@ class Fleet:
         self._all.append(place)
         return place
 
-    # --- lives ---
+    # --- incarnations ---
 
     async def _begin(self, place: _Place, delay_s: float) -> None:
-        """Start a life, which is paid for from now on and works ``delay_s`` later."""
-        place.num_lives += 1
-        life = place.life = Life(place.name, place.model, paid_s=self._loop.time())
-        self.lives.append(life)
+        """Start an incarnation, which is paid for from now on and works ``delay_s`` later."""
+        place.num_incarnations += 1
+        incarnation = place.incarnation = WorkerIncarnation(
+            place.name, place.model, paid_s=self._loop.time()
+        )
+        self.incarnations.append(incarnation)
         if delay_s > 0:
             await self._clock.sleep(delay_s)
-            if place.life is not life:
+            if place.incarnation is not incarnation:
                 return  # it was not wanted any more before it was there
         worker = place.worker = self._new_worker(place)
-        life.up_s, life.batch = self._loop.time(), worker.batch
+        incarnation.up_s, incarnation.batch = self._loop.time(), worker.batch
         await worker.start()
         if self._settings.mtbf_s > 0:
             lasts_s = place.rng.expovariate(1 / self._settings.mtbf_s)
@@ -141,9 +143,7 @@ class Fleet:
             self._bus,
             self._clock,
             self._config,
-            f"{place.name}-{place.num_lives}",
-            place.name,
-            place.model,
+            WorkerIdentity(f"{place.name}-{place.num_incarnations}", place.name, place.model),
             place.phase,
             self._latency.prefill_tokens_per_s,
             self._spawn,
@@ -168,16 +168,16 @@ class Fleet:
         self._end_life(place)
         await worker.kill()
         await self._clock.sleep(self._settings.restart_s)
-        if place.wanted and place.life is None:
+        if place.wanted and place.incarnation is None:
             await self._begin(place, self._latency.start_s)
 
     def _end_life(self, place: _Place) -> None:
         place.worker = None
         if place.death is not None:
             place.death.cancel()
-        if place.life is not None:
-            place.life.gone_s = self._loop.time()
-            place.life = None
+        if place.incarnation is not None:
+            place.incarnation.gone_s = self._loop.time()
+            place.incarnation = None
 
     def _on_idle(self, place: _Place, worker: SimulatedWorker) -> None:
         if place.worker is worker:
@@ -199,7 +199,7 @@ class Fleet:
         places = self._places[model]
         here = [place for place in places if place.wanted]
         for _ in range(desired - len(here)):
-            free = next((p for p in places if not p.wanted and p.life is None), None)
+            free = next((p for p in places if not p.wanted and p.incarnation is None), None)
             place = free or self._new_place(model)
             place.wanted = True
             self._spawn(self._begin(place, self._latency.start_s))
@@ -209,8 +209,8 @@ class Fleet:
             place.wanted = False
             if place.worker is not None:
                 self._spawn(self._drain(place, place.worker))
-            elif place.life is not None:
-                place.life.gone_s, place.life = self._loop.time(), None
+            elif place.incarnation is not None:
+                place.incarnation.gone_s, place.incarnation = self._loop.time(), None
 
     async def _drain(self, place: _Place, worker: SimulatedWorker) -> None:
         await worker.drain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from bus.api import Bus
 from runtime.clock import Clock
@@ -19,26 +19,32 @@ _NOTABLE_SHARE = 1 / 8
 _URGENT_GAP_S = 0.05
 
 
+class WorkerIdentity(NamedTuple):
+    """``worker_id`` is of one incarnation; ``name`` stays when the worker is started again."""
+
+    worker_id: str
+    name: str
+    model: str
+
+
 class Heartbeats:
-    """Announces one life of a worker every ``heartbeat_s`` and, sooner, when much room came free;
-    with that, no more often than every ``prefix_report_s``, what the cache holds."""
+    """Announces one incarnation of a worker every ``heartbeat_s`` and, sooner, when much room came
+    free; with that, no more often than every ``prefix_report_s``, what the cache holds."""
 
     def __init__(
         self,
         bus: Bus,
         clock: Clock,
         config: WorkerConfig,
-        worker_id: str,
-        name: str,
-        model: str,
+        identity: WorkerIdentity,
         phase: float,
         prefill_tokens_per_s: float,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         """``phase`` from 0 to 1 keeps the heartbeats of a fleet from coming all at once."""
-        self.worker_id = worker_id
-        self.name = name
-        self.model = model
+        self.worker_id = identity.worker_id
+        self.name = identity.name
+        self.model = identity.model
         self.draining = False
         self._bus = bus
         self._clock = clock

@@ -37,7 +37,7 @@ _TIERS = tuple(Tier)
 
 
 class SimulatedWorker:
-    """One life of a worker: it takes dispatches, runs them as its batch says, and tells frames,
+    """One incarnation of a worker: it runs dispatches as its batch says, and publishes frames,
     record, ack and notice of each that ends, in this order.
 
     ``on_idle`` is called when it drains and holds nothing any more. ``spawn`` runs what it sends.
@@ -72,7 +72,7 @@ class SimulatedWorker:
         self._subscriptions: list[Subscription] = []
         self._loops: list[asyncio.Task[None]] = []
 
-    # --- life ---
+    # --- start and end ---
 
     async def start(self) -> None:
         self.alive = True

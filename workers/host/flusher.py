@@ -10,7 +10,8 @@ from bus.api import FrameStreams
 from runtime.clock import Clock
 from schemas.errors import MillraceError
 from schemas.frames import Frame
-from workers.host.generations.generation import Generation, Route
+from workers.host.generations.generation import Generation
+from workers.host.generations.state import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Flusher:
         self._last_flush_s = -interval_s
         self._marked: dict[Generation, None] = {}
         self._has_marked = asyncio.Event()
-        self._outgoing: dict[Route, list[tuple[str, Frame]]] = {}
+        self._outgoing: dict[Listener, list[tuple[str, Frame]]] = {}
         self._has_outgoing = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -42,26 +43,26 @@ class Flusher:
     def flush_now(self, generation: Generation, *after: Frame) -> None:
         """Send its unsent tokens at once, then the frames ``after`` them."""
         self._marked.pop(generation, None)
-        self.post(generation, [*generation.take_unflushed(), *after])
+        self.post(generation, [*generation.pop_unflushed(), *after])
 
     def post(self, generation: Generation, frames: Sequence[Frame]) -> None:
         """Send frames to all listeners of a generation at once."""
-        for route in generation.routes:
-            self.post_to(route, generation.request_id, frames)
+        for listener in generation.delivery.listeners:
+            self.post_to(listener, generation.request_id, frames)
 
-    def post_to(self, route: Route, request_id: str, frames: Iterable[Frame]) -> None:
+    def post_to(self, listener: Listener, request_id: str, frames: Iterable[Frame]) -> None:
         """Send frames of a request to one listener at once."""
-        outgoing = self._outgoing.get(route)
+        outgoing = self._outgoing.get(listener)
         if outgoing is None:
-            outgoing = self._outgoing[route] = []
+            outgoing = self._outgoing[listener] = []
         outgoing.extend((request_id, frame) for frame in frames)
         self._has_outgoing.set()
 
     def forget(self, generation: Generation) -> None:
         """Send nothing more for a generation, nor what was posted and is not with the bus yet."""
         self._marked.pop(generation, None)
-        for route in generation.routes:
-            posted = self._outgoing.get(route)
+        for listener in generation.delivery.listeners:
+            posted = self._outgoing.get(listener)
             if posted:
                 posted[:] = [entry for entry in posted if entry[0] != generation.request_id]
 
@@ -88,7 +89,7 @@ class Flusher:
             self._last_flush_s = self._clock.monotonic()
             marked, self._marked = self._marked, {}
             for generation in marked:
-                self.post(generation, generation.take_unflushed())
+                self.post(generation, generation.pop_unflushed())
 
     async def _send_posted(self) -> None:
         while True:
@@ -96,24 +97,24 @@ class Flusher:
             self._has_outgoing.clear()
             outgoing, self._outgoing = self._outgoing, {}
             waiters, self._waiters = self._waiters, []
-            for route, frames in outgoing.items():
-                if not await self._send(route, frames) and len(frames) > 1:
+            for listener, frames in outgoing.items():
+                if not await self._send(listener, frames) and len(frames) > 1:
                     # One of them is at fault; sending the others twice does no harm.
                     for frame in frames:
-                        await self._send(route, [frame])
+                        await self._send(listener, [frame])
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    async def _send(self, route: Route, frames: Sequence[tuple[str, Frame]]) -> bool:
+    async def _send(self, listener: Listener, frames: Sequence[tuple[str, Frame]]) -> bool:
         """Whether the bus took the frames; a listener that sees a gap asks for a replay."""
         try:
             await self._frames.publish(
-                route.reply, frames, batch=route.batch, as_json=route.as_json
+                listener.reply, frames, batch=listener.batch, as_json=listener.as_json
             )
         except MillraceError as error:
             logger.warning(
-                "frames could not be sent", extra={"listener": route.reply, "code": error.code}
+                "frames could not be sent", extra={"listener": listener.reply, "code": error.code}
             )
             return False
         return True

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-from bus.api import Bus
 from bus.tenancy.settling import Settlements
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
 from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
 from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import Tier
-from schemas.records import RequestRecord, Status, TranscriptRecord
+from schemas.records import Status
 from workers.engine.types import DeviceTime, EngineOutput
-from workers.host.capacity import OK, Room, no, stale, veto_of_dispatch
+from workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
+from workers.host.context import WorkerContext
 from workers.host.endings.device_times import DeviceTimes
-from workers.host.endings.finalizer import Endings
-from workers.host.endings.records import request_record
-from workers.host.endings.transcripts import transcript_of, wants_transcript
+from workers.host.endings.finalizer import Finalizer
 from workers.host.flusher import Flusher
 from workers.host.generations.finished import EpochFloors, FinishedGenerations
-from workers.host.generations.generation import CANCELLED, EXPIRED, Generation, Outcome, Route
+from workers.host.generations.generation import (
+    CANCELLED,
+    EXPIRED,
+    Generation,
+    GenerationOutcome,
+)
 from workers.host.generations.latencies import RequestTimes
 from workers.host.generations.output_text import TextStream
+from workers.host.generations.state import Phase
 from workers.host.generations.tracing import RunTraces
 from workers.host.leases.index import Generations, IndexWriter
-from workers.host.leases.ownership import Tenure
-from workers.host.reports.completion_events import EndedNotices
-from workers.host.requeue import EngineKilledError, Readmission
-from workers.process.keeper import EngineKeeper
+from workers.host.leases.ownership import LeaseOwnership
+from workers.host.reports.completion_events import CompletionEvents
+from workers.host.requeue import EngineKilledError, Requeue
 
 # How long a worker that ends waits to hear what its requests took.
 _LAST_WORD_TIMEOUT_S = 0.3
@@ -41,60 +40,56 @@ logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """Owns the generations of one life of a worker: each runs from its dispatch until its outcome
-    is known, ends until its lease is acknowledged, and is remembered for replays then. ``on_room``
-    is called when there may be more room."""
+    """Owns the generations of one incarnation of a worker: each runs from its dispatch until its
+    outcome is known, is finalized until its lease is acknowledged, and is then kept for replays.
+    ``on_capacity`` is called when there may be more capacity."""
 
     def __init__(
         self,
-        bus: Bus,
-        config: WorkerConfig,
-        worker_id: str,
-        served_model: ServedModel,
-        engine: EngineKeeper,
-        clock: Clock,
+        context: WorkerContext,
         flusher: Flusher,
         index: IndexWriter,
         generations: Generations,
-        notices: EndedNotices,
-        on_room: Callable[[], None],
+        completions: CompletionEvents,
+        on_capacity: Callable[[], None],
         traces: RunTraces | None = None,
         settlements: Settlements | None = None,
     ) -> None:
+        config = context.config
         self.draining = False
-        self._bus = bus
-        self._worker_id = worker_id
-        self._model = served_model
-        self._engine = engine
-        self._clock = clock
+        self._context = context
+        self._model = context.model
+        self._engine = context.engine
+        self._clock = context.clock
         self._flusher = flusher
         self._index = index
-        self._notices = notices
-        self._on_room = on_room
+        self._completions = completions
+        self._on_capacity = on_capacity
         self._traces = traces
-        self._room = Room(config.engine.max_num_sequences + config.max_num_waiting)
-        self._prefix_scope = config.prefix_scope
+        self._capacity = Capacity(config.engine.max_num_sequences + config.max_num_waiting)
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
-        self.tenure = Tenure(
-            bus, clock, generations, 2 * config.heartbeat_s, self._held, self._on_lost
+        self.ownership = LeaseOwnership(
+            context.bus,
+            self._clock,
+            generations,
+            2 * config.heartbeat_s,
+            self._held,
+            self._on_lost,
         )
         self._device_times = DeviceTimes()
-        self._endings = Endings(
-            bus,
+        self._finalizer = Finalizer(
+            context,
             flusher,
-            clock,
-            self._record,
-            self._transcript,
-            self._device_times.told,
-            self.tenure.confirm,
+            self._device_times,
+            self.ownership,
             self._on_acked,
             self._on_lost,
             settlements,
         )
-        self._finished = FinishedGenerations(clock, config.replay_memory_s)
+        self._finished = FinishedGenerations(self._clock, config.replay_memory_s)
         self._floors = EpochFloors()
-        self._readmission = Readmission(self._admit)
+        self._requeue = Requeue(self._admit)
         self.times = RequestTimes()
 
     @property
@@ -105,48 +100,50 @@ class Requests:
     @property
     def num_ending(self) -> int:
         """Requests whose lease is not acknowledged yet though they are over."""
-        return len(self._endings)
+        return len(self._finalizer)
 
     def num_held_by_tier(self) -> dict[Tier, int]:
         """Requests whose outcome is open, by tier."""
-        return self._room.num_held_by_tier()
+        return self._capacity.num_held_by_tier()
 
     def holds(self, request_id: str) -> bool:
         """Whether it runs or ends here: whether its lease is kept."""
-        return request_id in self._running or self._endings.get(request_id) is not None
+        return request_id in self._running or self._finalizer.get(request_id) is not None
 
     # --- commands ---
 
     def dispatch(self, dispatch: Dispatch) -> WorkerReply:
-        self.tenure.look()
+        self.ownership.check_for_gap()
         former = None
         known = self._find(dispatch.job.request_id)
         if known is not None:
             if dispatch.epoch <= known.epoch:
-                return OK if dispatch.lease == known.lease else stale(known.epoch)
+                return OK if dispatch.lease == known.lease.handle else stale(known.epoch)
             if known.continues(dispatch.resume_token_ids):
                 self._adopt(known, dispatch)
                 return OK
             # The client follows another run, whose tokens differ.
             former = known if self.holds(known.request_id) else None
             self._supersede(known)
-            self._device_times.when_told(known, lambda: self._notices.charge(known.charge()))
-        veto = self._veto(dispatch)
-        if veto is not None:
-            return veto
+            self._device_times.when_reported(
+                known, lambda: self._completions.add_served(known.pop_served())
+            )
+        rejection = self._rejection(dispatch)
+        if rejection is not None:
+            return rejection
         self._start(dispatch, former)
         return OK
 
-    def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
+    def _rejection(self, dispatch: Dispatch) -> WorkerReply | None:
         floor = self._floors.get(dispatch.job.request_id)
         if dispatch.epoch < floor:
             return stale(floor)
-        veto = veto_of_dispatch(dispatch, self._model.entry.name)
-        if veto is not None:
-            return veto
+        rejection = rejection_of_dispatch(dispatch, self._model.entry.name)
+        if rejection is not None:
+            return rejection
         if self.draining:
-            return no("draining", "this worker takes no new work")
-        return self._room.veto(dispatch.job.tier, len(self._running), len(self._endings))
+            return rejected("draining", "this worker takes no new work")
+        return self._capacity.rejection(dispatch.job.tier, len(self._running), len(self._finalizer))
 
     def _start(self, dispatch: Dispatch, former: Generation | None) -> None:
         job = dispatch.job
@@ -156,31 +153,33 @@ class Requests:
         if self._traces is not None:
             generation.trace = self._traces.start(dispatch)
         self._running[job.request_id] = generation
-        self._room.enter(job.tier)
+        self._capacity.add(job.tier)
         self._by_engine_id[generation.engine_id] = generation
         if former is not None:
-            self._device_times.go_on(former, generation, self._worker_id, generation.accepted_ns)
+            self._device_times.carry_over(
+                former, generation, self._context.worker_id, generation.timing.accepted_ns
+            )
         outcome = generation.resumed_outcome(self._model.eos_token_ids)
         if outcome is not None and job.sampling.prompt_logprobs is not None:
             generation.known_outcome, outcome = outcome, None
         if outcome is not None:
             self._end(generation, outcome)
-        elif _is_late(generation, generation.accepted_ns):
+        elif _is_late(generation, generation.timing.accepted_ns):
             self._end(generation, EXPIRED)
         else:
-            self._readmission.add(generation)
+            self._requeue.add(generation)
             self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
         """Another delivery of a job that runs or ran here: go on with it under the new lease."""
-        generation.adopt(dispatch, self._worker_id, self._clock.monotonic())
+        generation.adopt(dispatch, self._context.worker_id, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
         if generation.ended:
             self._flusher.flush_now(generation, *generation.closing_frames())
-            self._endings.begin(generation)
+            self._finalizer.start(generation)
         else:
-            if generation.started_ns:
-                self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+            if generation.timing.started_ns:
+                self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
             self._flusher.flush_now(generation)
 
     def cancel(self, cancel: Cancel) -> WorkerReply:
@@ -189,7 +188,7 @@ class Requests:
             self._floors.raise_to(cancel.request_id, cancel.below_epoch)
         generation = self._find(cancel.request_id)
         if generation is None:
-            return no("unknown_request", "no such request runs here")
+            return rejected("unknown_request", "no such request runs here")
         if superseded or cancel.below_epoch is not None:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
                 self._on_lost(generation)
@@ -200,20 +199,19 @@ class Requests:
 
     def replay(self, replay: Replay) -> WorkerReply:
         if replay.from_index < 0 or not replay.reply:
-            return no("bad_request", "a replay needs a reply and an index of 0 or more")
+            return rejected("bad_request", "a replay needs a reply and an index of 0 or more")
         generation = self._find(replay.request_id)
         if generation is None:
-            return no("unknown_request", "that request is not remembered here")
-        generation.add_listener(replay.reply)
+            return rejected("unknown_request", "that request is not remembered here")
+        listener = generation.listener(replay.reply)
+        generation.delivery.add(listener)
         frames: list[Frame] = []
-        if generation.started_ns:
-            frames.append(generation.started_frame(self._worker_id))
-        frames += [*generation.preface(), *generation.deltas(replay.from_index)]
+        if generation.timing.started_ns:
+            frames.append(generation.started_frame(self._context.worker_id))
+        frames += [*generation.pre_token_frames(), *generation.deltas(replay.from_index)]
         if generation.ended:
             frames += generation.closing_frames()
-        job = generation.job
-        route = Route(replay.reply, job.batch_frames, job.frames_as_json)
-        self._flusher.post_to(route, replay.request_id, frames)
+        self._flusher.post_to(listener, replay.request_id, frames)
         return OK
 
     # --- what the engine makes ---
@@ -227,7 +225,7 @@ class Requests:
                     self._device_times.note_late(output)
                 continue
             try:
-                self._take(generation, output, now_ns)
+                self._apply(generation, output, now_ns)
             except Exception as error:
                 logger.exception(
                     "an output could not be used", extra={"request_id": generation.request_id}
@@ -240,27 +238,28 @@ class Requests:
                     ),
                 )
         self.times.end_step(now_ns)
-        self._on_room()
+        self._on_capacity()
 
-    def _take(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
-        is_start, is_first = not generation.started_ns, not generation.first_token_ns
-        before_ns = generation.last_token_ns
-        outcome = generation.take(output, now_ns)
+    def _apply(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
+        before = generation.phase
+        before_ns = generation.timing.last_token_ns
+        outcome = generation.apply(output, now_ns)
         if output.token_ids:
-            self.times.note_tokens(generation, len(output.token_ids), before_ns)
-        if is_start:
-            self._flusher.post(generation, [generation.started_frame(self._worker_id)])
+            self.times.note_tokens(generation.timing, len(output.token_ids), before_ns)
+        has_advanced = generation.phase is not before
+        if has_advanced and before is Phase.QUEUED:
+            self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
         if outcome is None:
             if not output.token_ids:
                 return
-            self._readmission.note_token(generation)
-            if is_first:
+            self._requeue.note_token(generation)
+            if has_advanced:
                 self._flusher.flush_now(generation)
             else:
                 self._flusher.mark(generation)
         elif output.finished:
             if output.owes:
-                self._device_times.owe(generation)
+                self._device_times.expect_report(generation)
             self._end(generation, outcome)
         else:
             self._stop(generation, outcome)
@@ -272,54 +271,53 @@ class Requests:
     def on_engine_lost(self) -> None:
         """All that ran goes on in the next engine, but for a request that is to blame."""
         self._device_times.note_engine_lost(self._running.values())
-        blamed = self._readmission.engine_lost(self._running.values())
+        blamed = self._requeue.engine_lost(self._running.values())
         if blamed is not None:
             logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
             error = EngineKilledError()
             self._end(blamed, _failed(error.code, error.message))
 
     def on_engine_replaced(self) -> None:
-        self._readmission.engine_replaced()
-        self._on_room()
+        self._requeue.engine_replaced()
+        self._on_capacity()
 
     def _admit(self, generation: Generation) -> None:
-        salt = generation.job.tenant if self._prefix_scope == "tenant" else ""
+        salt = generation.job.tenant if self._context.config.prefix_scope == "tenant" else ""
         self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 
     # --- ends ---
 
-    def _stop(self, generation: Generation, outcome: Outcome) -> None:
+    def _stop(self, generation: Generation, outcome: GenerationOutcome) -> None:
         """End a generation that the engine would go on with."""
         self._cancel_in_engine(generation)
         self._end(generation, outcome)
 
     def _cancel_in_engine(self, generation: Generation) -> None:
         if self._engine.cancel(generation.engine_id):
-            self._device_times.owe(generation)
+            self._device_times.expect_report(generation)
 
-    def _end(self, generation: Generation, outcome: Outcome) -> None:
-        generation.outcome = outcome
-        generation.done_ns = self._clock.now_ns()
-        self.times.add_end(generation)
+    def _end(self, generation: Generation, outcome: GenerationOutcome) -> None:
+        generation.end(outcome, self._clock.now_ns())
+        self.times.add_end(generation.timing, outcome.status)
         self._drop(generation)
         self._finished.add(generation)
         self._flusher.flush_now(generation, *generation.closing_frames())
-        self._endings.begin(generation)
-        self._on_room()
+        self._finalizer.start(generation)
+        self._on_capacity()
 
     def _on_acked(self, generation: Generation) -> None:
         self._index.finish(generation.request_id, generation.epoch)
-        self._notices.add(generation.request_id, generation.charge())
+        self._completions.add(generation.request_id, generation.pop_served())
 
     def _on_lost(self, generation: Generation) -> None:
         """Another worker has it."""
         if self._find(generation.request_id) is generation:
             self._supersede(generation)
-            self._device_times.when_told(
+            self._device_times.when_reported(
                 generation,
-                lambda: self._notices.add(generation.request_id, generation.charge()),
+                lambda: self._completions.add(generation.request_id, generation.pop_served()),
             )
-            self._on_room()
+            self._on_capacity()
 
     def _supersede(self, generation: Generation) -> None:
         """Another run has the request: stop without a word, and leave the lease alone."""
@@ -327,16 +325,16 @@ class Requests:
         self._drop(generation)
         self._index.drop(generation.request_id)
         self._flusher.forget(generation)
-        self._endings.abandon(generation.request_id)
+        self._finalizer.abandon(generation.request_id)
         self._finished.discard(generation.request_id)
 
     def _drop(self, generation: Generation) -> None:
         if self._running.pop(generation.request_id, None) is not None:
-            self._room.leave(generation.job.tier)
+            self._capacity.remove(generation.job.tier)
         self._by_engine_id.pop(generation.engine_id, None)
         if generation.trace is not None:
             generation.trace.finish(generation)
-        self._readmission.remove(generation)
+        self._requeue.remove(generation)
 
     def expire_late(self) -> None:
         """End what has passed its deadline."""
@@ -345,48 +343,40 @@ class Requests:
             if _is_late(generation, now_ns):
                 self._stop(generation, EXPIRED)
 
-    async def give_back(self) -> None:
+    async def release_unfinished(self) -> None:
         """Send what was made so far, then let others go on with whatever has not ended. What may
         be another's already is left to lapse."""
-        unfinished = [*self._running.values(), *self._endings.generations()]
+        unfinished = [*self._running.values(), *self._finalizer.generations()]
         for generation in list(self._running.values()):
             self._cancel_in_engine(generation)
             self._flusher.flush_now(generation)
             self._drop(generation)
         await self._flusher.published()
-        await self._device_times.all_told(_LAST_WORD_TIMEOUT_S)
+        await self._device_times.wait_all_reported(_LAST_WORD_TIMEOUT_S)
         for generation in unfinished:
-            self._endings.abandon(generation.request_id)
-            is_ours = self.tenure.is_certain(generation)
+            self._finalizer.abandon(generation.request_id)
+            is_ours = self.ownership.is_confirmed(generation)
             if is_ours:
-                await self._bus.jobs.release(generation.lease)
-            self._notices.add(generation.request_id, generation.charge(), released=is_ours)
-        await self._notices.flush()
+                await self._context.bus.jobs.release(generation.lease.handle)
+            self._completions.add(generation.request_id, generation.pop_served(), released=is_ours)
+        await self._completions.flush()
 
     # --- shared ---
 
     def _find(self, request_id: str) -> Generation | None:
         return (
             self._running.get(request_id)
-            or self._endings.get(request_id)
+            or self._finalizer.get(request_id)
             or self._finished.get(request_id)
         )
 
     def held_leases(self) -> Iterator[str]:
         for generation in self._held():
-            yield generation.lease
+            yield generation.lease.handle
 
     def _held(self) -> Iterator[Generation]:
         yield from self._running.values()
-        yield from self._endings.generations()
-
-    def _record(self, generation: Generation) -> RequestRecord:
-        return request_record(generation, self._worker_id, self._model.entry.prices)
-
-    async def _transcript(self, generation: Generation) -> TranscriptRecord | None:
-        if not wants_transcript(generation):
-            return None
-        return await asyncio.to_thread(transcript_of, generation, self._model.tokenizer)
+        yield from self._finalizer.generations()
 
 
 def _is_late(generation: Generation, now_ns: int) -> bool:
@@ -394,5 +384,5 @@ def _is_late(generation: Generation, now_ns: int) -> bool:
     return deadline_ns is not None and now_ns >= deadline_ns
 
 
-def _failed(code: str, message: str) -> Outcome:
-    return Outcome(status=Status.FAILED, error_code=code, error_message=message)
+def _failed(code: str, message: str) -> GenerationOutcome:
+    return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)

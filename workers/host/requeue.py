@@ -1,4 +1,4 @@
-"""Which request the engine gets when: at once, or on trial after an engine has died."""
+"""Hands requests to the engine: at once, or one at a time after the engine crashed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineKilledError(MillraceError, code="engine_killed"):
-    """The engine died twice while it ran this request, the second time on trial."""
+    """The engine died twice while it ran this request, the second time tested alone."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -22,40 +22,40 @@ class EngineKilledError(MillraceError, code="engine_killed"):
         )
 
 
-class Readmission:
+class Requeue:
     """Hands running requests to the engine by ``admit``.
 
-    Normally at once. But whatever an engine had when it died may have killed it, so in the next
-    one these requests are tried: one at a time, each until it has made a token, small ones first
-    among those of equal priority. What comes anew waits behind them. If the engine dies again, the
-    one on trial is to blame. So a request that kills engines ends with its second, and the others
-    of its batch live on.
+    Normally at once. But any request that an engine had when it crashed may have killed it, so the
+    next engine gets these one at a time, each until it has made a token, small ones first among
+    those of equal priority. New requests wait behind them. If the engine crashes again, the request
+    that it ran alone is to blame. So a request that kills engines ends with its second, and the
+    others of its batch go on.
     """
 
     def __init__(self, admit: Callable[[Generation], None]) -> None:
         self._admit = admit
         self._has_engine = True
-        self._on_trial: Generation | None = None
+        self._tested: Generation | None = None
         self._suspects: dict[Generation, None] = {}
         self._newcomers: dict[Generation, None] = {}
 
     def add(self, generation: Generation) -> None:
-        """Run a request that no engine has had yet."""
-        if self._has_engine and self._on_trial is None:
+        """Run a request that no engine has run yet."""
+        if self._has_engine and self._tested is None:
             self._admit(generation)
         else:
             self._newcomers[generation] = None
 
     def note_token(self, generation: Generation) -> None:
         """The engine has made a token for it: it is cleared."""
-        if generation is self._on_trial:
+        if generation is self._tested:
             self._try_next()
 
     def remove(self, generation: Generation) -> None:
         """It is over."""
         self._newcomers.pop(generation, None)
         self._suspects.pop(generation, None)
-        if generation is self._on_trial:
+        if generation is self._tested:
             self._try_next()
 
     def engine_lost(self, running: Iterable[Generation]) -> Generation | None:
@@ -64,7 +64,7 @@ class Readmission:
         That one is to be ended; the others go on when there is another engine.
         """
         self._has_engine = False
-        blamed, self._on_trial = self._on_trial, None
+        blamed, self._tested = self._tested, None
         had = [g for g in running if g is not blamed and g not in self._newcomers]
         for generation in had:
             if generation.trace is not None:
@@ -79,13 +79,13 @@ class Readmission:
         self._try_next()
 
     def _try_next(self) -> None:
-        last, self._on_trial = self._on_trial, None
+        last, self._tested = self._tested, None
         if not self._has_engine:
             return
         if self._suspects:
-            self._on_trial = next(iter(self._suspects))
-            del self._suspects[self._on_trial]
-            self._admit(self._on_trial)
+            self._tested = next(iter(self._suspects))
+            del self._suspects[self._tested]
+            self._admit(self._tested)
             return
         if last is not None:
             logger.info("all requests go on in the new engine")

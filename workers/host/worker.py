@@ -1,4 +1,4 @@
-"""The worker's bus side: one life, from its first heartbeat to its last."""
+"""The worker's bus side: one incarnation, from its first heartbeat to its last."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from runtime.tracing import Tracing
 from schemas.config import WorkerConfig
 from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
 from schemas.errors import MillraceError
+from workers.host.context import WorkerContext
 from workers.host.flusher import Flusher
 from workers.host.generations.tracing import RunTraces
 from workers.host.leases.index import Generations, IndexWriter
 from workers.host.leases.keeper import LeaseKeeper
-from workers.host.reports.completion_events import EndedNotices
+from workers.host.reports.completion_events import CompletionEvents
 from workers.host.reports.device_watch import DeviceWatch
 from workers.host.reports.prefixes import PrefixReporter
 from workers.host.reports.status import StatusReporter
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """Serves ``ctl.worker.<worker_id>`` with an engine that is loaded; ``worker_id`` is unique to
-    this life. Everything that it starts ends with ``run``, except the engine."""
+    this incarnation. Everything that it starts ends with ``run``, except the engine."""
 
     def __init__(
         self,
@@ -52,28 +53,24 @@ class Worker:
     ) -> None:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
-        config = _settled(config, engine)
+        config = _with_engine_capacity(config, engine)
+        context = WorkerContext(self.worker_id, config, served_model, bus, engine, clock)
         self._bus = bus
         self._config = config
         self._engine = engine
         self._clock = clock
-        self._told_to_drain = asyncio.Event()
+        self._drain_requested = asyncio.Event()
         self._drained_s = math.inf
-        self._hurried = False
+        self._shutdown_forced = False
         self._flusher = Flusher(bus.frames, clock, config.flush_interval_ms / 1e3)
         self._index = IndexWriter(generations, self.worker_id)
-        self._notices = EndedNotices(bus.control, self.worker_id)
+        self._completions = CompletionEvents(bus.control, self.worker_id)
         self.requests = Requests(
-            bus,
-            config,
-            self.worker_id,
-            served_model,
-            engine,
-            clock,
+            context,
             self._flusher,
             self._index,
             generations,
-            self._notices,
+            self._completions,
             lambda: self._status.note_capacity(),
             None if tracing is None else RunTraces(tracing, clock, self.worker_id),
             settlements,
@@ -82,21 +79,7 @@ class Worker:
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
         )
         self.device = DeviceWatch(lambda: engine.device_uuid)
-        self._status = StatusReporter(
-            bus,
-            config,
-            self.worker_id,
-            served_model.entry.name,
-            served_model.context_window_tokens,
-            clock,
-            lambda: engine.stats,
-            lambda: engine.is_down,
-            lambda: self.requests.num_running,
-            self.requests.num_held_by_tier,
-            lambda: self.requests.num_ending,
-            served_model.entry.prices,
-            self.device,
-        )
+        self._status = StatusReporter(context, self.requests, self.device)
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
 
     @property
@@ -104,9 +87,9 @@ class Worker:
         """Samples that the bus did not take."""
         return self._status.num_samples_lost
 
-    def hurry(self) -> None:
-        """Give back what runs, now or as soon as the worker drains."""
-        self._hurried = True
+    def force_shutdown(self) -> None:
+        """Release what runs, now or as soon as the worker drains."""
+        self._shutdown_forced = True
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
@@ -120,10 +103,10 @@ class Worker:
         self._engine.on_device_times = self.requests.on_device_times
         self._engine.on_lost = self._on_engine_lost
         self._engine.on_replaced = self._on_engine_replaced
-        self._bus.on_reconnect(self._leases.hurry)
-        self._bus.on_reconnect(self._status.hurry)
+        self._bus.on_reconnect(self._leases.extend_now)
+        self._bus.on_reconnect(self._status.announce_soon)
         self._bus.on_reconnect(self._prefixes.report_whole)
-        self._bus.on_reconnect(self.requests.tenure.note_cut)
+        self._bus.on_reconnect(self.requests.ownership.note_disconnected)
         try:
             async with asyncio.TaskGroup() as group:
                 services = [
@@ -133,10 +116,10 @@ class Worker:
                         ("flusher", self._flusher.run()),
                         ("leases", self._leases.run()),
                         ("index", self._index.run()),
-                        ("ended notices", self._notices.run()),
-                        ("tenure", self.requests.tenure.run()),
+                        ("completion events", self._completions.run()),
+                        ("ownership", self.requests.ownership.run()),
                         ("watch", self._watch()),
-                        ("drain", self._drain_when_told()),
+                        ("drain", self._drain_when_requested()),
                     )
                 ]
                 await self._subscribe(subscriptions)
@@ -144,15 +127,15 @@ class Worker:
                 services.append(group.create_task(self._prefixes.run(), name="prefixes"))
                 self.ready.set()
                 await stopping.wait()
-                self._stop_taking()
+                self._start_draining()
                 await self._status.announce()
-                await self._empty()
+                await self._finish_drain()
                 for service in services:
                     service.cancel()
         except* MillraceError as failed:
             raise first_error(failed) from None
         finally:
-            await self._say_goodbye(subscriptions)
+            await self._announce_retirement(subscriptions)
 
     async def _subscribe(self, subscriptions: list[Subscription]) -> None:
         control = self._bus.control
@@ -170,7 +153,7 @@ class Worker:
                 return self.requests.replay(command)
             case Drain():
                 logger.info("draining", extra={"reason": command.reason})
-                self._stop_taking()
+                self._start_draining()
                 return WorkerReply(ok=True)
 
     def _on_cancel(self, cancel: Cancel) -> None:
@@ -178,43 +161,43 @@ class Worker:
 
     def _on_engine_lost(self) -> None:
         self.requests.on_engine_lost()
-        self._status.hurry()
+        self._status.announce_soon()
 
     def _on_engine_replaced(self) -> None:
         self.requests.on_engine_replaced()
-        self._status.hurry()
+        self._status.announce_soon()
 
     async def _watch(self) -> None:
         while True:
-            self.requests.tenure.look()
+            self.requests.ownership.check_for_gap()
             self.requests.expire_late()
             await self._clock.sleep(_CHECK_INTERVAL_S)
 
-    def _stop_taking(self) -> None:
+    def _start_draining(self) -> None:
         if not self.requests.draining:
             self.requests.draining = True
             self._drained_s = self._clock.monotonic() + self._config.drain_timeout_s
             self._status.drain()
-            self._told_to_drain.set()
+            self._drain_requested.set()
 
-    async def _drain_when_told(self) -> None:
-        await self._told_to_drain.wait()
-        await self._empty()
+    async def _drain_when_requested(self) -> None:
+        await self._drain_requested.wait()
+        await self._finish_drain()
 
-    async def _empty(self) -> None:
+    async def _finish_drain(self) -> None:
         """Go on with what nobody takes over until the time for it is up, then give back the rest
         for others to do."""
         while self.requests.num_running or self.requests.num_ending:
-            if self._hurried or self._clock.monotonic() >= self._drained_s:
+            if self._shutdown_forced or self._clock.monotonic() >= self._drained_s:
                 break
             await self._clock.sleep(_CHECK_INTERVAL_S)
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                await self.requests.give_back()
+                await self.requests.release_unfinished()
         except (MillraceError, TimeoutError):
             logger.warning("leases could not be given back; they lapse by themselves")
 
-    async def _say_goodbye(self, subscriptions: list[Subscription]) -> None:
+    async def _announce_retirement(self, subscriptions: list[Subscription]) -> None:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 await self._status.announce(retired=True)
@@ -225,7 +208,7 @@ class Worker:
             logger.warning("the bus was not there to be told of the end")
 
 
-def _settled(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:
+def _with_engine_capacity(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:
     """How many sequences run at a time, where the settings left that to the engine."""
     if config.engine.max_num_sequences:
         return config

@@ -122,7 +122,7 @@ async def test_when_all_stop_one_that_takes_its_time_is_told_twice(
             command=[sys.executable, "-c", _ENDS_WHEN_TOLD_TWICE],
             ready=ready,
             stop_timeout_s=30.0,
-            hurry_after_s=0.05,
+            force_after_s=0.05,
         )
     )
     await supervisor.stop(within_s=30.0)

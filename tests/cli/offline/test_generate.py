@@ -324,11 +324,11 @@ def test_a_caller_goes_away_after_some_tokens(checkpoint: Path) -> None:
 def test_choices_end_one_by_one(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     generated = Generated(_request("r", (5, 6), n=2), tokenizer, 0.0)
-    generated.take(EngineOutput(request_id="r", token_ids=(7,), started=True), 1.0)
-    generated.take(EngineOutput(request_id="r", choice=1, token_ids=(8,), started=True), 1.0)
-    generated.take(EngineOutput(request_id="r", error=("non_finite_logits", "why")), 2.0)
+    generated.add_output(EngineOutput(request_id="r", token_ids=(7,), started=True), 1.0)
+    generated.add_output(EngineOutput(request_id="r", choice=1, token_ids=(8,), started=True), 1.0)
+    generated.add_output(EngineOutput(request_id="r", error=("non_finite_logits", "why")), 2.0)
     before = generated.ended
-    generated.take(
+    generated.add_output(
         EngineOutput(request_id="r", choice=1, token_ids=(9,), finish_reason=FinishReason.LENGTH),
         2.0,
     )
@@ -339,6 +339,6 @@ def test_choices_end_one_by_one(checkpoint: Path) -> None:
 
 def test_a_refusal_ends_all_choices(checkpoint: Path) -> None:
     generated = Generated(_request("r", (5, 6), n=2), Tokenizer.load(checkpoint), 0.0)
-    generated.take(EngineOutput(request_id="r", error=("kv_capacity_exceeded", "why")), 1.0)
+    generated.add_output(EngineOutput(request_id="r", error=("kv_capacity_exceeded", "why")), 1.0)
     assert generated.ended
     assert generated.ended_in_engine

@@ -249,7 +249,7 @@ def test_each_model_has_workers_of_its_own() -> None:
     trace = [make_request(0.1 * n, model=("small", "large")[n % 2]) for n in range(20)]
     settings = msgspec.structs.replace(make_settings(), num_workers={"small": 2, "": 1})
     result = run_trace(trace, settings)
-    assert [life.model for life in result.lives] == ["large", "small", "small"]
+    assert [one.model for one in result.incarnations] == ["large", "small", "small"]
     _check_conserved(result.outcomes)
 
 

@@ -84,17 +84,17 @@ async def test_marks_within_a_line(page: Page) -> None:
         "<del>d</del>",
         "**a `*` and *b***": "<strong>a <code>*</code> and <em>b</em></strong>",
         "\\*a\\* **open *x": "*a* **open *x",
-        "one  \ntwo\nthree": "one<br>two\nthree",
+        "one  \ntwo\nthree": "one<br>\ntwo<br>\nthree",
         "&lt; <b>x</b>": "&amp;lt; &lt;b&gt;x&lt;/b&gt;",
         "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)": "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)",
     }
     shown = await page.evaluate(
         """async (texts) => {
-          const { inlineNodes } = await import("/static/chat/inline.js");
+          const { Markdown } = await import("/static/chat/markdown.js");
           return texts.map((text) => {
-            const root = document.createElement("p");
-            root.append(...inlineNodes(text));
-            return root.innerHTML;
+            const root = document.createElement("div");
+            new Markdown(root).show(text);
+            return root.firstChild.innerHTML;
           });
         }""",
         list(expected),

@@ -190,7 +190,7 @@ async def test_told_twice_it_gives_back_at_once(demo: ServedModel) -> None:
         await b.settle(0.5)
         assert b.run is not None
         assert not b.run.done()
-        b.worker.hurry()
+        b.worker.force_shutdown()
         await b.settle(0.5)
         assert b.run.done()
         assert [notice.released for notice in ended if notice.released] == [("r1",)]

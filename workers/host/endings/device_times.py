@@ -1,4 +1,4 @@
-"""What requests took of the worker's device, and when that is known for good."""
+"""Device times of requests, and when they are final."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PATIENCE_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class _Owed:
-    """Of one generation, the last of its device time is still to be told; ``then`` is done when it
+class _Expected:
+    """A generation whose last device time is still to be reported; ``then`` is called when it
     is."""
 
     __slots__ = ("generation", "then", "timer")
@@ -30,92 +30,94 @@ class _Owed:
 
 
 class DeviceTimes:
-    """Takes what engines tell to the generations.
+    """Adds the device times that engines report to the generations.
 
-    The last output of most says all. One that was cancelled, or that owed something in its last
-    output, is told of later, in a step or two; whoever wants all of it waits ``when_told``. It is
-    told for good when the engine has ended, or has said nothing for ``PATIENCE_S``.
+    The last output of most reports all of it. For one that was cancelled, or whose last output
+    ``owes`` some, the report follows in a step or two; ``when_reported`` waits for it. The time
+    is final when the engine has ended, or has reported nothing for ``PATIENCE_S``.
     """
 
     def __init__(self) -> None:
-        self._owed: dict[str, _Owed] = {}
+        self._expected: dict[str, _Expected] = {}
 
     def __len__(self) -> int:
-        return len(self._owed)
+        return len(self._expected)
 
-    def owe(self, generation: Generation) -> None:
-        """The engine will say the last of it."""
+    def expect_report(self, generation: Generation) -> None:
+        """The engine will report its last device time."""
         engine_id = generation.engine_id
-        if engine_id not in self._owed:
+        if engine_id not in self._expected:
             timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, engine_id)
-            self._owed[engine_id] = _Owed(generation, timer)
+            self._expected[engine_id] = _Expected(generation, timer)
 
     def note(self, times: Iterable[DeviceTime], running: dict[str, Generation]) -> None:
-        """What the engine said; ``running`` are the generations that it goes on with, by id."""
+        """Reports of the engine; ``running`` are the generations that it still runs, by id."""
         for time in times:
-            owed = self._owed.get(time.request_id)
-            if owed is not None:
-                owed.generation.device_use.note(time.device_us)
+            expected = self._expected.get(time.request_id)
+            if expected is not None:
+                expected.generation.device_use.note(time.device_us)
                 if time.over:
-                    self._told(time.request_id)
+                    self._settle(time.request_id)
             elif time.request_id in running:
                 running[time.request_id].device_use.note(time.device_us)
 
     def note_late(self, output: EngineOutput) -> None:
-        """An output of one that was cancelled meanwhile."""
-        owed = self._owed.get(output.request_id)
-        if owed is not None:
-            owed.generation.device_use.note(output.device_us)
+        """An output of a generation that was cancelled meanwhile."""
+        expected = self._expected.get(output.request_id)
+        if expected is not None:
+            expected.generation.device_use.note(output.device_us)
 
     def note_engine_lost(self, running: Iterable[Generation]) -> None:
-        """The engine has ended: of ``running`` and of all that owe, no more will be known of it."""
+        """The engine has ended: device times of ``running`` and of expected reports are final."""
         for generation in running:
             generation.device_use.note_engine_lost()
-        for engine_id in list(self._owed):
-            self._told(engine_id)
+        for engine_id in list(self._expected):
+            self._settle(engine_id)
 
-    def when_told(self, generation: Generation, then: Callable[[], None]) -> None:
-        """Do ``then`` once all is told, at once if it is."""
-        owed = self._owed.get(generation.engine_id)
-        if owed is None or owed.generation is not generation:
+    def when_reported(self, generation: Generation, then: Callable[[], None]) -> None:
+        """Call ``then`` once its device time is final, at once if it is."""
+        expected = self._expected.get(generation.engine_id)
+        if expected is None or expected.generation is not generation:
             then()
         else:
-            owed.then.append(then)
+            expected.then.append(then)
 
-    def go_on(self, former: Generation, to: Generation, worker_id: str, at_ns: int) -> None:
-        """A run of the same request goes on here from another: have it know what that one took."""
+    def carry_over(self, former: Generation, to: Generation, worker_id: str, at_ns: int) -> None:
+        """An attempt continues another on this worker: give it that one's device time."""
         to.lives = former.lives | to.lives
 
         def note() -> None:
-            if former.started_ns:
-                to.lives[former.epoch] = attempt_of(former, worker_id, former.done_ns or at_ns)
+            if former.timing.started_ns:
+                to.lives[former.epoch] = attempt_of(
+                    former, worker_id, former.timing.done_ns or at_ns
+                )
 
-        self.when_told(former, note)
+        self.when_reported(former, note)
 
-    async def told(self, generation: Generation) -> None:
-        """Returns when all is told."""
+    async def wait_reported(self, generation: Generation) -> None:
+        """Returns when its device time is final."""
         done = asyncio.Event()
-        self.when_told(generation, done.set)
+        self.when_reported(generation, done.set)
         await done.wait()
 
-    async def all_told(self, timeout_s: float) -> None:
-        """Returns when nothing is owed, or the time is up."""
+    async def wait_all_reported(self, timeout_s: float) -> None:
+        """Returns when nothing is expected, or the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
-                for owed in list(self._owed.values()):
-                    await self.told(owed.generation)
+                for expected in list(self._expected.values()):
+                    await self.wait_reported(expected.generation)
         except TimeoutError:
-            logger.warning("the engine did not say what requests took", extra={"num": len(self)})
+            logger.warning("the engine did not report device times", extra={"num": len(self)})
 
     def _give_up(self, engine_id: str) -> None:
         logger.warning(
-            "the engine did not say what a request took",
-            extra={"request_id": self._owed[engine_id].generation.request_id},
+            "the engine did not report a device time",
+            extra={"request_id": self._expected[engine_id].generation.request_id},
         )
-        self._told(engine_id)
+        self._settle(engine_id)
 
-    def _told(self, engine_id: str) -> None:
-        owed = self._owed.pop(engine_id)
-        owed.timer.cancel()
-        for then in owed.then:
+    def _settle(self, engine_id: str) -> None:
+        expected = self._expected.pop(engine_id)
+        expected.timer.cancel()
+        for then in expected.then:
             then()

@@ -1,4 +1,4 @@
-"""The end of a request, step by step, so that nothing is lost whenever the process dies."""
+"""The end of a request, step by step, so that a crash at any point loses nothing."""
 
 from __future__ import annotations
 
@@ -6,69 +6,65 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from bus.api import Bus
 from bus.tenancy.settling import Settlement, Settlements
-from runtime.clock import Clock
 from runtime.retry import doubling_delays, retry
 from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
-from schemas.records import RequestRecord, TranscriptRecord
+from schemas.records import RequestRecord
 from schemas.tenants import to_nano
-from workers.host.endings.records import job_result, smaller_results
+from workers.host.context import WorkerContext
+from workers.host.endings.device_times import DeviceTimes
+from workers.host.endings.records import job_result, request_record, smaller_results
+from workers.host.endings.transcripts import transcript_of, wants_transcript
 from workers.host.flusher import Flusher
 from workers.host.generations.generation import Generation
-from workers.host.leases.ownership import Standing
+from workers.host.leases.ownership import LeaseOwnership, Ownership
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _MAX_CONCURRENT = 256
-# A client has its answer by then: what a record waits for others costs nobody anything.
-_RECORD_PATIENCE_S = 0.02
+# The client has its answer by then, so a record may wait to be sent with others.
+_RECORD_LINGER_S = 0.02
 
 logger = logging.getLogger(__name__)
 
 
 class _NotOursError(Exception):
-    """Another run has the request, or may have it."""
+    """Another attempt owns the request, or may own it."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, ownership: Ownership) -> None:
         super().__init__()
-        self.standing = standing
+        self.ownership = ownership
 
 
-class Endings:
+class Finalizer:
     """Ends generations whose last frames are posted: result, transcript if it is to be kept,
-    record, what was set aside of its tenant's limits, ack, in this order. The record waits for
-    ``device_time_told``. Without ``settlements`` nothing is settled.
+    record, settlement of the tenant's reservation, ack, in this order. The record waits for
+    the final device time. Without ``settlements`` nothing is settled.
 
-    A task each, so that a slow one delays no other; a step that the bus refuses is tried again
-    until it succeeds. The lease is acknowledged only when all before it is stored, so a process
-    that dies in between leaves the job to be done again, and its record is not doubled. Before each
-    step ``confirm`` says whether the request is still ours. If it is another's, ``on_lost`` is
-    called; if nobody can say, the lease is left to lapse: the queue delivers the job again then,
-    and whoever gets it here goes on with this ending.
+    A task each, so that a slow one delays no other; a step that the bus refuses is retried until it
+    succeeds. The lease is acknowledged only when all before it is stored, so a process that dies in
+    between leaves the job to run again, and its record is not doubled. Before each step
+    ``ownership`` confirms the lease. If another attempt owns the request, ``on_lost`` is called; if
+    that cannot be known, the lease lapses: the queue delivers the job again, and a delivery to this
+    worker continues this ending.
     """
 
     def __init__(
         self,
-        bus: Bus,
+        context: WorkerContext,
         flusher: Flusher,
-        clock: Clock,
-        make_record: Callable[[Generation], RequestRecord],
-        make_transcript: Callable[[Generation], Awaitable[TranscriptRecord | None]],
-        device_time_told: Callable[[Generation], Awaitable[None]],
-        confirm: Callable[[Generation], Awaitable[Standing]],
+        device_times: DeviceTimes,
+        ownership: LeaseOwnership,
         on_acked: Callable[[Generation], None],
         on_lost: Callable[[Generation], None],
         settlements: Settlements | None = None,
     ) -> None:
-        self._bus = bus
+        self._context = context
+        self._bus = context.bus
         self._flusher = flusher
-        self._clock = clock
-        self._make_record = make_record
-        self._make_transcript = make_transcript
-        self._device_time_told = device_time_told
-        self._confirm = confirm
+        self._device_times = device_times
+        self._ownership = ownership
         self._on_acked = on_acked
         self._on_lost = on_lost
         self._settlements = settlements
@@ -83,11 +79,11 @@ class Endings:
         return None if entry is None else entry[0]
 
     def generations(self) -> list[Generation]:
-        """Those that are ending; their leases are still held."""
+        """Those being finalized; their leases are still extended."""
         return [generation for generation, _ in self._ending.values()]
 
-    def begin(self, generation: Generation) -> None:
-        """End a generation; if it is ending already it goes on, with the lease that it has now."""
+    def start(self, generation: Generation) -> None:
+        """Finalize a generation; one that is being finalized continues, under its current lease."""
         request_id = generation.request_id
         if request_id in self._ending:
             return
@@ -96,7 +92,7 @@ class Endings:
         task.add_done_callback(lambda ended: self._forget(request_id, ended))
 
     def abandon(self, request_id: str) -> None:
-        """Stop ending a request: another run answers it, or will."""
+        """Stop finalizing a request: another attempt answers it, or will."""
         entry = self._ending.pop(request_id, None)
         if entry is not None:
             entry[1].cancel()
@@ -112,57 +108,60 @@ class Endings:
                 await self._flusher.published()
                 if generation.job.store_result:
                     await self._store_result(generation)
-                transcript = await self._make_transcript(generation)
-                if transcript is not None:
-                    await self._keep(transcript, generation)
-                await self._device_time_told(generation)
-                record = self._make_record(generation)
-                await self._insist(
-                    lambda: self._bus.outbox.publish(record, _RECORD_PATIENCE_S), generation
+                if wants_transcript(generation):
+                    await self._store_transcript(generation)
+                await self._device_times.wait_reported(generation)
+                record = request_record(
+                    generation, self._context.worker_id, self._context.model.entry.prices
+                )
+                await self._retry(
+                    lambda: self._bus.outbox.publish(record, _RECORD_LINGER_S), generation
                 )
                 if generation.trace is not None:
                     generation.trace.record_published(generation)
-                if generation.reservation is not None:
-                    await self._insist(lambda: self._settle(generation, record), generation)
-                await self._insist(lambda: self._bus.jobs.ack(generation.lease), generation)
+                if generation.lease.reservation is not None:
+                    await self._retry(lambda: self._settle(generation, record), generation)
+                await self._retry(lambda: self._bus.jobs.ack(generation.lease.handle), generation)
                 self._on_acked(generation)
             except _NotOursError as error:
                 logger.warning(
-                    "a request is not ended here",
+                    "a request is not finalized here",
                     extra={
                         "request_id": generation.request_id,
-                        "standing": error.standing.name.lower(),
+                        "ownership": error.ownership.name.lower(),
                     },
                 )
-                if error.standing is Standing.LOST:
+                if error.ownership is Ownership.LOST:
                     self._on_lost(generation)
             except Exception:
                 # The lease lapses, and the job is delivered again.
                 logger.exception(
-                    "a request could not be ended", extra={"request_id": generation.request_id}
+                    "a request could not be finalized", extra={"request_id": generation.request_id}
                 )
 
     async def _settle(self, generation: Generation, record: RequestRecord) -> None:
-        """Once, whoever ends the job how often: it is remembered. While Redis is away it is tried
-        again in the background, which the lease does not wait for."""
-        reservation = generation.reservation
+        """Settle once, however often the job ends: settlements are remembered. While Redis is
+        unreachable it is retried in the background, and the lease does not wait for that."""
+        reservation = generation.lease.reservation
         if reservation is None or self._settlements is None:
             return
         num_tokens = record.prompt_tokens + record.completion_tokens
         await self._settlements.settle(
             Settlement(
                 request_id=reservation.reservation_id,
-                num_tokens=num_tokens if generation.started_ns else None,
-                cost_nano=to_nano(record.cost) if generation.started_ns else 0,
-                since_s=self._clock.monotonic(),
+                num_tokens=num_tokens if generation.timing.started_ns else None,
+                cost_nano=to_nano(record.cost) if generation.timing.started_ns else 0,
+                since_s=self._context.clock.monotonic(),
                 spent_keys=(reservation.spent_key,),
                 remember=True,
             )
         )
 
-    async def _keep(self, transcript: TranscriptRecord, generation: Generation) -> None:
+    async def _store_transcript(self, generation: Generation) -> None:
+        tokenizer = self._context.model.tokenizer
+        transcript = await asyncio.to_thread(transcript_of, generation, tokenizer)
         try:
-            await self._insist(lambda: self._bus.outbox.publish(transcript), generation)
+            await self._retry(lambda: self._bus.outbox.publish(transcript), generation)
         except PayloadTooLargeError as error:
             logger.warning(
                 "a transcript is too large to be kept",
@@ -182,20 +181,20 @@ class Endings:
     async def _try_to_store(
         self, result: JobResult, generation: Generation
     ) -> PayloadTooLargeError | None:
-        """None once it is stored; otherwise why the bus will never take it."""
+        """None once it is stored; otherwise why the bus will never accept it."""
         try:
-            await self._insist(lambda: self._bus.results.store(result), generation)
+            await self._retry(lambda: self._bus.results.store(result), generation)
         except PayloadTooLargeError as error:
             return error
         return None
 
-    async def _insist(self, step: Callable[[], Awaitable[None]], generation: Generation) -> None:
-        """Try until it succeeds. Raises what trying again cannot change."""
+    async def _retry(self, step: Callable[[], Awaitable[None]], generation: Generation) -> None:
+        """Retry until ``step`` succeeds. Raises _NotOursError and errors that are not retryable."""
 
         async def confirmed_step() -> None:
-            standing = await self._confirm(generation)
-            if standing is not Standing.HELD:
-                raise _NotOursError(standing)
+            ownership = await self._ownership.confirm(generation)
+            if ownership is not Ownership.HELD:
+                raise _NotOursError(ownership)
             await step()
 
         def on_failure(error: Exception, delay_s: float) -> None:
@@ -206,4 +205,4 @@ class Endings:
                 )
 
         delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
-        await retry(confirmed_step, delays, self._clock.sleep, on_failure=on_failure)
+        await retry(confirmed_step, delays, self._context.clock.sleep, on_failure=on_failure)

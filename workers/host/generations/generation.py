@@ -31,23 +31,17 @@ from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.device_use import DeviceUse
 from workers.host.generations.output_text import TextStream
+from workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
+# An attribute of an enum takes longer to look up, and each output does so.
+_QUEUED, _PREFILLING, _, _ENDED = Phase
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
-_MAX_LISTENERS = 4
 # Batch work has one below 0, so it makes way for everybody else's.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True):
-    """A listener, and how it wants its frames."""
-
-    reply: str
-    batch: bool
-    as_json: bool
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a generation ended; one for each terminal frame that a worker sends."""
 
     status: Status
@@ -56,12 +50,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error_message: str = ""
 
 
-STOPPED = Outcome(status=Status.DONE, finish_reason=FinishReason.STOP)
-LENGTH_REACHED = Outcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
-CANCELLED = Outcome(
+STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
+LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
+CANCELLED = GenerationOutcome(
     status=Status.CANCELLED, error_code="cancelled", error_message="The request was cancelled."
 )
-EXPIRED = Outcome(
+EXPIRED = GenerationOutcome(
     status=Status.EXPIRED,
     error_code="deadline_exceeded",
     error_message="The deadline passed before the end.",
@@ -81,92 +75,94 @@ class Trace(Protocol):
 
 
 class Generation:
-    """A running request: its lease and epoch, its tokens and their text, and its times.
+    """A request on this worker, from its dispatch to its end.
 
-    ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added.
-    The first ``num_resumed`` tokens were made by an earlier life and are with the client;
-    ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
-    token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for each of the
-    prompt. ``embedding`` is little-endian float32, empty until it is there. With ``known_outcome``
-    an earlier life made all the tokens, and only the prompt is left to be looked at. ``lives`` are
-    the runs before this one, by epoch; it is this run from ``first_epoch`` on, under whatever later
-    ones, and ``dispatched_ns`` is when the scheduler first sent it here. Times are UTC
-    epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
-    changes then but epoch, lease and listeners, when the job is dispatched here again. At
-    ``vouched_s``, on the monotonic clock, the lease was surely this worker's.
+    ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added. The
+    client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has one entry
+    for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
+    each of the prompt. ``embedding`` is little-endian float32, empty until it is computed. With
+    ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
+    are missing. ``lives`` are the attempts before this one, by epoch; it is this attempt from
+    ``first_epoch`` on, under whatever later ones. When the job is dispatched here again after
+    ``outcome`` is set, only epoch, lease and delivery change.
     """
 
     __slots__ = (
         "_is_charged",
         "_num_found_tokens",
-        "_preface_flushed",
         "_stream",
-        "accepted_ns",
+        "delivery",
         "device_use",
-        "dispatched_ns",
-        "done_ns",
         "embedding",
         "engine_id",
         "epoch",
         "first_epoch",
-        "first_token_ns",
         "job",
         "known_outcome",
-        "last_token_ns",
         "lease",
         "lives",
         "logprobs",
         "num_cached_tokens",
-        "num_flushed",
         "num_preemptions",
         "num_resumed",
         "outcome",
+        "phase",
         "pieces",
         "prompt_logprobs",
         "prompt_token_ids",
-        "reservation",
-        "routes",
-        "started_ns",
+        "timing",
         "token_ids",
         "trace",
-        "vouched_s",
     )
 
     def __init__(
-        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, vouched_s: float
+        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, now_s: float
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
         self.job = job
         self.prompt_token_ids = job.prompt_token_ids
         self.epoch = self.first_epoch = dispatch.epoch
-        self.lease = dispatch.lease
-        self.reservation = dispatch.reservation
         self.lives = {life.epoch: life for life in dispatch.lives}
-        self.dispatched_ns = dispatch.sent_ns
-        # Another run of the same request may still have outputs on their way.
+        # Another attempt of the same request may still have outputs on their way.
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
-        self.routes: tuple[Route, ...] = ()
-        if job.reply:
-            self.add_listener(job.reply)
         self._stream = stream
         self.token_ids = list(dispatch.resume_token_ids)
         self.pieces = stream.prime(dispatch.resume_token_ids)
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
-        self._preface_flushed = False
-        self.num_resumed = self.num_flushed = len(self.token_ids)
+        self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
         self.device_use = DeviceUse()
         self._is_charged = False
-        self.vouched_s = vouched_s
-        self.accepted_ns = accepted_ns
-        self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
-        self.known_outcome: Outcome | None = None
-        self.outcome: Outcome | None = None
+        self.phase = Phase.QUEUED
+        self.timing = Timing(dispatch.sent_ns, accepted_ns)
+        self.lease = LeaseState.of(dispatch, now_s)
+        self.delivery = Delivery(self.num_resumed)
+        if job.reply:
+            self.delivery.add(self.listener(job.reply))
+        self.known_outcome: GenerationOutcome | None = None
+        self.outcome: GenerationOutcome | None = None
         self.trace: Trace | None = None
+
+    def _enter(self, phase: Phase, at_ns: int) -> None:
+        """The one transition of phases: only forward, and noted in ``timing``."""
+        assert phase > self.phase, f"{self.phase.name} to {phase.name}"
+        self.phase = phase
+        match phase:
+            case Phase.PREFILLING:
+                self.timing.started_ns = at_ns
+            case Phase.DECODING:
+                self.timing.first_token_ns = at_ns
+            case Phase.ENDED:
+                self.timing.done_ns = at_ns
+
+    def end(self, outcome: GenerationOutcome, now_ns: int) -> None:
+        """Nothing of it is computed any more."""
+        self.outcome = outcome
+        self._enter(Phase.ENDED, now_ns)
 
     @property
     def request_id(self) -> str:
@@ -174,7 +170,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        return self.outcome is not None
+        return self.phase is _ENDED
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +204,7 @@ class Generation:
             pooling=self.job.pooling,
         )
 
-    def resumed_outcome(self, eos_token_ids: Sequence[int]) -> Outcome | None:
+    def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
         """The end that the tokens of an earlier life had already come to, if they had."""
         sampling = self.job.sampling
         if not self.token_ids:
@@ -224,10 +220,11 @@ class Generation:
         self.pieces[-1] += self._stream.flush()
         return STOPPED if ends else LENGTH_REACHED
 
-    def take(self, output: EngineOutput, now_ns: int) -> Outcome | None:
-        """Add what a step made; how the generation ended, if it did with this."""
-        if not self.started_ns:
-            self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
+    def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
+        """Add the output of a step; returns the outcome if it is the last one."""
+        if self.phase is _QUEUED:
+            admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
+            self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.num_preemptions += output.num_preemptions
@@ -238,11 +235,11 @@ class Generation:
         if output.embedding:
             self.embedding = struct.pack(f"<{len(output.embedding)}f", *output.embedding)
         if output.token_ids and self.known_outcome is None:
-            if not self.first_token_ns:
-                self.first_token_ns = now_ns
+            if self.phase is _PREFILLING:
+                self._enter(Phase.DECODING, now_ns)
                 if self.trace is not None:
                     self.trace.end_prefill(self)
-            self.last_token_ns = now_ns
+            self.timing.last_token_ns = now_ns
             if output.logprobs:
                 self.logprobs.extend(output.logprobs)
             push, token_ids, pieces = self._stream.push, self.token_ids, self.pieces
@@ -255,20 +252,20 @@ class Generation:
                     return STOPPED
         if output.error is not None:
             code, message = output.error
-            return Outcome(status=Status.FAILED, error_code=code, error_message=message)
+            return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
         if output.finish_reason is None:
             return None
         if self.known_outcome is not None:
             return self.known_outcome
         if self.pieces:
             self.pieces[-1] += self._stream.flush()
-        return Outcome(status=Status.DONE, finish_reason=output.finish_reason)
+        return GenerationOutcome(status=Status.DONE, finish_reason=output.finish_reason)
 
     def continues(self, token_ids: Sequence[int]) -> bool:
         """Whether a client that has ``token_ids`` can be given the rest of this generation."""
         return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
 
-    def adopt(self, dispatch: Dispatch, worker_id: str, vouched_s: float) -> None:
+    def adopt(self, dispatch: Dispatch, worker_id: str, now_s: float) -> None:
         """Go on under a new lease and epoch, from the first token that the client has not got. What
         was thought to be an earlier run on ``worker_id`` may be this one."""
         self.lives |= {
@@ -277,20 +274,12 @@ class Generation:
             if life.worker_id != worker_id or life.epoch < self.first_epoch
         }
         self.epoch = dispatch.epoch
-        self.lease = dispatch.lease
-        self.reservation = dispatch.reservation
-        self.vouched_s = vouched_s
-        self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
-        self._preface_flushed = False
+        self.lease = LeaseState.of(dispatch, now_s)
+        self.delivery.rewind(len(dispatch.resume_token_ids))
 
-    def add_listener(self, reply: str) -> None:
-        """Send later frames to ``reply`` too; of many listeners the first and the newest stay."""
-        route = Route(reply, self.job.batch_frames, self.job.frames_as_json)
-        if route in self.routes:
-            return
-        if len(self.routes) == _MAX_LISTENERS:
-            self.routes = (self.routes[0], *self.routes[2:])
-        self.routes = (*self.routes, route)
+    def listener(self, reply: str) -> Listener:
+        """A reader at ``reply``, with frames as the job asks for them."""
+        return Listener(reply, self.job.batch_frames, self.job.frames_as_json)
 
     # --- frames ---
 
@@ -309,7 +298,7 @@ class Generation:
             for start in range(from_index, len(self.token_ids), MAX_TOKENS_PER_DELTA)
         ]
 
-    def preface(self) -> list[Frame]:
+    def pre_token_frames(self) -> list[Frame]:
         """What goes before the tokens, or in their place, as far as it is there."""
         frames: list[Frame] = [
             PromptLogprobs(
@@ -323,15 +312,16 @@ class Generation:
             frames.append(Embedding(epoch=self.epoch, values=self.embedding))
         return frames
 
-    def take_unflushed(self) -> list[Frame]:
+    def pop_unflushed(self) -> list[Frame]:
         """What the listeners have not been handed yet; it counts as handed then."""
-        frames = self.deltas(self.num_flushed)
-        self.num_flushed = len(self.token_ids)
-        if self._preface_flushed:
+        delivery = self.delivery
+        frames = self.deltas(delivery.num_flushed)
+        delivery.num_flushed = len(self.token_ids)
+        if delivery.pre_token_flushed:
             return frames
-        preface = self.preface()
-        self._preface_flushed = bool(preface or frames)
-        return preface + frames
+        pre_token = self.pre_token_frames()
+        delivery.pre_token_flushed = bool(pre_token or frames)
+        return pre_token + frames
 
     def closing_frames(self) -> list[Frame]:
         """Usage and the terminal frame."""
@@ -344,9 +334,9 @@ class Generation:
             completion_tokens=len(self.token_ids),
         )
 
-    def charge(self) -> Served | None:
+    def pop_served(self) -> Served | None:
         """What this run took, to be told once; None if it never began, or was told before."""
-        if not self.started_ns or self._is_charged:
+        if self.timing.started_ns == 0 or self._is_charged:
             return None
         self._is_charged = True
         num_resumed = self.num_resumed if self.known_outcome is None else 0
@@ -355,7 +345,7 @@ class Generation:
             tenant=self.job.tenant,
             tier=self.job.tier,
             epoch=self.epoch,
-            started_ns=self.started_ns,
+            started_ns=self.timing.started_ns,
             device_us=self.device_use.total_us,
             prompt_tokens=len(self.prompt_token_ids) + num_resumed,
             cached_tokens=self._num_found_tokens,

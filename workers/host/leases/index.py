@@ -1,4 +1,4 @@
-"""Writes who runs what into the shared index, without making anybody wait for it."""
+"""Writes which worker runs which request into the shared index, in the background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_PENDING = 10_000
 
 class Generations(Protocol):
     """The index as a worker uses it; ``bus.running_requests`` is the one. Calls never raise: while
-    the index is away nothing is known, and heartbeats and leases decide."""
+    the index is unreachable nothing is known, and heartbeats and leases decide."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 
@@ -26,7 +26,7 @@ class Generations(Protocol):
 
 
 class IndexWriter:
-    """Passes writes on; while the index is slow the oldest are given up."""
+    """Queues writes; while the index is slow the oldest are dropped."""
 
     def __init__(self, generations: Generations, worker_id: str) -> None:
         self._generations = generations

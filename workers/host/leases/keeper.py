@@ -1,4 +1,4 @@
-"""Keeps the leases of all that a worker holds, in one loop."""
+"""Extends the leases of all requests of a worker, in one loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Extends each held lease every ``interval_s``, and at once when the bus came back."""
+    """Extends each held lease every ``interval_s``, and at once after a reconnect."""
 
     def __init__(
         self,
@@ -27,27 +27,27 @@ class LeaseKeeper:
         self._clock = clock
         self._interval_s = interval_s
         self._held = held
-        self._hurry = asyncio.Event()
+        self._now = asyncio.Event()
 
-    def hurry(self) -> None:
-        """The connection was away: the leases may be about to lapse."""
-        self._hurry.set()
+    def extend_now(self) -> None:
+        """The bus was disconnected: leases may be about to lapse."""
+        self._now.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._extend_in_time(), name="extend leases")
-            group.create_task(self._extend_in_a_hurry(), name="extend leases at once")
+            group.create_task(self._extend_periodically(), name="extend leases")
+            group.create_task(self._extend_on_request(), name="extend leases at once")
 
-    async def _extend_in_time(self) -> None:
+    async def _extend_periodically(self) -> None:
         while True:
             await self._clock.sleep(self._interval_s)
             await self._extend()
 
-    async def _extend_in_a_hurry(self) -> None:
+    async def _extend_on_request(self) -> None:
         while True:
-            await self._hurry.wait()
-            self._hurry.clear()
+            await self._now.wait()
+            self._now.clear()
             await self._extend()
 
     async def _extend(self) -> None:

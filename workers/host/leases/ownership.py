@@ -1,4 +1,4 @@
-"""Whether a worker that was out of touch still has the requests that it runs."""
+"""Whether a worker that stalled or was disconnected still owns the leases of its requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from runtime.clock import Clock
 from workers.host.generations.generation import Generation
 from workers.host.leases.index import Generations
 
-# From the time that the schedulers hear a worker again, they take nothing away from it for its
-# silence; what they began before is in the index after this.
+# Once schedulers receive its heartbeats again, they take nothing away from a worker for silence;
+# takeovers that they began before are in the index after this.
 SETTLE_S = 2.0
 _NS_PER_S = 1e9
 _NEVER_S = float("-inf")
@@ -21,26 +21,26 @@ _NEVER_S = float("-inf")
 logger = logging.getLogger(__name__)
 
 
-class Standing(Enum):
-    """Whose a request is. UNKNOWN: perhaps another's, and nobody can say."""
+class Ownership(Enum):
+    """Whether this worker owns a request's lease. UNKNOWN: perhaps not, and it cannot be known."""
 
     HELD = auto()
     LOST = auto()
     UNKNOWN = auto()
 
 
-class Tenure:
-    """Says whether what runs here may be ended here.
+class LeaseOwnership:
+    """Confirms that what runs here may be finalized here.
 
-    A worker that stood still (stopped, swapped out) or that was cut off from the bus may have been
-    given up for dead. Another then runs its requests at higher epochs, under the same leases, and
-    the queue would take an ack from here for the other's. So after such a gap, of ``stall_s`` or
-    of any length in the connection, what was dispatched before it or just after is in doubt until
-    ``SETTLE_S`` have passed and the index knows of no higher epoch. News of those that were taken
-    away is on its way to a worker that stood still. To one that was cut off it may be lost: if the
-    index knows nothing of the request either, it stays in doubt.
+    A worker that stalled (stopped, swapped out) or was disconnected from the bus may have been
+    declared dead. Another then runs its requests at higher epochs, under the same leases, and the
+    queue would take an ack from here for the other's. So after such a gap, a stall of ``stall_s``
+    or a disconnection of any length, requests dispatched before it or just after are unconfirmed
+    until ``SETTLE_S`` have passed and the index has no higher epoch. Cancels of requests taken over
+    still reach a worker that stalled. To one that was disconnected they may be lost: if the index
+    does not know the request either, its ownership stays unknown.
 
-    ``look`` is to be called more often than every ``stall_s``; ``run`` asks about all that
+    ``check_for_gap`` is to be called more often than every ``stall_s``; ``run`` asks about all that
     ``held`` gives after each gap, and calls ``on_lost`` for what is another's.
     """
 
@@ -61,38 +61,38 @@ class Tenure:
         self._on_lost = on_lost
         self._looked_s = clock.monotonic()
         self._looked_ns = clock.now_ns()
-        self._settled_s = self._cut_settled_s = _NEVER_S
+        self._settled_s = self._disconnected_settled_s = _NEVER_S
         self._had_gap = asyncio.Event()
 
-    def look(self) -> None:
-        """Notice a gap that has just ended, or that goes on."""
+    def check_for_gap(self) -> None:
+        """Detect a stall that has just ended, or a disconnection."""
         now_s, now_ns = self._clock.monotonic(), self._clock.now_ns()
         # The monotonic clock may stand still together with the machine.
-        away_s = max(now_s - self._looked_s, (now_ns - self._looked_ns) / _NS_PER_S)
+        gap_s = max(now_s - self._looked_s, (now_ns - self._looked_ns) / _NS_PER_S)
         self._looked_s, self._looked_ns = now_s, now_ns
         if not self._bus.connected:
-            self.note_cut()
-        elif away_s > self._stall_s:
-            logger.warning("this worker stood still", extra={"away_s": round(away_s, 3)})
+            self.note_disconnected()
+        elif gap_s > self._stall_s:
+            logger.warning("this worker stalled", extra={"gap_s": round(gap_s, 3)})
             self._note_gap()
 
-    def note_cut(self) -> None:
-        """The connection to the bus is away, or was: what was sent meanwhile is lost."""
+    def note_disconnected(self) -> None:
+        """The bus is or was disconnected: messages sent meanwhile are lost."""
         self._note_gap()
-        self._cut_settled_s = self._settled_s
+        self._disconnected_settled_s = self._settled_s
 
     def _note_gap(self) -> None:
         self._settled_s = self._clock.monotonic() + SETTLE_S
         self._had_gap.set()
 
-    def is_certain(self, generation: Generation) -> bool:
-        """Whether the lease is surely this worker's, right now."""
-        self.look()
-        return generation.vouched_s >= self._settled_s
+    def is_confirmed(self, generation: Generation) -> bool:
+        """Whether this worker is known to own the lease right now."""
+        self.check_for_gap()
+        return generation.lease.confirmed_s >= self._settled_s
 
-    async def confirm(self, generation: Generation) -> Standing:
-        """Whose the request is; at once if there was no gap, else as soon as it can be known."""
-        while not self.is_certain(generation):
+    async def confirm(self, generation: Generation) -> Ownership:
+        """Who owns the request; at once without a gap, else as soon as it can be known."""
+        while not self.is_confirmed(generation):
             wait_s = self._settled_s - self._clock.monotonic()
             if wait_s > 0:
                 await self._clock.sleep(wait_s)
@@ -100,14 +100,14 @@ class Tenure:
             asked_s, epoch = self._clock.monotonic(), generation.epoch
             known = await self._generations.lookup(generation.request_id)
             if known is not None and known.epoch > generation.epoch:
-                return Standing.LOST
-            self.look()
+                return Ownership.LOST
+            self.check_for_gap()
             if asked_s < self._settled_s or generation.epoch != epoch:
                 continue
-            if known is None and generation.vouched_s < self._cut_settled_s:
-                return Standing.UNKNOWN
-            generation.vouched_s = asked_s
-        return Standing.HELD
+            if known is None and generation.lease.confirmed_s < self._disconnected_settled_s:
+                return Ownership.UNKNOWN
+            generation.lease.confirmed_s = asked_s
+        return Ownership.HELD
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -117,5 +117,5 @@ class Tenure:
             await asyncio.gather(*map(self._drop_if_lost, list(self._held())))
 
     async def _drop_if_lost(self, generation: Generation) -> None:
-        if await self.confirm(generation) is Standing.LOST:
+        if await self.confirm(generation) is Ownership.LOST:
             self._on_lost(generation)

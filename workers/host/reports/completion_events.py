@@ -1,4 +1,4 @@
-"""Tells the schedulers which requests a worker holds no more, and what they took."""
+"""Tells the schedulers which requests have left a worker, and what they used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.errors import MillraceError
 logger = logging.getLogger(__name__)
 
 
-class EndedNotices:
+class CompletionEvents:
     """One message for all that ended in one turn of the loop; at most once."""
 
     def __init__(self, control: Control, worker_id: str) -> None:
@@ -24,14 +24,14 @@ class EndedNotices:
         self._has_pending = asyncio.Event()
 
     def add(self, request_id: str, served: Served | None, *, released: bool = False) -> None:
-        """A request is held no more; ``released``: its lease was given back."""
+        """A request left this worker; ``released``: its lease was released."""
         self._request_ids.append(request_id)
         if released:
             self._released.append(request_id)
-        self.charge(served)
+        self.add_served(served)
 
-    def charge(self, served: Served | None) -> None:
-        """A run is over, though its request goes on here in another one."""
+    def add_served(self, served: Served | None) -> None:
+        """An attempt is over; its request may go on here in another one."""
         if served is not None:
             self._served.append(served)
         self._has_pending.set()
@@ -43,7 +43,7 @@ class EndedNotices:
             await self.flush()
 
     async def flush(self) -> None:
-        """Tell what has ended so far."""
+        """Publish what has ended so far."""
         self._has_pending.clear()
         ended = Ended(
             worker_id=self._worker_id,
@@ -58,4 +58,4 @@ class EndedNotices:
             await self._control.publish_ended(ended)
         except MillraceError as error:
             # The schedulers find out from the queue.
-            logger.warning("ends could not be told", extra={"code": error.code})
+            logger.warning("completion events could not be sent", extra={"code": error.code})

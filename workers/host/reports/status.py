@@ -1,20 +1,17 @@
-"""What a worker tells of itself: heartbeats for schedulers, samples for analytics."""
+"""What a worker publishes of itself: heartbeats for schedulers, samples for analytics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
-from bus.api import Bus
-from registry.pricing import PriceBook
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.records import WorkerSample
 from workers.engine.types import EngineStats
+from workers.host.context import WorkerContext
 from workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
@@ -24,106 +21,100 @@ _US_PER_S = 1e6
 logger = logging.getLogger(__name__)
 
 
-class StatusReporter:
-    """Announces the worker every ``heartbeat_s``, and sooner when much room came free.
+class WorkerLoad(Protocol):
+    """How many requests the worker has; ``workers.host.requests.Requests`` is the one."""
 
-    ``num_live`` counts the jobs that the worker has and that have not ended; the engine's own
-    counts follow with its next step. ``num_samples_lost`` could not be stored;
-    the next that can be tells of their time.
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_ending(self) -> int: ...
+
+    def num_held_by_tier(self) -> dict[Tier, int]: ...
+
+
+class StatusReporter:
+    """Publishes a heartbeat every ``heartbeat_s``, and sooner when much capacity came free.
+
+    The engine's own counts follow those of ``load`` with its next step. ``num_samples_lost`` could
+    not be stored; the next sample covers their time.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: WorkerConfig,
-        worker_id: str,
-        model: str,
-        context_window_tokens: int,
-        clock: Clock,
-        engine_stats: Callable[[], EngineStats],
-        engine_is_down: Callable[[], bool],
-        num_live: Callable[[], int],
-        num_held_by_tier: Callable[[], dict[Tier, int]],
-        num_ending: Callable[[], int],
-        prices: PriceBook,
-        device: DeviceWatch,
-    ) -> None:
-        self._bus = bus
-        self._config = config
-        self._worker_id = worker_id
-        self._model = model
-        self._context_window_tokens = context_window_tokens
-        self._clock = clock
-        self._engine_stats = engine_stats
-        self._engine_is_down = engine_is_down
-        self._num_live = num_live
-        self._num_held_by_tier = num_held_by_tier
-        self._num_ending = num_ending
-        self._prices = prices
+    def __init__(self, context: WorkerContext, load: WorkerLoad, device: DeviceWatch) -> None:
+        self._context = context
+        self._config = context.config
+        self._clock = context.clock
+        self._engine = context.engine
+        self._entry = context.model.entry
+        self._load = load
         self._device = device
-        self._started_ns = clock.now_ns()
+        self._started_ns = self._clock.now_ns()
         self._draining = False
-        self._announced_room = 0.0
+        self._announced_capacity = 0.0
         self._urgent = asyncio.Event()
         self._queue_depth = 0
-        self._sampled_s, self._sampled = clock.monotonic(), engine_stats()
+        self._sampled_s, self._sampled = self._clock.monotonic(), self._engine.stats
         self.num_samples_lost = 0
 
     def drain(self) -> None:
-        """From now on the worker takes nothing new; everybody hears so at once."""
+        """The worker takes no new work from now on; announced at once."""
         self._draining = True
         self._urgent.set()
 
-    def hurry(self) -> None:
+    def announce_soon(self) -> None:
         """Announce at once."""
         self._urgent.set()
 
     def note_capacity(self) -> None:
-        """Announce soon if much more room is free than the schedulers know of."""
-        room = self._room()
-        if room - self._announced_room >= _NOTABLE_SHARE or (room > 0 >= self._announced_room):
+        """Announce soon if much more capacity is free than the schedulers know of."""
+        capacity = self._free_share()
+        if capacity - self._announced_capacity >= _NOTABLE_SHARE or (
+            capacity > 0 >= self._announced_capacity
+        ):
             self._urgent.set()
 
     def note_queue(self, status: QueueStatus) -> None:
         """Remember how long the model's queue is."""
-        if status.model == self._model:
+        if status.model == self._entry.name:
             self._queue_depth = status.num_queued
 
     def status(self, *, retired: bool = False) -> WorkerStatus:
-        stats, num_live = self._engine_stats(), self._num_live()
+        stats, num_live = self._engine.stats, self._load.num_running
         num_running = min(stats.num_running, num_live)
         return WorkerStatus(
-            worker_id=self._worker_id,
+            worker_id=self._context.worker_id,
             name=self._config.name,
-            model=self._model,
+            model=self._entry.name,
             max_num_sequences=self._config.engine.max_num_sequences,
             max_num_waiting=self._config.max_num_waiting,
             num_running=num_running,
             num_waiting=num_live - num_running,
-            num_held_by_tier=self._num_held_by_tier(),
-            num_ending=self._num_ending(),
+            num_held_by_tier=self._load.num_held_by_tier(),
+            num_ending=self._load.num_ending,
             block_size_tokens=self._config.engine.block_size_tokens,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
-            max_tokens_per_request=min(stats.max_tokens_per_request, self._context_window_tokens),
+            max_tokens_per_request=min(
+                stats.max_tokens_per_request, self._context.model.context_window_tokens
+            ),
             outstanding_tokens=stats.outstanding_tokens,
             outstanding_prompt_tokens=stats.outstanding_prompt_tokens,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
             prefix_salted=self._config.prefix_scope == "tenant",
             draining=self._draining,
-            engine_down=self._engine_is_down(),
+            engine_down=self._engine.is_down,
             retired=retired,
             started_ns=self._started_ns,
             sent_ns=self._clock.now_ns(),
         )
 
     async def announce(self, *, retired: bool = False) -> None:
-        self._announced_room = self._room()
+        self._announced_capacity = self._free_share()
         try:
-            await self._bus.workers.announce(self.status(retired=retired))
+            await self._context.bus.workers.announce(self.status(retired=retired))
         except MillraceError as error:
-            # Silence is what tells the schedulers.
+            # The schedulers notice missing heartbeats.
             logger.warning("a heartbeat could not be sent", extra={"code": error.code})
 
     async def run(self) -> None:
@@ -151,16 +142,16 @@ class StatusReporter:
             await self.sample()
 
     async def sample(self) -> None:
-        """Tell of the time since the last sample, or since this was made."""
+        """Publish a sample of the time since the last one, or since the start."""
         device = await self._device.read()
-        now_s, stats = self._clock.monotonic(), self._engine_stats()
+        now_s, stats = self._clock.monotonic(), self._engine.stats
         before_s, before = self._sampled_s, self._sampled
         self._sampled_s, self._sampled = now_s, stats
         sample = self._make_sample(before, stats, now_s - before_s, device)
         try:
-            await self._bus.outbox.publish(sample)
+            await self._context.bus.outbox.publish(sample)
         except MillraceError as error:
-            # The next one tells of this time, too: what the device did in it has been charged for.
+            # The next one covers this time too: its device time has been charged.
             if self._sampled is stats:
                 self._sampled_s, self._sampled = before_s, before
             self.num_samples_lost += 1
@@ -172,13 +163,13 @@ class StatusReporter:
         num_steps = stats.num_steps - before.num_steps
         busy_s = stats.busy_s - before.busy_s
         return WorkerSample(
-            worker_id=self._worker_id,
+            worker_id=self._context.worker_id,
             name=self._config.name,
-            model=self._model,
+            model=self._entry.name,
             sampled_ns=self._clock.now_ns(),
             period_ms=period_s * 1e3,
             num_running=stats.num_running,
-            num_waiting=max(0, self._num_live() - stats.num_running),
+            num_waiting=max(0, self._load.num_running - stats.num_running),
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
             num_steps=num_steps,
@@ -196,13 +187,13 @@ class StatusReporter:
             device_share=device.share,
             device_memory_bytes=device.memory_bytes,
             device_memory_total_bytes=device.memory_total_bytes,
-            device_per_hour=self._prices.device_per_hour,
-            currency=self._prices.currency,
+            device_per_hour=self._entry.prices.device_per_hour,
+            currency=self._entry.prices.currency,
         )
 
-    def _room(self) -> float:
+    def _free_share(self) -> float:
         """The free share of what is scarcer: sequences or blocks."""
-        stats, config = self._engine_stats(), self._config
+        stats, config = self._engine.stats, self._config
         capacity = config.engine.max_num_sequences + config.max_num_waiting
-        sequences = 1 - self._num_live() / capacity
+        sequences = 1 - self._load.num_running / capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
