@@ -69,8 +69,8 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     The holder extends the lease well within AckWait, or hands the lease string to another process
     which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
     then the queue may have lost count. That is so for jobs that are older than this process's
-    first pull from their tenant queue, or the first since the server was unreachable. ``stored_ns`` is
-    when the queue got it, UTC epoch.
+    first pull from their tenant queue, or the first since the server was unreachable. ``stored_ns``
+    is when the queue got it, UTC epoch.
     """
 
     job: Job
@@ -166,8 +166,8 @@ class JobQueue(Protocol):
         """
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
-        """Give the job back, to be delivered again after ``delay_s``; if the server is unreachable, its
-        lease ends by itself."""
+        """Give the job back, to be delivered again after ``delay_s``; if the server is unreachable,
+        its lease ends by itself."""
 
     async def dead_letter(self, dead: DeadJob, lease: str) -> None:
         """Store a job among the dead letters, then take it out of the queue."""

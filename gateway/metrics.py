@@ -248,12 +248,14 @@ class _Limits(Collector):
             refused.add_metric([limit], count)
         yield refused
         degraded = CounterMetricFamily(
-            "millrace_degraded_reservations", "Reservations that were made while Redis was unreachable"
+            "millrace_degraded_reservations",
+            "Reservations that were made while Redis was unreachable",
         )
         degraded.add_metric([], self._limiter.num_degraded)
         yield degraded
         lost = CounterMetricFamily(
-            "millrace_lost_settlements", "Settlements that were given up while Redis was unreachable"
+            "millrace_lost_settlements",
+            "Settlements that were given up while Redis was unreachable",
         )
         lost.add_metric([], self._limiter.num_settlements_lost)
         yield lost

@@ -1,4 +1,5 @@
-"""One connection to Redis that never makes its callers wait long for a server that is unreachable."""
+"""One connection to Redis that never makes its callers wait long for a server that is
+unreachable."""
 
 from __future__ import annotations
 

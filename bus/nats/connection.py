@@ -320,8 +320,8 @@ class Connection:
         reply: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> bool:
-        """Hand a message over; False if the server is unreachable, and then it is never sent. Raises
-        PayloadTooLargeError."""
+        """Hand a message over; False if the server is unreachable, and then it is never sent.
+        Raises PayloadTooLargeError."""
         size_bytes = len(payload) + (_size(headers) if headers else 0)
         if size_bytes > self._client.max_payload:
             raise PayloadTooLargeError(size_bytes, self._client.max_payload)

@@ -9,8 +9,8 @@ from bus.tenancy.accounts import (
     NEXT_MONTH,
     Account,
     Charge,
-    Standing,
     LimitDecision,
+    Standing,
     next_month_s,
 )
 from runtime.redis_link import RedisUnreachableError

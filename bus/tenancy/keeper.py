@@ -18,13 +18,13 @@ from bus import redis_keys
 from bus.tenancy.accounts import (
     Account,
     Charge,
-    Standing,
     LimitDecision,
+    Standing,
+    decision_of,
     key_account,
     month_of,
     read_standing,
     tenant_account,
-    decision_of,
 )
 from bus.tenancy.errors import (
     KeyGoneError,
@@ -84,7 +84,8 @@ class _Known(msgspec.Struct):
 
 
 class LimitKeeper:
-    """Keeps the limits of tenants and keys in Redis, and within the process while it is unreachable.
+    """Keeps the limits of tenants and keys in Redis, and within the process while it is
+    unreachable.
 
     Every reservation is settled once, by whoever comes first; one that nobody settles
     frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,
@@ -175,8 +176,8 @@ class LimitKeeper:
         """Charge what a request used and give back the rest; ``usage`` None: nothing was served,
         and all comes back.
 
-        Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is tried again
-        in the background then.
+        Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
+        tried again in the background then.
         """
         settlement = self._settlement(request_id, usage, cost)
         return await self._settlements.settle(settlement)

@@ -12,8 +12,8 @@ from bus.tenancy.accounts import (
     TICKS,
     Account,
     Charge,
-    Standing,
     LimitDecision,
+    Standing,
     drain,
 )
 from runtime.clock import Clock

@@ -46,7 +46,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settler:
-    """Sends settlements in the background, again and again for ten minutes while Redis is unreachable.
+    """Sends settlements in the background, again and again for ten minutes while Redis is
+    unreachable.
 
     Owns its task; ``close`` ends it. ``num_lost`` counts those that were given up.
     """
@@ -130,8 +131,8 @@ class Settlements:
         return self._settler.num_lost
 
     async def settle(self, settlement: Settlement) -> bool:
-        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is tried
-        again in the background then."""
+        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
+        tried again in the background then."""
         if self._link is None:
             return False
         try:

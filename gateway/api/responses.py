@@ -55,7 +55,8 @@ class ResponsesEndpoint(Endpoint):
     """Answers in the shape of OpenAI's Responses API.
 
     An answer is kept unless ``store`` is false, so that a later request can continue it. While
-    Redis is unreachable, one that asks to be kept is refused, and one that does not say is not kept.
+    Redis is unreachable, one that asks to be kept is refused, and one that does not say is not
+    kept.
     """
 
     route = "/v1/responses"

@@ -45,7 +45,7 @@ _ERRORS = {
     413: "The body is too large; the message names both sizes.",
     429: "A limit is reached or the queue is full; the code names which.",
     500: "The gateway or the engine failed.",
-    503: "Something that is needed is unreachable, or the gateway shuts down; nothing was accepted.",
+    503: "A store or bus is unreachable, or the gateway shuts down; nothing was accepted.",
     504: "The answer was not there in time.",
 }
 _STREAMED = (

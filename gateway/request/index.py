@@ -82,7 +82,7 @@ class RequestIndex:
         self._idempotency_ttl_s = round(idempotency_ttl_s)
 
     async def put(self, state: RequestState) -> None:
-        """Store it. While Redis is unreachable nothing is stored: the request lives on its gateway."""
+        """Store it, unless Redis is unreachable: the request lives on its gateway."""
         if self._link is None:
             return
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S

@@ -69,7 +69,8 @@ def model_of(stored: StoredResponse) -> str:
 
 
 class ResponseStore:
-    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link it is always away."""
+    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link Redis counts as
+    unreachable."""
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
         self._link = link

@@ -125,8 +125,8 @@ class Sessions:
     ) -> None:
         """Add what the request asked and was answered, once, however often this is called.
 
-        Nothing that was said changes nothing. Never raises for Redis: while that is unreachable, the turn
-        is added later.
+        Nothing that was said changes nothing. Never raises for Redis: while that is unreachable,
+        the turn is added later.
         """
         answer = [turn for turn in turns if turn.role != "assistant" or _says_something(turn)]
         if not any(turn.role == "assistant" for turn in answer):

@@ -172,7 +172,7 @@ _TURNS = msgspec.json.Decoder(Turn)
 
 
 class SessionStore:
-    """The only one to read and write conversations. Without a link Redis counts as away.
+    """The only one to read and write conversations. Without a link Redis counts as unreachable.
 
     All calls raise RedisUnreachableError; what a call that raised has changed is not known.
     """

@@ -128,7 +128,7 @@ class Summaries:
             is_done = await self._summarise(tenant, session_id, session, turn, plan)
             await self._store.unlock_summary(tenant, session_id, 0.0 if is_done else _PAUSE_S)
         except RedisUnreachableError:
-            _log.info("Redis went away under a summary of a session")
+            _log.info("Redis became unreachable during a summary of a session")
 
     async def _summarise(
         self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan

@@ -1,4 +1,4 @@
-"""What the gateway knows of workers and queues: who lives, and whether the door is open."""
+"""What the gateway knows of workers and queues: which workers live, and which queues are full."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class _Known(msgspec.Struct, frozen=True):
 class Identity:
     """Tells callers apart by their API keys, which it remembers for a few seconds.
 
-    While Redis is unreachable, keys that were good within the last hour are taken at their word; whose
-    transcripts may be kept is not known then, so none are.
+    While Redis is unreachable, keys that were good within the last hour are taken at their word;
+    whose transcripts may be kept is not known then, so none are.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:

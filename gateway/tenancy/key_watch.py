@@ -21,8 +21,8 @@ _INTERVAL_S = 1.5
 class KeyWatch:
     """Asks every 1.5 s which of the keys in use open nothing any more, and tells of these.
 
-    Every gateway asks for its own clients. While Redis is unreachable nothing is known and nobody is
-    parted with. Owns its task: ``start`` makes it, ``close`` ends it.
+    Every gateway asks for its own clients. While Redis is unreachable nothing is known and nobody
+    is parted with. Owns its task: ``start`` makes it, ``close`` ends it.
     """
 
     def __init__(

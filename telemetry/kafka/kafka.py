@@ -83,8 +83,8 @@ async def start_consumer(
 
 
 async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
-    """Close a client; one whose cluster is unreachable would wait for it, and what it holds is in the
-    outbox or in Kafka still."""
+    """Close a client; one whose cluster is unreachable would wait for it, and what it holds is in
+    the outbox or in Kafka still."""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await client.stop()

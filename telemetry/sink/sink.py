@@ -75,8 +75,8 @@ class Sink:
 
     def lag(self) -> dict[str, int]:
         """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
-        refreshed every second, stays as it was while Kafka is unreachable, and lacks a topic of which
-        nothing is known yet."""
+        refreshed every second, stays as it was while Kafka is unreachable, and lacks a topic of
+        which nothing is known yet."""
         return self._progress.lag()
 
     def num_behind(self, ends: Offsets) -> int:
@@ -88,7 +88,8 @@ class Sink:
         self._restart.set()
 
     async def run(self) -> None:
-        """Consume until ``stop``; raises what Kafka raises. Waits while the store is unreachable."""
+        """Consume until ``stop``; raises what Kafka raises. Waits while the store is
+        unreachable."""
         manages_groups = await ensure_topics(self._config)
         while not self._stopping:
             if self._restart.is_set():

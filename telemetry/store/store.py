@@ -91,8 +91,9 @@ class Store:
         """Connect and create the database if it is not there.
 
         Raises ConfigError for a configuration that names no store or two, StoreUnavailableError
-        when the store cannot be opened (a path that another process owns, a server that is unreachable),
-        UntrustedServerError or CredentialsRefusedError if the server shows that it never will be.
+        when the store cannot be opened (a path that another process owns, a server that is
+        unreachable), UntrustedServerError or CredentialsRefusedError if the server shows that it
+        never will be.
         """
         limits = limits or ReadLimits()
         if bool(config.url) == bool(config.path):

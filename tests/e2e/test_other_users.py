@@ -203,7 +203,9 @@ async def test_a_loss_of_nats_is_logged_without_its_password(system: System) -> 
     """The line is there, and the address in it has no password."""
     system.kill("nats")
     log = system.data / "logs" / "scheduler-1.log"
-    await eventually(lambda: "the NATS server is reachable again" in log.read_text(), timeout_s=60.0)
+    await eventually(
+        lambda: "the NATS server is reachable again" in log.read_text(), timeout_s=60.0
+    )
     said = [line for line in log.read_text().splitlines() if "the NATS server is" in line]
     assert any("***@127.0.0.1" in line for line in said)
     secrets = secrets_of(system)

@@ -1,4 +1,5 @@
-"""Requests while Redis is there but has no room: as while it is unreachable, never an error of ours."""
+"""Requests while Redis is there but has no room: as while it is unreachable, never an error of
+ours."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from schemas.config import RedisConfig, StorageConfig
-from tests.gateway.test_websocket import opened
+from tests.gateway.api.test_websocket import opened
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.small_disk import SmallDisk, small_disk
@@ -98,7 +98,8 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 async def test_redis_cannot_write_its_log_and_can_again(disk: SmallDisk) -> None:
-    """What needs Redis is refused, and says why; the rest is served as while Redis is unreachable."""
+    """What needs Redis is refused, and says why; the rest is served as while Redis is
+    unreachable."""
     server = RedisServer(disk.path, appends=True)
     server.start()
     config = RedisConfig(url=f"{server.url}/0")

@@ -249,7 +249,8 @@ async def test_a_flood_over_http_leaves_few_records(
 
 
 class FlakyOutbox:
-    """Keeps what is published, or is unreachable; with ``is_late`` it keeps it and says it is unreachable."""
+    """Keeps what is published, or is unreachable; with ``is_late`` it keeps it and says it is
+    unreachable."""
 
     def __init__(self) -> None:
         self.is_away = False

@@ -12,7 +12,7 @@ from bus.api import PublishedJob
 from gateway.request.response_stream import ResponseStream
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
-from tests.gateway.moving.clients import (
+from tests.gateway.resuming.clients import (
     CHAT,
     PATH,
     TEXT,
