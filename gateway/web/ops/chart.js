@@ -157,7 +157,9 @@ export class Chart {
     const values = (_plot, times, _axis, _space, step) => {
       const range = this.to - this.from;
       const isDay = (time) => step >= DAY_S || (range > DAY_S && isMidnight(time));
-      return times.map((time) => (isDay(time) ? day(time, range) : clock(time, step < 60)));
+      const isCut = (time) => this.to - time < 0.03 * range;
+      const label = (time) => (isDay(time) ? day(time, range) : clock(time, step < 60));
+      return times.map((time) => (isCut(time) ? "" : label(time)));
     };
     const line = () => colour("--faint");
     return { font: FONT, stroke: () => colour("--soft"), size: 22, gap: 2, space: 84, values, grid: { show: false }, ticks: { stroke: line, size: 4, width: 1 } };
@@ -166,7 +168,7 @@ export class Chart {
   #valueAxis() {
     const values = (_plot, ticks, _axis, _space, step) => ticks.map((tick) => (this.rows.length ? this.format(tick, decimals(step)) : ""));
     const size = (_plot, labels) => Math.max(LEFT, ...(labels ?? []).map((label) => label.length * CHARACTER + 16));
-    return { font: FONT, stroke: () => colour("--soft"), size, gap: 8, space: 32, values, ticks: { show: false }, grid: { stroke: () => colour("--line"), width: 1 } };
+    return { font: FONT, stroke: () => colour("--soft"), size, gap: 8, space: 32, values, ticks: { show: false }, grid: { stroke: () => (this.rows.length ? colour("--line") : "transparent"), width: 1 } };
   }
 
   /** Read out the values at the shared cursor; the latest when nobody points. */
