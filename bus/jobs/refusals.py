@@ -14,7 +14,7 @@ from schemas.records import Status
 
 
 class Refusals:
-    """Tells the owner of a buried job: terminal frame, stored result if asked for, and record."""
+    """What the owner of a dead-lettered job gets: terminal frame, result if asked for, record."""
 
     def __init__(
         self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock

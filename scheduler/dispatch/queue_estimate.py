@@ -133,13 +133,10 @@ class QueueEstimate:
 
     # --- newcomers ---
 
-    def ttft_ms(self) -> dict[Tier, float]:
-        """What a job of each tier would wait for its first token if it came now, from a tenant who
-        has none waiting; tiers are left out of which nobody can say."""
-        return self.ttfts_ms()[0]
-
     def ttfts_ms(self) -> tuple[dict[Tier, float], dict[Tier, dict[str, float]]]:
-        """The same, and for tenants that have jobs waiting, if it is longer for them."""
+        """What a job of each tier would wait for its first token if it came now, from a tenant who
+        has none waiting; and for tenants that have jobs waiting, if it is longer for them. Tiers
+        are left out of which nobody can say."""
         workers = list(self._context.fleet.of_model(self._dispatcher.model))
         if not workers:
             return {}, {}

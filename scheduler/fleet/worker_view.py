@@ -235,11 +235,6 @@ class WorkerView:
         """Free blocks, with those that lower tiers would give up."""
         return (self._capacities or self._count_capacities()).free_blocks[TIER_RANKS[tier]]
 
-    @property
-    def capacity(self) -> int:
-        """How many more requests of any tier it would take now."""
-        return self.capacity_for(Tier.BATCH)
-
     def _count_capacities(self) -> _Capacities:
         status, held = self.status, self._num_held
         limit = status.max_num_sequences + self._num_worth_waiting()

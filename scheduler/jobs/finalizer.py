@@ -68,13 +68,13 @@ class Finalizer:
         dead = DeadJob(
             reason=terminal_status.code,
             message=terminal_status.message,
-            subject=subjects.job(scheduled.lease.line),
+            subject=subjects.job(scheduled.lease.tenant_queue),
             payload=codec.encode(scheduled.job),
             request_id=scheduled.request_id,
             num_deliveries=scheduled.lease.num_deliveries,
             died_ns=self._clock.now_ns(),
         )
-        await self._bus.jobs.bury(dead, scheduled.lease.token)
+        await self._bus.jobs.dead_letter(dead, scheduled.lease.token)
 
     async def finish_shed(self, job: Job, terminal_status: TerminalStatus) -> None:
         """Answer a job that was taken out of the queue: it exists nowhere but here, so each step

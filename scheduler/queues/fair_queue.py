@@ -83,16 +83,13 @@ class FairQueue:
 
     def _begin(self, tenant: Tenant) -> None:
         tenants = self._tenants[tenant.tier]
-        if not self._is_active(tenant):
+        if tenant not in self._tenant_jobs:
             self._num_active_tenants[tenant.tier] += 1
             if tenant.tier is not Tier.BATCH:
                 # It is never charged as a tier, so it would be the least served for ever.
                 self._tiers.begin(tenant.tier)
             tenants.begin(tenant.name)
             self._tenant_jobs[tenant] = _TenantJobs()
-
-    def _is_active(self, tenant: Tenant) -> bool:
-        return tenant in self._tenant_jobs
 
     def _end_if_idle(self, tenant: Tenant) -> None:
         model_cache = self._tenant_jobs.get(tenant)

@@ -26,6 +26,18 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+_NEXT_STATES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.FORMING: frozenset(
+        (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.FINISHED)
+    ),
+    SequenceState.WAITING: frozenset(
+        (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.FINISHED)
+    ),
+    SequenceState.RUNNING: frozenset((SequenceState.WAITING, SequenceState.FINISHED)),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
 class Sequence:
     """Tokens of one choice of a request, and how far the model is with them.
 
@@ -139,6 +151,12 @@ class Sequence:
         if not request.sampling.ignore_eos:
             stops |= frozenset(request.eos_token_ids)
         self.stop_token_ids = stops
+
+    def enter(self, state: SequenceState) -> None:
+        """The one transition of states. A newcomer that was looked at and not admitted waits on;
+        a preempted one waits again."""
+        assert state in _NEXT_STATES[self.state], f"{self.state.name} to {state.name}"
+        self.state = state
 
     @property
     def request_id(self) -> str:

@@ -10,7 +10,8 @@ from bus.api import FrameStreams
 from runtime.clock import Clock
 from schemas.errors import MillraceError
 from schemas.frames import Frame
-from workers.host.generations.generation import Generation, Listener
+from workers.host.generations.generation import Generation
+from workers.host.generations.state import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Flusher:
 
     def post(self, generation: Generation, frames: Sequence[Frame]) -> None:
         """Send frames to all listeners of a generation at once."""
-        for listener in generation.listeners:
+        for listener in generation.delivery.listeners:
             self.post_to(listener, generation.request_id, frames)
 
     def post_to(self, listener: Listener, request_id: str, frames: Iterable[Frame]) -> None:
@@ -60,7 +61,7 @@ class Flusher:
     def forget(self, generation: Generation) -> None:
         """Send nothing more for a generation, nor what was posted and is not with the bus yet."""
         self._marked.pop(generation, None)
-        for listener in generation.listeners:
+        for listener in generation.delivery.listeners:
             posted = self._outgoing.get(listener)
             if posted:
                 posted[:] = [entry for entry in posted if entry[0] != generation.request_id]

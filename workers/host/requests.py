@@ -23,10 +23,10 @@ from workers.host.generations.generation import (
     EXPIRED,
     Generation,
     GenerationOutcome,
-    Listener,
 )
 from workers.host.generations.latencies import RequestTimes
 from workers.host.generations.output_text import TextStream
+from workers.host.generations.state import Phase
 from workers.host.generations.tracing import RunTraces
 from workers.host.leases.index import Generations, IndexWriter
 from workers.host.leases.ownership import LeaseOwnership
@@ -118,7 +118,7 @@ class Requests:
         known = self._find(dispatch.job.request_id)
         if known is not None:
             if dispatch.epoch <= known.epoch:
-                return OK if dispatch.lease == known.lease else stale(known.epoch)
+                return OK if dispatch.lease == known.lease.handle else stale(known.epoch)
             if known.continues(dispatch.resume_token_ids):
                 self._adopt(known, dispatch)
                 return OK
@@ -157,14 +157,14 @@ class Requests:
         self._by_engine_id[generation.engine_id] = generation
         if former is not None:
             self._device_times.carry_over(
-                former, generation, self._context.worker_id, generation.accepted_ns
+                former, generation, self._context.worker_id, generation.timing.accepted_ns
             )
         outcome = generation.resumed_outcome(self._model.eos_token_ids)
         if outcome is not None and job.sampling.prompt_logprobs is not None:
             generation.known_outcome, outcome = outcome, None
         if outcome is not None:
             self._end(generation, outcome)
-        elif _is_late(generation, generation.accepted_ns):
+        elif _is_late(generation, generation.timing.accepted_ns):
             self._end(generation, EXPIRED)
         else:
             self._requeue.add(generation)
@@ -178,7 +178,7 @@ class Requests:
             self._flusher.flush_now(generation, *generation.closing_frames())
             self._finalizer.start(generation)
         else:
-            if generation.started_ns:
+            if generation.timing.started_ns:
                 self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
             self._flusher.flush_now(generation)
 
@@ -203,15 +203,14 @@ class Requests:
         generation = self._find(replay.request_id)
         if generation is None:
             return rejected("unknown_request", "that request is not remembered here")
-        generation.add_listener(replay.reply)
+        listener = generation.listener(replay.reply)
+        generation.delivery.add(listener)
         frames: list[Frame] = []
-        if generation.started_ns:
+        if generation.timing.started_ns:
             frames.append(generation.started_frame(self._context.worker_id))
         frames += [*generation.pre_token_frames(), *generation.deltas(replay.from_index)]
         if generation.ended:
             frames += generation.closing_frames()
-        job = generation.job
-        listener = Listener(replay.reply, job.batch_frames, job.frames_as_json)
         self._flusher.post_to(listener, replay.request_id, frames)
         return OK
 
@@ -242,18 +241,19 @@ class Requests:
         self._on_capacity()
 
     def _apply(self, generation: Generation, output: EngineOutput, now_ns: int) -> None:
-        is_start, is_first = not generation.started_ns, not generation.first_token_ns
-        before_ns = generation.last_token_ns
+        before = generation.phase
+        before_ns = generation.timing.last_token_ns
         outcome = generation.apply(output, now_ns)
         if output.token_ids:
-            self.times.note_tokens(generation, len(output.token_ids), before_ns)
-        if is_start:
+            self.times.note_tokens(generation.timing, len(output.token_ids), before_ns)
+        has_advanced = generation.phase is not before
+        if has_advanced and before is Phase.QUEUED:
             self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
         if outcome is None:
             if not output.token_ids:
                 return
             self._requeue.note_token(generation)
-            if is_first:
+            if has_advanced:
                 self._flusher.flush_now(generation)
             else:
                 self._flusher.mark(generation)
@@ -297,9 +297,8 @@ class Requests:
             self._device_times.expect_report(generation)
 
     def _end(self, generation: Generation, outcome: GenerationOutcome) -> None:
-        generation.outcome = outcome
-        generation.done_ns = self._clock.now_ns()
-        self.times.add_end(generation)
+        generation.end(outcome, self._clock.now_ns())
+        self.times.add_end(generation.timing, outcome.status)
         self._drop(generation)
         self._finished.add(generation)
         self._flusher.flush_now(generation, *generation.closing_frames())
@@ -358,7 +357,7 @@ class Requests:
             self._finalizer.abandon(generation.request_id)
             is_ours = self.ownership.is_confirmed(generation)
             if is_ours:
-                await self._context.bus.jobs.release(generation.lease)
+                await self._context.bus.jobs.release(generation.lease.handle)
             self._completions.add(generation.request_id, generation.pop_served(), released=is_ours)
         await self._completions.flush()
 
@@ -373,7 +372,7 @@ class Requests:
 
     def held_leases(self) -> Iterator[str]:
         for generation in self._held():
-            yield generation.lease
+            yield generation.lease.handle
 
     def _held(self) -> Iterator[Generation]:
         yield from self._running.values()

@@ -46,7 +46,7 @@ def test_no_more_wait_at_a_worker_than_keep_it_busy(
         worker.reserve(f"r{number}", ResourceRequest(10, output_tokens), output_tokens)
         worker.confirm(f"r{number}")
     worker.observe(status(max_num_waiting=8, num_running=4, decode_step_ms=step_ms), 0.5)
-    assert worker.capacity == waiting
+    assert worker.capacity_for(Tier.BATCH) == waiting
 
 
 def test_a_refusal_holds_until_the_next_heartbeat_for_that_tier_and_below() -> None:
@@ -145,7 +145,7 @@ class AttemptHistory(RuleBasedStateMachine):
         worker.check_integrity()
         rooms = [worker.capacity_for(tier) for tier in Tier]
         assert rooms == sorted(rooms, reverse=True), "a higher tier never has less room"
-        assert worker.capacity == rooms[-1]
+        assert worker.capacity_for(Tier.BATCH) == rooms[-1]
         assert worker.pending_prompt_tokens >= 0
 
 

@@ -121,7 +121,7 @@ class Planner:
         if not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
-            child.state = SequenceState.RUNNING
+            child.enter(SequenceState.RUNNING)
             insort(self.running, child, key=_rank)
         else:
             self._waiting.add(child)
@@ -137,7 +137,7 @@ class Planner:
         elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
             self.tables.unpin(sequence)
-        sequence.state = SequenceState.FINISHED
+        sequence.enter(SequenceState.FINISHED)
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
         """What was planned has been computed, or will have been before anything that is planned
@@ -300,7 +300,7 @@ class Planner:
         guaranteed = sequence.num_preemptions >= MAX_PREEMPTIONS
         self.tables.reserve(sequence, self._wanted_blocks(sequence), guaranteed=guaranteed)
         self.outstanding_tokens -= sequence.num_computed_tokens
-        sequence.state = SequenceState.RUNNING
+        sequence.enter(SequenceState.RUNNING)
         insort(self.running, sequence, key=_rank)
 
     def _wanted_blocks(self, sequence: Sequence) -> int:

@@ -36,7 +36,7 @@ class WaitingQueue:
         return len(self._unready)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
+        sequence.enter(SequenceState.WAITING)
         ready = sequence.ready and not sequence.has_unread_token
         if not ready or not all(fork.ready for fork in sequence.forks):
             self._unready[sequence] = None

@@ -87,8 +87,10 @@ class DeviceTimes:
         to.lives = former.lives | to.lives
 
         def note() -> None:
-            if former.started_ns:
-                to.lives[former.epoch] = attempt_of(former, worker_id, former.done_ns or at_ns)
+            if former.timing.started_ns:
+                to.lives[former.epoch] = attempt_of(
+                    former, worker_id, former.timing.done_ns or at_ns
+                )
 
         self.when_reported(former, note)
 

@@ -119,9 +119,9 @@ class Finalizer:
                 )
                 if generation.trace is not None:
                     generation.trace.record_published(generation)
-                if generation.reservation is not None:
+                if generation.lease.reservation is not None:
                     await self._retry(lambda: self._settle(generation, record), generation)
-                await self._retry(lambda: self._bus.jobs.ack(generation.lease), generation)
+                await self._retry(lambda: self._bus.jobs.ack(generation.lease.handle), generation)
                 self._on_acked(generation)
             except _NotOursError as error:
                 logger.warning(
@@ -142,15 +142,15 @@ class Finalizer:
     async def _settle(self, generation: Generation, record: RequestRecord) -> None:
         """Settle once, however often the job ends: settlements are remembered. While Redis is
         unreachable it is retried in the background, and the lease does not wait for that."""
-        reservation = generation.reservation
+        reservation = generation.lease.reservation
         if reservation is None or self._settlements is None:
             return
         num_tokens = record.prompt_tokens + record.completion_tokens
         await self._settlements.settle(
             Settlement(
                 request_id=reservation.reservation_id,
-                num_tokens=num_tokens if generation.started_ns else None,
-                cost_nano=to_nano(record.cost) if generation.started_ns else 0,
+                num_tokens=num_tokens if generation.timing.started_ns else None,
+                cost_nano=to_nano(record.cost) if generation.timing.started_ns else 0,
                 since_s=self._context.clock.monotonic(),
                 spent_keys=(reservation.spent_key,),
                 remember=True,

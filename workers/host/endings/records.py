@@ -23,31 +23,32 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage()
+    timing = generation.timing
     assert outcome is not None
-    received_ns = job.received_ns or generation.accepted_ns
+    received_ns = job.received_ns or timing.accepted_ns
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
     lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
     device_us = generation.device_use.total_us + sum(attempt.device_us for attempt in lives)
-    decode_ns = generation.last_token_ns - generation.first_token_ns
+    decode_ns = timing.last_token_ns - timing.first_token_ns
     return msgspec.structs.replace(
-        record_of(job, outcome.status, outcome.error_code, generation.epoch, generation.done_ns),
+        record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        queue_ms=_since_ms(received_ns, generation.started_ns),
-        ttft_ms=_since_ms(received_ns, generation.first_token_ns),
+        queue_ms=_since_ms(received_ns, timing.started_ns),
+        ttft_ms=_since_ms(received_ns, timing.first_token_ns),
         tpot_us=decode_ns / _NS_PER_US / (num_own_tokens - 1) if num_own_tokens > 1 else 0.0,
-        total_ms=_since_ms(received_ns, generation.done_ns),
+        total_ms=_since_ms(received_ns, timing.done_ns),
         finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
         price_version=prices.version,
         received_ns=received_ns,
-        started_ns=generation.started_ns,
-        first_token_ns=generation.first_token_ns,
+        started_ns=timing.started_ns,
+        first_token_ns=timing.first_token_ns,
         num_preemptions=generation.num_preemptions,
-        dispatched_ns=generation.dispatched_ns,
+        dispatched_ns=timing.dispatched_ns,
         device_us=device_us,
         device_cost=device_cost(prices, device_us),
         lives=lives,
@@ -59,7 +60,7 @@ def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt
     return Attempt(
         epoch=generation.epoch,
         worker_id=worker_id,
-        started_ns=generation.started_ns,
+        started_ns=generation.timing.started_ns,
         ended_ns=ended_ns,
         device_us=generation.device_use.total_us,
     )
@@ -75,7 +76,7 @@ def job_result(generation: Generation) -> JobResult:
         outcome.status,
         outcome.error_code,
         outcome.error_message,
-        generation.done_ns,
+        generation.timing.done_ns,
     )
     return msgspec.structs.replace(
         result,

@@ -24,5 +24,5 @@ def transcript_of(generation: Generation, tokenizer: Tokenizer) -> TranscriptRec
         model=job.model,
         prompt=tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False),
         completion=generation.text,
-        done_ns=generation.done_ns,
+        done_ns=generation.timing.done_ns,
     )

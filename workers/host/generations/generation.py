@@ -31,20 +31,14 @@ from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.device_use import DeviceUse
 from workers.host.generations.output_text import TextStream
+from workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
+# An attribute of an enum takes longer to look up, and each output does so.
+_QUEUED, _PREFILLING, _, _ENDED = Phase
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
-_MAX_LISTENERS = 4
 # Batch work has one below 0, so it makes way for everybody else's.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
-
-
-class Listener(msgspec.Struct, frozen=True, array_like=True):
-    """A listener, and how it wants its frames."""
-
-    reply: str
-    batch: bool
-    as_json: bool
 
 
 class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,92 +75,94 @@ class Trace(Protocol):
 
 
 class Generation:
-    """A running request: its lease and epoch, its tokens and their text, and its times.
+    """A request on this worker, from its dispatch to its end.
 
-    ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added.
-    The first ``num_resumed`` tokens were made by an earlier life and are with the client;
-    ``num_flushed`` tokens have been handed to the listeners. ``logprobs`` has one entry for each
-    token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for each of the
-    prompt. ``embedding`` is little-endian float32, empty until it is there. With ``known_outcome``
-    an earlier life made all the tokens, and only the prompt is left to be looked at. ``lives`` are
-    the runs before this one, by epoch; it is this run from ``first_epoch`` on, under whatever later
-    ones, and ``dispatched_ns`` is when the scheduler first sent it here. Times are UTC
-    epoch in ns, 0 where it has not come so far. It is ``ended`` once ``outcome`` is set; nothing
-    changes then but epoch, lease and listeners, when the job is dispatched here again. At
-    ``confirmed_s``, on the monotonic clock, the lease was surely this worker's.
+    ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added. The
+    client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has one entry
+    for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
+    each of the prompt. ``embedding`` is little-endian float32, empty until it is computed. With
+    ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
+    are missing. ``lives`` are the attempts before this one, by epoch; it is this attempt from
+    ``first_epoch`` on, under whatever later ones. When the job is dispatched here again after
+    ``outcome`` is set, only epoch, lease and delivery change.
     """
 
     __slots__ = (
         "_is_charged",
         "_num_found_tokens",
-        "_pre_token_flushed",
         "_stream",
-        "accepted_ns",
-        "confirmed_s",
+        "delivery",
         "device_use",
-        "dispatched_ns",
-        "done_ns",
         "embedding",
         "engine_id",
         "epoch",
         "first_epoch",
-        "first_token_ns",
         "job",
         "known_outcome",
-        "last_token_ns",
         "lease",
-        "listeners",
         "lives",
         "logprobs",
         "num_cached_tokens",
-        "num_flushed",
         "num_preemptions",
         "num_resumed",
         "outcome",
+        "phase",
         "pieces",
         "prompt_logprobs",
         "prompt_token_ids",
-        "reservation",
-        "started_ns",
+        "timing",
         "token_ids",
         "trace",
     )
 
     def __init__(
-        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, confirmed_s: float
+        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, now_s: float
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
         self.job = job
         self.prompt_token_ids = job.prompt_token_ids
         self.epoch = self.first_epoch = dispatch.epoch
-        self.lease = dispatch.lease
-        self.reservation = dispatch.reservation
         self.lives = {life.epoch: life for life in dispatch.lives}
-        self.dispatched_ns = dispatch.sent_ns
-        # Another run of the same request may still have outputs on their way.
+        # Another attempt of the same request may still have outputs on their way.
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
-        self.listeners: tuple[Listener, ...] = ()
-        if job.reply:
-            self.add_listener(job.reply)
         self._stream = stream
         self.token_ids = list(dispatch.resume_token_ids)
         self.pieces = stream.prime(dispatch.resume_token_ids)
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
-        self._pre_token_flushed = False
-        self.num_resumed = self.num_flushed = len(self.token_ids)
+        self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
         self.device_use = DeviceUse()
         self._is_charged = False
-        self.confirmed_s = confirmed_s
-        self.accepted_ns = accepted_ns
-        self.started_ns = self.first_token_ns = self.last_token_ns = self.done_ns = 0
+        self.phase = Phase.QUEUED
+        self.timing = Timing(dispatch.sent_ns, accepted_ns)
+        self.lease = LeaseState.of(dispatch, now_s)
+        self.delivery = Delivery(self.num_resumed)
+        if job.reply:
+            self.delivery.add(self.listener(job.reply))
         self.known_outcome: GenerationOutcome | None = None
         self.outcome: GenerationOutcome | None = None
         self.trace: Trace | None = None
+
+    def _enter(self, phase: Phase, at_ns: int) -> None:
+        """The one transition of phases: only forward, and noted in ``timing``."""
+        assert phase > self.phase, f"{self.phase.name} to {phase.name}"
+        self.phase = phase
+        match phase:
+            case Phase.PREFILLING:
+                self.timing.started_ns = at_ns
+            case Phase.DECODING:
+                self.timing.first_token_ns = at_ns
+            case Phase.ENDED:
+                self.timing.done_ns = at_ns
+
+    def end(self, outcome: GenerationOutcome, now_ns: int) -> None:
+        """Nothing of it is computed any more."""
+        self.outcome = outcome
+        self._enter(Phase.ENDED, now_ns)
 
     @property
     def request_id(self) -> str:
@@ -174,7 +170,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        return self.outcome is not None
+        return self.phase is _ENDED
 
     @property
     def num_tokens(self) -> int:
@@ -225,9 +221,10 @@ class Generation:
         return STOPPED if ends else LENGTH_REACHED
 
     def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
-        """Add what a step made; how the generation ended, if it did with this."""
-        if not self.started_ns:
-            self.started_ns = min(now_ns, self.accepted_ns + round(output.queued_s * 1e9))
+        """Add the output of a step; returns the outcome if it is the last one."""
+        if self.phase is _QUEUED:
+            admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
+            self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.num_preemptions += output.num_preemptions
@@ -238,11 +235,11 @@ class Generation:
         if output.embedding:
             self.embedding = struct.pack(f"<{len(output.embedding)}f", *output.embedding)
         if output.token_ids and self.known_outcome is None:
-            if not self.first_token_ns:
-                self.first_token_ns = now_ns
+            if self.phase is _PREFILLING:
+                self._enter(Phase.DECODING, now_ns)
                 if self.trace is not None:
                     self.trace.end_prefill(self)
-            self.last_token_ns = now_ns
+            self.timing.last_token_ns = now_ns
             if output.logprobs:
                 self.logprobs.extend(output.logprobs)
             push, token_ids, pieces = self._stream.push, self.token_ids, self.pieces
@@ -268,7 +265,7 @@ class Generation:
         """Whether a client that has ``token_ids`` can be given the rest of this generation."""
         return tuple(self.token_ids[: len(token_ids)]) == tuple(token_ids)
 
-    def adopt(self, dispatch: Dispatch, worker_id: str, confirmed_s: float) -> None:
+    def adopt(self, dispatch: Dispatch, worker_id: str, now_s: float) -> None:
         """Go on under a new lease and epoch, from the first token that the client has not got. What
         was thought to be an earlier run on ``worker_id`` may be this one."""
         self.lives |= {
@@ -277,20 +274,12 @@ class Generation:
             if life.worker_id != worker_id or life.epoch < self.first_epoch
         }
         self.epoch = dispatch.epoch
-        self.lease = dispatch.lease
-        self.reservation = dispatch.reservation
-        self.confirmed_s = confirmed_s
-        self.num_flushed = min(self.num_flushed, len(dispatch.resume_token_ids))
-        self._pre_token_flushed = False
+        self.lease = LeaseState.of(dispatch, now_s)
+        self.delivery.rewind(len(dispatch.resume_token_ids))
 
-    def add_listener(self, reply: str) -> None:
-        """Send later frames to ``reply`` too; of many listeners the first and the newest stay."""
-        listener = Listener(reply, self.job.batch_frames, self.job.frames_as_json)
-        if listener in self.listeners:
-            return
-        if len(self.listeners) == _MAX_LISTENERS:
-            self.listeners = (self.listeners[0], *self.listeners[2:])
-        self.listeners = (*self.listeners, listener)
+    def listener(self, reply: str) -> Listener:
+        """A reader at ``reply``, with frames as the job asks for them."""
+        return Listener(reply, self.job.batch_frames, self.job.frames_as_json)
 
     # --- frames ---
 
@@ -325,12 +314,13 @@ class Generation:
 
     def pop_unflushed(self) -> list[Frame]:
         """What the listeners have not been handed yet; it counts as handed then."""
-        frames = self.deltas(self.num_flushed)
-        self.num_flushed = len(self.token_ids)
-        if self._pre_token_flushed:
+        delivery = self.delivery
+        frames = self.deltas(delivery.num_flushed)
+        delivery.num_flushed = len(self.token_ids)
+        if delivery.pre_token_flushed:
             return frames
         pre_token = self.pre_token_frames()
-        self._pre_token_flushed = bool(pre_token or frames)
+        delivery.pre_token_flushed = bool(pre_token or frames)
         return pre_token + frames
 
     def closing_frames(self) -> list[Frame]:
@@ -346,7 +336,7 @@ class Generation:
 
     def pop_served(self) -> Served | None:
         """What this run took, to be told once; None if it never began, or was told before."""
-        if not self.started_ns or self._is_charged:
+        if self.timing.started_ns == 0 or self._is_charged:
             return None
         self._is_charged = True
         num_resumed = self.num_resumed if self.known_outcome is None else 0
@@ -355,7 +345,7 @@ class Generation:
             tenant=self.job.tenant,
             tier=self.job.tier,
             epoch=self.epoch,
-            started_ns=self.started_ns,
+            started_ns=self.timing.started_ns,
             device_us=self.device_use.total_us,
             prompt_tokens=len(self.prompt_token_ids) + num_resumed,
             cached_tokens=self._num_found_tokens,

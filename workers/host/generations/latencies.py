@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Tally
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
 from schemas.records import Status
-from workers.host.generations.generation import Generation
+from workers.host.generations.state import Timing
 
 _NS_PER_S = 1e9
 
 
 class RequestTimes:
-    """Of the runs on one worker: a request that moved is told of by each worker that ran it.
+    """Of the attempts on one worker: a migrated request counts at each worker that ran it.
 
     ``first_token_s`` and ``queue_s`` begin with the dispatch, ``prefill_s`` when the engine took
     the request into its batch. ``gap_s`` are the times between tokens, and those that one step made
@@ -23,24 +23,24 @@ class RequestTimes:
     """
 
     def __init__(self) -> None:
-        self.first_token_s = Tally(FIRST_TOKEN_S)
-        self.gap_s = Tally(PER_TOKEN_S)
-        self.queue_s = Tally(DURATION_S)
-        self.prefill_s = Tally(DURATION_S)
-        self.decode_s = Tally(DURATION_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.gap_s = Histogram(PER_TOKEN_S)
+        self.queue_s = Histogram(DURATION_S)
+        self.prefill_s = Histogram(DURATION_S)
+        self.decode_s = Histogram(DURATION_S)
         self.ended: Counter[Status] = Counter()
         self._num_since: defaultdict[int, int] = defaultdict(int)
 
-    def note_tokens(self, generation: Generation, num_tokens: int, before_ns: int) -> None:
-        """It has got so many just now, ``before_ns`` being when it had got the one before, 0 if
+    def note_tokens(self, timing: Timing, num_tokens: int, before_ns: int) -> None:
+        """A generation has got so many just now, and the token before them at ``before_ns``, 0 if
         there was none."""
         if before_ns and num_tokens == 1:
             self._num_since[before_ns] += 1
         elif before_ns:
-            gap_s = (generation.last_token_ns - before_ns) / _NS_PER_S
+            gap_s = (timing.last_token_ns - before_ns) / _NS_PER_S
             self.gap_s.add(gap_s / num_tokens, num_tokens)
-        elif generation.first_token_ns:
-            self.first_token_s.add((generation.first_token_ns - generation.accepted_ns) / _NS_PER_S)
+        elif timing.first_token_ns:
+            self.first_token_s.add((timing.first_token_ns - timing.accepted_ns) / _NS_PER_S)
 
     def end_step(self, now_ns: int) -> None:
         """All tokens of a step have been noted."""
@@ -48,14 +48,13 @@ class RequestTimes:
             self.gap_s.add((now_ns - before_ns) / _NS_PER_S, num_tokens)
         self._num_since.clear()
 
-    def add_end(self, generation: Generation) -> None:
-        """It has ended here."""
-        assert generation.outcome is not None
-        self.ended[generation.outcome.status] += 1
-        if not generation.started_ns:
+    def add_end(self, timing: Timing, status: Status) -> None:
+        """A generation has ended here."""
+        self.ended[status] += 1
+        if not timing.started_ns:
             return
-        self.queue_s.add((generation.started_ns - generation.accepted_ns) / _NS_PER_S)
-        if not generation.first_token_ns:
+        self.queue_s.add((timing.started_ns - timing.accepted_ns) / _NS_PER_S)
+        if not timing.first_token_ns:
             return
-        self.prefill_s.add((generation.first_token_ns - generation.started_ns) / _NS_PER_S)
-        self.decode_s.add((generation.last_token_ns - generation.first_token_ns) / _NS_PER_S)
+        self.prefill_s.add((timing.first_token_ns - timing.started_ns) / _NS_PER_S)
+        self.decode_s.add((timing.last_token_ns - timing.first_token_ns) / _NS_PER_S)

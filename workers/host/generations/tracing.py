@@ -50,8 +50,8 @@ class RunTrace:
 
     def end_prefill(self, generation: Generation) -> None:
         """The prompt is computed: the first token of this life is there."""
-        self._events.append(SpanEvent("first token", generation.first_token_ns))
-        self._add_prefill(generation, generation.first_token_ns)
+        self._events.append(SpanEvent("first token", generation.timing.first_token_ns))
+        self._add_prefill(generation, generation.timing.first_token_ns)
 
     def finish(self, generation: Generation) -> None:
         """It runs here no more: it has ended, or others go on with it."""
@@ -59,11 +59,12 @@ class RunTrace:
             return
         self._is_finished = True
         outcome, usage = generation.outcome, generation.usage()
-        end_ns = generation.done_ns if outcome is not None else self._clock.now_ns()
-        if generation.first_token_ns:
-            if generation.last_token_ns > generation.first_token_ns:
+        timing = generation.timing
+        end_ns = timing.done_ns if outcome is not None else self._clock.now_ns()
+        if timing.first_token_ns:
+            if timing.last_token_ns > timing.first_token_ns:
                 self._add_decode(generation)
-        elif generation.started_ns:
+        elif timing.started_ns:
             self._add_prefill(generation, end_ns)
         attributes: dict[str, Value] = {
             **self._attributes,
@@ -87,7 +88,7 @@ class RunTrace:
                 f"{verb} {generation.job.model}",
                 self._life,
                 self._above.span_id,
-                generation.accepted_ns,
+                timing.accepted_ns,
                 end_ns,
                 SpanKind.SERVER,
                 attributes,
@@ -104,7 +105,7 @@ class RunTrace:
                 "publish record",
                 record_span(self._life, generation.request_id),
                 self._life.span_id,
-                generation.done_ns,
+                generation.timing.done_ns,
                 self._clock.now_ns(),
                 SpanKind.PRODUCER,
                 {"millrace.request.id": generation.request_id},
@@ -117,7 +118,7 @@ class RunTrace:
                 "prefill",
                 self._life.anywhere(),
                 self._life.span_id,
-                generation.started_ns,
+                generation.timing.started_ns,
                 end_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
@@ -134,8 +135,8 @@ class RunTrace:
                 "decode",
                 self._life.anywhere(),
                 self._life.span_id,
-                generation.first_token_ns,
-                generation.last_token_ns,
+                generation.timing.first_token_ns,
+                generation.timing.last_token_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
                     "gen_ai.usage.output_tokens": len(generation.token_ids)

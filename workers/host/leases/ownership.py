@@ -88,7 +88,7 @@ class LeaseOwnership:
     def is_confirmed(self, generation: Generation) -> bool:
         """Whether this worker is known to own the lease right now."""
         self.check_for_gap()
-        return generation.confirmed_s >= self._settled_s
+        return generation.lease.confirmed_s >= self._settled_s
 
     async def confirm(self, generation: Generation) -> Ownership:
         """Who owns the request; at once without a gap, else as soon as it can be known."""
@@ -104,9 +104,9 @@ class LeaseOwnership:
             self.check_for_gap()
             if asked_s < self._settled_s or generation.epoch != epoch:
                 continue
-            if known is None and generation.confirmed_s < self._disconnected_settled_s:
+            if known is None and generation.lease.confirmed_s < self._disconnected_settled_s:
                 return Ownership.UNKNOWN
-            generation.confirmed_s = asked_s
+            generation.lease.confirmed_s = asked_s
         return Ownership.HELD
 
     async def run(self) -> None:

@@ -1,0 +1,79 @@
+"""A generation's phase, its times, its lease, and the delivery of its frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+
+from schemas.control import Dispatch, Reservation
+
+_MAX_LISTENERS = 4
+
+
+class Phase(IntEnum):
+    """QUEUED until the engine admits the request, PREFILLING until its first token, DECODING until
+    its outcome is known, ENDED from then on. A phase may be skipped; none is entered again."""
+
+    QUEUED = 0
+    PREFILLING = 1
+    DECODING = 2
+    ENDED = 3
+
+
+@dataclass(slots=True)
+class Timing:
+    """UTC epoch in ns; 0 for what has not happened. ``dispatched_ns`` is when the scheduler first
+    sent it here."""
+
+    dispatched_ns: int
+    accepted_ns: int
+    started_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    done_ns: int = 0
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """The lease that a generation runs under and the tenant's reservation to settle. At
+    ``confirmed_s``, on the monotonic clock, this worker was known to own the lease."""
+
+    handle: str
+    reservation: Reservation | None
+    confirmed_s: float
+
+    @classmethod
+    def of(cls, dispatch: Dispatch, now_s: float) -> LeaseState:
+        return cls(dispatch.lease, dispatch.reservation, now_s)
+
+
+class Listener(msgspec.Struct, frozen=True, array_like=True):
+    """Where frames go, and how that reader wants them."""
+
+    reply: str
+    batch: bool
+    as_json: bool
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Who gets the frames; ``num_flushed`` tokens have been posted, and what goes before them."""
+
+    num_flushed: int
+    listeners: tuple[Listener, ...] = ()
+    pre_token_flushed: bool = False
+
+    def add(self, listener: Listener) -> None:
+        """Post later frames to this one too; of many the first and the newest stay."""
+        if listener in self.listeners:
+            return
+        if len(self.listeners) == _MAX_LISTENERS:
+            self.listeners = (self.listeners[0], *self.listeners[2:])
+        self.listeners = (*self.listeners, listener)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Post again what comes behind ``num_tokens`` tokens."""
+        self.num_flushed = min(self.num_flushed, num_tokens)
+        self.pre_token_flushed = False
