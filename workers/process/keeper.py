@@ -1,4 +1,4 @@
-"""The worker's engine for as long as the worker lives: another follows one that ends."""
+"""Keeps an engine running for the worker: starts another one when it ends."""
 
 from __future__ import annotations
 
@@ -185,4 +185,4 @@ def _ignore_device_times(_times: list[DeviceTime]) -> None:
 
 
 def _ignore() -> None:
-    """Nobody has asked to hear it."""
+    """No worker listens yet."""
