@@ -22,7 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from benchmarks.support.command import command_parser
-from bus.api import Bus, LeasedJob, Line
+from bus.api import Bus, LeasedJob, TenantQueue
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.frames import Delta, Frame
@@ -30,7 +30,7 @@ from schemas.jobs import Job, Tier
 from tests.support.servers import NatsServer
 
 MODEL = "bench"
-LINE = Line(MODEL, Tier.FREE, "local")
+LINE = TenantQueue(MODEL, Tier.FREE, "local")
 PROMPT = tuple(range(256))
 _BATCH = 64
 
@@ -83,11 +83,11 @@ async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[
 async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) -> list[str]:
     """What a row of tenants cost, one after another, as lines to print."""
     tenants = [f"tenant-{number}" for number in range(num_lines)]
-    lines = [Line(MODEL, Tier.PRO, tenant) for tenant in tenants]
+    lines = [TenantQueue(MODEL, Tier.PRO, tenant) for tenant in tenants]
     before_bytes = memory_bytes()
     costs: list[str] = []
 
-    async def each(what: str, work: Callable[[Line], Awaitable[object]]) -> None:
+    async def each(what: str, work: Callable[[TenantQueue], Awaitable[object]]) -> None:
         started_s = time.perf_counter()
         for line in lines:
             await work(line)
@@ -97,7 +97,7 @@ async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) 
     held: deque[LeasedJob] = deque()
     numbers = itertools.count()
 
-    async def publish(line: Line) -> None:
+    async def publish(line: TenantQueue) -> None:
         job = Job(
             request_id=f"line-{next(numbers)}",
             model=MODEL,
@@ -107,10 +107,10 @@ async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) 
         )
         await bus.jobs.publish(job)
 
-    async def pull(line: Line) -> None:
+    async def pull(line: TenantQueue) -> None:
         held.extend(await bus.jobs.pull(line, 1, 0.0))
 
-    async def ack(_line: Line) -> None:
+    async def ack(_line: TenantQueue) -> None:
         await bus.jobs.ack(held.popleft().lease)
 
     await each("publish", publish)
@@ -120,7 +120,7 @@ async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) 
     await each("publish the next", publish)
     await each("pull it", pull)
     await each("acknowledge it", ack)
-    await each("forget", bus.jobs.forget_line)
+    await each("forget", bus.jobs.forget_tenant_queue)
     costs.append(f"  server memory                 {grown_bytes / num_lines / 1024:6.1f} KiB each")
     return costs
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from bus import nats
-from bus.api import Bus, Line
+from bus.api import Bus, TenantQueue
 from bus.running_requests import Generation
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
@@ -117,7 +117,9 @@ class Bench:
             ),
         )
         await self._bus.jobs.publish(job)
-        (leased,) = await self._bus.jobs.pull(Line(self._model, Tier.FREE, _TENANT), 1, _TIMEOUT_S)
+        (leased,) = await self._bus.jobs.pull(
+            TenantQueue(self._model, Tier.FREE, _TENANT), 1, _TIMEOUT_S
+        )
         command = Dispatch(job=leased.job, epoch=1, lease=leased.lease)
         reply = await self._bus.control.command(self._worker.worker_id, command, _TIMEOUT_S)
         assert reply is not None

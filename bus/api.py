@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from bus.store.storage import Storage
+from bus.storage import Storage
 from schemas.control import (
     Cancel,
     Ended,
@@ -38,13 +38,13 @@ class Subscription(Protocol):
     async def close(self) -> None: ...
 
 
-class Line(NamedTuple):
+class TenantQueue(NamedTuple):
     """Where the jobs of one tenant for one model in one tier wait, in order of arrival.
 
     A job that was published without a tenant in its subject is the keyless tenant's, and waits in
-    the line of ``tenant`` None. ``reserved``: gateways published them, which keep their callers'
-    limits; all others count against their tenant's when they are pulled. Who may say so is up to
-    the permissions of the server: the line is the subject.
+    the tenant queue of ``tenant`` None. ``reserved``: gateways published them, which keep their
+    callers' limits; all others count against their tenant's when they are pulled. Who may say so is
+    up to the permissions of the server: the tenant queue is the subject.
     """
 
     model: str
@@ -53,13 +53,13 @@ class Line(NamedTuple):
     reserved: bool = False
 
     @classmethod
-    def of(cls, job: Job, *, reserved: bool = False) -> Line:
+    def of(cls, job: Job, *, reserved: bool = False) -> TenantQueue:
         """Where a job waits that ``JobQueue.publish`` stored."""
         return cls(job.model, job.tier, job.tenant, reserved)
 
     @property
-    def twin(self) -> Line:
-        """The other line of the same tenant."""
+    def twin(self) -> TenantQueue:
+        """The other tenant queue of the same tenant."""
         return self._replace(reserved=not self.reserved)
 
 
@@ -69,15 +69,15 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
     The holder extends the lease well within AckWait, or hands the lease string to another process
     which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
     then the queue may have lost count. That is so for jobs that are older than this process's
-    first pull from their line, or the first since the server was away. ``stored_ns`` is when the
-    queue got it, UTC epoch.
+    first pull from their tenant queue, or the first since the server was away. ``stored_ns`` is
+    when the queue got it, UTC epoch.
     """
 
     job: Job
     lease: str
     num_deliveries: int
     stream_sequence: int
-    line: Line
+    tenant_queue: TenantQueue
     uncertain: bool = False
     stored_ns: int = 0
 
@@ -90,7 +90,7 @@ class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of a line that wait in the stream, and jobs that somebody holds."""
+    """Jobs of a tenant queue that wait in the stream, and jobs that somebody holds."""
 
     num_queued: int
     num_leased: int
@@ -115,8 +115,10 @@ class JobQueue(Protocol):
         Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was stored.
         """
 
-    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
-        """Up to ``max_jobs`` jobs of a line, as soon as there is one; an empty list after
+    async def pull(
+        self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
+    ) -> list[LeasedJob]:
+        """Up to ``max_jobs`` jobs of a tenant queue, as soon as there is one; an empty list after
         ``timeout_s``, which may be 0.
 
         A message that cannot be decoded, and a job that was delivered too often, is moved to the
@@ -124,21 +126,22 @@ class JobQueue(Protocol):
         and a job its record. An empty list is also what a server that is away gives.
         """
 
-    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
-        """Tell the line of each job that is stored. Those of an outage are not told: ``lines`` is
-        what counts."""
+    async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
+        """Tell the tenant queue of each job that is stored. Those of an outage are not told:
+        ``tenant_queues`` is what counts."""
 
-    async def lines(self) -> dict[Line, int]:
-        """The lines with jobs, waiting or held, and how many; the models may be unknown.
+    async def tenant_queues(self) -> dict[TenantQueue, int]:
+        """The tenant queues with jobs, waiting or held, and how many; the models may be unknown.
 
-        Messages under subjects that name no line are moved to the dead letters, some at a time.
+        Messages under subjects that name no tenant queue are moved to the dead letters, some at a
+        time.
         """
 
-    async def forget_line(self, line: Line) -> bool:
-        """Free what the server keeps for a line that has no job, waiting or held; False if it has
-        one. Jobs that come later are found again."""
+    async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
+        """Free what the server keeps for a tenant queue that has no job, waiting or held; False if
+        it has one. Jobs that come later are found again."""
 
-    async def depth(self, line: Line) -> QueueDepth: ...
+    async def depth(self, tenant_queue: TenantQueue) -> QueueDepth: ...
 
     async def is_open(self, stream_sequence: int) -> bool:
         """Whether the job is still in the queue, waiting or held; False once it was acked.
@@ -146,9 +149,9 @@ class JobQueue(Protocol):
         Raises BusUnavailableError when nobody can say.
         """
 
-    async def shed_newest(self, line: Line, count: int) -> list[Job]:
-        """Take up to ``count`` of the newest waiting jobs out of a line; each job is handed to
-        one caller only, who must answer it."""
+    async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
+        """Take up to ``count`` of the newest waiting jobs out of a tenant queue; each job is handed
+        to one caller only, who must answer it."""
 
     async def extend(self, lease: str) -> None:
         """Hold the job for another AckWait. Any process may, by the lease alone.

@@ -11,7 +11,7 @@ import msgspec
 
 from bus import redis_keys
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.config import RedisConfig
 
 TTL_S = 3600
@@ -104,7 +104,7 @@ class GenerationIndex:
         key = redis_keys.generation_key(request_id)
         try:
             found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
-        except RedisAwayError:
+        except RedisUnreachableError:
             return model, reason
         return found[0].decode(), found[1].decode()
 
@@ -119,11 +119,11 @@ class GenerationIndex:
         arguments: list[Argument] = [worker_id, epoch, finished, TTL_S, request_id, lease]
         try:
             await self._link.evaluate(_WRITE, keys, arguments)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return  # It is a hint; leases and heartbeats decide, also while Redis takes no writes.
 
     async def _call(self, *command: Argument) -> Any:
         try:
             return await self._link.call(*command)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return None

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import re
 
-from bus.api import Line
+from bus.api import TenantQueue
 from schemas.jobs import Tier
 from schemas.records import (
     DeliveryRecord,
@@ -74,7 +74,7 @@ ENVELOPE = "_"
 _STORED = "stored."
 ALL_STORED_JOBS = f"{_STORED}jobs.>"
 STORED_JOBS = ("jobs.>", ALL_STORED_JOBS)  # what the server repeats, without payload, and where
-_LINE_CONSUMER = "line-"
+_TENANT_QUEUE_CONSUMER = "line-"
 
 # --- Kafka -----------------------------------------------------------------------------------
 
@@ -141,13 +141,13 @@ def untoken(encoded: str) -> str:
 # --- jobs and results ------------------------------------------------------------------------
 
 
-def job(line: Line) -> str:
-    """Where the jobs of a line are published."""
-    subject = f"jobs.{token(line.model)}.{line.tier.value}"
-    if line.tenant is None:
+def job(tenant_queue: TenantQueue) -> str:
+    """Where the jobs of a tenant queue are published."""
+    subject = f"jobs.{token(tenant_queue.model)}.{tenant_queue.tier.value}"
+    if tenant_queue.tenant is None:
         return subject
-    subject = f"{subject}.{token(line.tenant)}"
-    return f"{subject}.{_RESERVED}" if line.reserved else subject
+    subject = f"{subject}.{token(tenant_queue.tenant)}"
+    return f"{subject}.{_RESERVED}" if tenant_queue.reserved else subject
 
 
 def jobs_of_tenant(tenant: str, tier: Tier) -> str:
@@ -156,13 +156,13 @@ def jobs_of_tenant(tenant: str, tier: Tier) -> str:
 
 
 def jobs_of(model: str) -> str:
-    """All lines of one model."""
+    """All tenant queues of one model."""
     return f"jobs.{token(model)}.>"
 
 
 @functools.lru_cache(_CACHED_LINES)
-def line_of(job_subject: str) -> Line:
-    """The line that a job's subject names. Raises ValueError for another subject."""
+def tenant_queue_of(job_subject: str) -> TenantQueue:
+    """The tenant queue that a job's subject names. Raises ValueError for another subject."""
     kind, *tokens = job_subject.split(".")
     is_reserved = len(tokens) == 4 and tokens[-1] == _RESERVED
     if is_reserved:
@@ -170,7 +170,7 @@ def line_of(job_subject: str) -> Line:
     if kind != "jobs" or len(tokens) not in (2, 3):
         raise ValueError("not a job subject")
     model, tier, *tenant = map(untoken, tokens)
-    return Line(model, Tier(tier), tenant[0] if tenant else None, is_reserved)
+    return TenantQueue(model, Tier(tier), tenant[0] if tenant else None, is_reserved)
 
 
 def stored_job(job_subject: str) -> str:
@@ -178,20 +178,23 @@ def stored_job(job_subject: str) -> str:
     return f"{_STORED}{job_subject}"
 
 
-def stored_line_of(subject: str) -> Line:
-    """The line that ``stored_job`` was told of. Raises ValueError for a subject of no line."""
-    return line_of(subject.removeprefix(_STORED))
+def stored_tenant_queue_of(subject: str) -> TenantQueue:
+    """The tenant queue that ``stored_job`` was told of. Raises ValueError for a subject of no
+    tenant queue."""
+    return tenant_queue_of(subject.removeprefix(_STORED))
 
 
-def jobs_consumer(line: Line) -> str:
-    """The durable consumer of a line. Its filter says which line that is, so a digest will do."""
-    digest = hashlib.blake2b(job(line).encode(), digest_size=16).hexdigest()
-    return f"{_LINE_CONSUMER}{digest}"
+def jobs_consumer(tenant_queue: TenantQueue) -> str:
+    """The durable consumer of a tenant queue. Its filter says which tenant queue that is, so a
+    digest will do."""
+    digest = hashlib.blake2b(job(tenant_queue).encode(), digest_size=16).hexdigest()
+    return f"{_TENANT_QUEUE_CONSUMER}{digest}"
 
 
 def is_outdated_consumer(name: str) -> bool:
-    """Whether a consumer of the jobs is of the time when each model had one for all its lines."""
-    return not name.startswith(_LINE_CONSUMER)
+    """Whether a consumer of the jobs is of the time when each model had one for all its tenant
+    queues."""
+    return not name.startswith(_TENANT_QUEUE_CONSUMER)
 
 
 def dead_job(reason: str) -> str:

@@ -31,7 +31,7 @@ from runtime.process import exit_code_of, stop_event
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import wait_unless_done
-from runtime.tracing import open_tracing
+from runtime.tracing_setup import open_tracing
 from schemas.config import Config, GatewayConfig, TierPolicies
 from schemas.errors import MillraceError
 from schemas.openai import ModelCard

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from bus.api import Bus, Subscription
-from bus.store.storage import NATS, REDIS
+from bus.storage import NATS, REDIS
 from bus.store.watch import StoreMetrics, StoreWatch
 from gateway.metrics import Metrics
 from gateway.models import Models

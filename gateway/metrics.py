@@ -215,7 +215,7 @@ class _LostRecords(Collector):
     def collect(self) -> Iterator[Metric]:
         lost = CounterMetricFamily(
             "millrace_lost_delivery_records",
-            "Delivery records that were given up while the message bus was away",
+            "Delivery records that were given up while the message bus was unreachable",
         )
         lost.add_metric([], self._deliveries.num_lost)
         yield lost
@@ -248,12 +248,14 @@ class _Limits(Collector):
             refused.add_metric([limit], count)
         yield refused
         degraded = CounterMetricFamily(
-            "millrace_degraded_reservations", "Reservations that were made while Redis was away"
+            "millrace_degraded_reservations",
+            "Reservations that were made while Redis was unreachable",
         )
         degraded.add_metric([], self._limiter.num_degraded)
         yield degraded
         lost = CounterMetricFamily(
-            "millrace_lost_settlements", "Settlements that were given up while Redis was away"
+            "millrace_lost_settlements",
+            "Settlements that were given up while Redis was unreachable",
         )
         lost.add_metric([], self._limiter.num_settlements_lost)
         yield lost

@@ -25,7 +25,7 @@ STEP_S = tuple(0.0005 * 2**power for power in range(13))
 ROWS = (1.0, 10.0, 100.0, 500.0, 1_000.0, 2_500.0, 5_000.0, 10_000.0, 25_000.0, 50_000.0)
 
 
-class Tally:
+class Histogram:
     """How many values fell between which bounds, and their sum. One thread adds and reads."""
 
     __slots__ = ("_bounds", "_counts", "_sum")

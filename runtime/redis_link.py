@@ -28,7 +28,9 @@ _Command = tuple[Argument, ...]
 _Batch = list[tuple[_Command, asyncio.Future[Any]]]
 
 
-class RedisAwayError(MillraceError, code="state_unavailable", retryable=True, http_status=503):
+class RedisUnreachableError(
+    MillraceError, code="state_unavailable", retryable=True, http_status=503
+):
     """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
     it may or may not have been done."""
 
@@ -38,7 +40,7 @@ class RedisAwayError(MillraceError, code="state_unavailable", retryable=True, ht
         super().__init__(message)
 
 
-class RedisFullError(RedisAwayError, code="storage_full"):
+class RedisFullError(RedisUnreachableError, code="storage_full"):
     """Redis cannot write to its disk, and refuses whatever would change it."""
 
     def __init__(self) -> None:
@@ -51,9 +53,9 @@ class RedisFullError(RedisAwayError, code="storage_full"):
 class RedisLink:
     """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
 
-    After a failure nobody tries again for a second: calls raise RedisAwayError at once. So does a
-    command that the server refuses; each is logged by its name when that begins and when it ends.
-    Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    After a failure nobody tries again for a second: calls raise RedisUnreachableError at once. So
+    does a command that the server refuses; each is logged by its name when that begins and when it
+    ends. Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
     ``is_full`` from the first command that Redis refused because it cannot write to its disk, until
     ``look_for_room`` found that it can: the error is RedisFullError then.
     """
@@ -82,16 +84,16 @@ class RedisLink:
             return
         try:
             told = await self.call("INFO", "persistence")
-        except RedisAwayError:
+        except RedisUnreachableError:
             return
         if _is_well(told, self._unwritten):
             self._unwritten = ""
             logger.info("Redis can write to its disk again")
 
     async def call(self, *command: Argument) -> Any:
-        """The reply. Raises RedisAwayError."""
+        """The reply. Raises RedisUnreachableError."""
         if self._closed or (self._is_away and self._clock.monotonic() < self._next_try_s):
-            raise RedisAwayError
+            raise RedisUnreachableError
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, future))
         if self._sending is None or self._sending.done():
@@ -101,7 +103,7 @@ class RedisLink:
     async def evaluate(
         self, script: Script, keys: Sequence[str | bytes], arguments: Sequence[Argument] = ()
     ) -> Any:
-        """Run a script, which the server is sent once. Raises RedisAwayError."""
+        """Run a script, which the server is sent once. Raises RedisUnreachableError."""
         rest = (len(keys), *keys, *arguments)
         try:
             return await self.call("EVALSHA", script.sha, *rest)
@@ -113,7 +115,7 @@ class RedisLink:
         somebody mends that. One that is away is none of it: it may come."""
         try:
             await self.call("PING")
-        except RedisAwayError:
+        except RedisUnreachableError:
             if self._refusal is not None:
                 raise self._refusal from None
 
@@ -168,7 +170,7 @@ class RedisLink:
                 self._unwritten = _AOF if "AOF" in str(answer) else _RDB
                 error = RedisFullError()
             else:
-                error = RedisAwayError()
+                error = RedisUnreachableError()
         elif self._refused:
             self._was_done(command)
         if future.done():
@@ -179,7 +181,7 @@ class RedisLink:
             future.set_exception(error)
 
     def _give_up(self, batch: _Batch) -> None:
-        _fail(batch, RedisAwayError())
+        _fail(batch, RedisUnreachableError())
 
     def _went_away(self, error: Exception) -> None:
         self._next_try_s = self._clock.monotonic() + _PAUSE_S

@@ -14,10 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
-
-from schemas.config import TracingConfig
-from schemas.errors import ConfigError
 
 HEADER = "traceparent"
 
@@ -163,25 +159,6 @@ class Tracing:
     async def close(self) -> None:
         """Send what is there, within a bounded time."""
         await self._sink.close()
-
-
-def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing | None:
-    """Tracing for a process of a part (``gateway``), None if none is wanted. Raises ConfigError."""
-    if not config.endpoint:
-        return None
-    if config.sample_ratio > 1:
-        raise ConfigError(f"tracing.sample_ratio is a share, at most 1, got {config.sample_ratio}")
-    url = urlsplit(config.endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(
-            "tracing.endpoint must be the URL of a collector that takes OTLP over HTTP, such as "
-            "http://127.0.0.1:4318."
-        )
-    # It takes a moment and memory, which who does not trace need not pay.
-    from runtime.otlp import OtlpSink
-
-    sink = OtlpSink(config.endpoint, f"millrace-{part}", instance_id)
-    return Tracing(sink, config.sample_ratio)
 
 
 def _digest(seed: str, num_bytes: int) -> int:

@@ -25,7 +25,7 @@ from runtime.metrics_server import Monitor, monitored
 from runtime.process import exit_code_of, stop_event
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
-from runtime.tracing import open_tracing
+from runtime.tracing_setup import open_tracing
 from scheduler.jobs.tracing import JobTraces
 from scheduler.metrics import SchedulerMetrics
 from scheduler.scheduler import ModelCatalogue, Scheduler

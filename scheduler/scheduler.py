@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from bus.api import Bus, Line, Subscription
+from bus.api import Bus, Subscription, TenantQueue
 from bus.tenancy.keeper import LimitKeeper
 from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
@@ -224,10 +224,10 @@ class Scheduler:
         for puller in self.pullers.values():
             puller.recount()
 
-    def _on_published(self, line: Line) -> None:
-        puller = self.pullers.get(line.model)
+    def _on_published(self, tenant_queue: TenantQueue) -> None:
+        puller = self.pullers.get(tenant_queue.model)
         if puller is not None:
-            puller.published(line)
+            puller.published(tenant_queue)
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         for gone in departed:

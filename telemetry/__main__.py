@@ -18,7 +18,7 @@ from runtime.metrics_server import Monitor, monitored
 from runtime.process import exit_code_of, stop_event
 from runtime.settings import load_config
 from runtime.tasks import outcome_unless, wait_unless_done
-from runtime.tracing import open_tracing
+from runtime.tracing_setup import open_tracing
 from schemas.config import Config
 from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService

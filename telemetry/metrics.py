@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.store.storage import CLICKHOUSE, KAFKA
+from bus.storage import CLICKHOUSE, KAFKA
 from bus.store.watch import StoreMetrics
 from telemetry.service import TelemetryService
 

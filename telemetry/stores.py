@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.api import Bus, Subscription
-from bus.store.storage import CLICKHOUSE, KAFKA
+from bus.storage import CLICKHOUSE, KAFKA
 from bus.store.watch import StoreWatch
 from runtime.clock import Clock
 from schemas.config import StorageConfig

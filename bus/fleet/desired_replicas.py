@@ -22,7 +22,7 @@ class _Heard:
             self.figures.popleft()
 
 
-class WantedWorkers:
+class DesiredReplicas:
     """Remembers what queue statuses said of late. Pure: the caller passes the time in."""
 
     def __init__(self) -> None:

@@ -68,20 +68,20 @@ def read_job(
         raise MalformedMessageError(error.message) from error
     job = codec.JOB.decode(payload, content_type)
     try:
-        line = subjects.line_of(subject)
+        tenant_queue = subjects.tenant_queue_of(subject)
     except ValueError as error:
         raise MalformedMessageError(NOT_A_LINE) from error
-    if job.model != line.model:
+    if job.model != tenant_queue.model:
         raise MalformedMessageError("the job's model is not the one that its subject names")
     changes: dict[str, object] = {}
-    tenant = LOCAL_TENANT if line.tenant is None else line.tenant
-    if job.tier != line.tier or job.tenant != tenant:
+    tenant = LOCAL_TENANT if tenant_queue.tenant is None else tenant_queue.tenant
+    if job.tier != tenant_queue.tier or job.tenant != tenant:
         stated = _STATED.decode(payload, content_type)
-        if stated.tier is not None and job.tier != line.tier:
+        if stated.tier is not None and job.tier != tenant_queue.tier:
             raise MalformedMessageError("the job's tier is not the one that its subject names")
         if stated.tenant is not None and job.tenant != tenant:
             raise ForeignTenantError(FOREIGN_TENANT)
-        changes["tier"] = line.tier
+        changes["tier"] = tenant_queue.tier
         changes["tenant"] = tenant
     if job.received_ns == 0:
         changes["received_ns"] = stored_ns

@@ -6,24 +6,24 @@ import logging
 from collections.abc import Callable
 
 from bus import subjects
-from bus.api import Line, Subscription
+from bus.api import Subscription, TenantQueue
 from bus.transport import Message, Transport
 
 logger = logging.getLogger(__name__)
 
 
 async def watch_stored_jobs(
-    transport: Transport, on_published: Callable[[Line], None]
+    transport: Transport, on_published: Callable[[TenantQueue], None]
 ) -> Subscription:
     """See ``bus.api.JobQueue.watch``: the server repeats the subject of what it stored."""
 
     def on_message(message: Message) -> None:
         try:
-            line = subjects.stored_line_of(message.subject)
+            tenant_queue = subjects.stored_tenant_queue_of(message.subject)
         except ValueError:
-            return  # of no line; ``JobQueue.lines`` answers for it
+            return  # of no tenant queue; ``JobQueue.tenant_queues`` answers for it
         try:
-            on_published(line)
+            on_published(tenant_queue)
         except Exception:
             logger.exception("a watcher failed", extra={"subject": message.subject})
 

@@ -27,8 +27,8 @@ from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
 from bus.memory.journal import MemoryJournal
+from bus.storage import Storage
 from bus.store.objects import JournalObjects
-from bus.store.storage import Storage
 from bus.transport import Message, OnMessage
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -187,7 +187,7 @@ class _MemoryOutbox:
 
 
 class _MemoryStorage:
-    """See ``bus.store.storage.Storage``."""
+    """See ``bus.storage.Storage``."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 
 from bus import codec, subjects
-from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
+from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
 from bus.jobs import decoding as intake
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
-from bus.store.storage import NATS
+from bus.storage import NATS
 from bus.transport import Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job
@@ -29,12 +29,13 @@ class MemoryJobQueue:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals
-        # By subject: the server's life in which the line was opened, and the newest job then.
+        # By subject: the server's life in which the tenant queue was opened, and the newest job
+        # then.
         self._opened: dict[str, tuple[int, int]] = {}
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         payload = codec.encode(job)
-        subject = subjects.job(Line.of(job, reserved=reserved))
+        subject = subjects.job(TenantQueue.of(job, reserved=reserved))
         return self.publish_raw(subject, payload, None, subjects.token(job.request_id))
 
     def publish_raw(
@@ -53,13 +54,15 @@ class MemoryJobQueue:
             broker.publish(subjects.stored_job(subject), b"")
         return PublishedJob(stream_sequence=sequence, duplicate=duplicate)
 
-    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+    async def pull(
+        self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
+    ) -> list[LeasedJob]:
         clock = self._broker.clock
-        subject = subjects.job(line)
+        subject = subjects.job(tenant_queue)
         deadline_s = clock.monotonic() + timeout_s
         while True:
             taken = self._take(subject, max_jobs) if self._broker.up else []
-            read = [await self._read(line, job) for job in taken]
+            read = [await self._read(tenant_queue, job) for job in taken]
             leased = [one for one in read if one is not None]
             now_s = clock.monotonic()
             if leased or (now_s >= deadline_s and not taken):
@@ -77,7 +80,7 @@ class MemoryJobQueue:
             self._opened[subject] = (self._broker.life, self._broker.jobs.last_sequence)
         return self._broker.jobs.take(subject, max_jobs)
 
-    async def _read(self, line: Line, stored: StoredJob) -> LeasedJob | None:
+    async def _read(self, tenant_queue: TenantQueue, stored: StoredJob) -> LeasedJob | None:
         try:
             job = intake.read_job(
                 stored.subject, stored.payload, stored.content_type, stored.stored_ns
@@ -97,7 +100,7 @@ class MemoryJobQueue:
             lease=stored.lease,
             num_deliveries=stored.num_deliveries,
             stream_sequence=stored.sequence,
-            line=line,
+            tenant_queue=tenant_queue,
             uncertain=stored.sequence <= self._opened[stored.subject][1],
             stored_ns=stored.stored_ns,
         )
@@ -129,45 +132,45 @@ class MemoryJobQueue:
         )
         self._broker.jobs.remove(stored.lease)
 
-    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+    async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await watch_stored_jobs(self._transport, on_published)
 
-    async def lines(self) -> dict[Line, int]:
+    async def tenant_queues(self) -> dict[TenantQueue, int]:
         self._broker.require_up()
-        lines: dict[Line, int] = {}
+        tenant_queues: dict[TenantQueue, int] = {}
         for subject, count in self._broker.jobs.subjects().items():
             try:
-                lines[subjects.line_of(subject)] = count
+                tenant_queues[subjects.tenant_queue_of(subject)] = count
             except ValueError:
                 await self._refuse_misfits(subject)
-        return lines
+        return tenant_queues
 
     async def _refuse_misfits(self, subject: str) -> None:
-        """A subject that names no line, which nobody can pull from."""
+        """A subject that names no tenant queue, which nobody can pull from."""
         while (stored := self._broker.jobs.take_newest(subject)) is not None:
             await self._refuse_unreadable(stored, MalformedMessageError(intake.NOT_A_LINE))
 
-    async def forget_line(self, line: Line) -> bool:
+    async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
         self._broker.require_up()
-        subject = subjects.job(line)
+        subject = subjects.job(tenant_queue)
         if not self._broker.jobs.forget(subject):
             return False
         self._opened.pop(subject, None)
         return True
 
-    async def depth(self, line: Line) -> QueueDepth:
+    async def depth(self, tenant_queue: TenantQueue) -> QueueDepth:
         self._broker.require_up()
-        return self._broker.jobs.depth(subjects.job(line))
+        return self._broker.jobs.depth(subjects.job(tenant_queue))
 
     async def is_open(self, stream_sequence: int) -> bool:
         self._broker.require_up()
         return self._broker.jobs.holds(stream_sequence)
 
-    async def shed_newest(self, line: Line, count: int) -> list[Job]:
+    async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
         self._broker.require_up()
         shed: list[Job] = []
         while len(shed) < count:
-            stored = self._broker.jobs.take_newest(subjects.job(line))
+            stored = self._broker.jobs.take_newest(subjects.job(tenant_queue))
             if stored is None:
                 break
             try:

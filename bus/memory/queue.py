@@ -37,7 +37,7 @@ class StoredJob:
 
 @dataclass(eq=False)
 class _Consumer:
-    """What the server keeps for a line once somebody has pulled from it."""
+    """What the server keeps for a tenant queue once somebody has pulled from it."""
 
     held: dict[int, StoredJob] = field(default_factory=dict)
     alarms: list[tuple[float, int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class _Consumer:
         heapq.heappush(self.alarms, (job.due_s, job.sequence))
 
 
-class _Line:
+class _Queue:
     """The jobs of one subject: ``waiting`` were never delivered, except to a consumer that is
     forgotten."""
 
@@ -89,12 +89,12 @@ class _Line:
 
 
 class StoredJobs:
-    """All lines, by subject, and the pulls that wait for them."""
+    """All tenant queues, by subject, and the pulls that wait for them."""
 
     def __init__(self, clock: Clock, config: NatsConfig) -> None:
         self._clock = clock
         self._config = config
-        self._lines: dict[str, _Line] = {}
+        self._tenant_queues: dict[str, _Queue] = {}
         self._jobs: dict[int, StoredJob] = {}
         self._seen: dict[str, tuple[int, float]] = {}
         self._sequences = itertools.count(1)
@@ -124,11 +124,11 @@ class StoredJobs:
         )
         self.last_sequence = job.sequence
         self._jobs[job.sequence] = job
-        line = self._line(subject)
-        line.waiting.append(job)
+        tenant_queue = self._tenant_queue(subject)
+        tenant_queue.waiting.append(job)
         if message_id:
             self._seen[message_id] = (job.sequence, now_s + DUPLICATE_WINDOW_S)
-        line.wake()
+        tenant_queue.wake()
         return job.sequence, False
 
     def is_duplicate(self, message_id: str) -> bool:
@@ -137,21 +137,21 @@ class StoredJobs:
 
     def take(self, subject: str, max_jobs: int) -> list[StoredJob]:
         """Jobs to deliver now, those delivered before first; each is held for AckWait."""
-        line = self._line(subject)
-        if line.consumer is None:
-            line.consumer = _Consumer()
+        tenant_queue = self._tenant_queue(subject)
+        if tenant_queue.consumer is None:
+            tenant_queue.consumer = _Consumer()
         now_s = self._clock.monotonic()
-        taken = line.consumer.take_due(now_s, max_jobs)
-        while line.waiting and len(taken) < max_jobs:
-            taken.append(line.waiting.popleft())
+        taken = tenant_queue.consumer.take_due(now_s, max_jobs)
+        while tenant_queue.waiting and len(taken) < max_jobs:
+            taken.append(tenant_queue.waiting.popleft())
         for job in taken:
             job.num_deliveries += 1
-            line.consumer.hold(job, now_s + self._config.ack_wait_s)
+            tenant_queue.consumer.hold(job, now_s + self._config.ack_wait_s)
         return taken
 
     def next_due_s(self, subject: str) -> float | None:
         """When to look for jobs that come back, on the monotonic clock; None while none is held."""
-        consumer = self._line(subject).consumer
+        consumer = self._tenant_queue(subject).consumer
         return consumer.alarms[0][0] if consumer is not None and consumer.alarms else None
 
     def hold(self, lease: str, seconds: float) -> None:
@@ -160,33 +160,36 @@ class StoredJobs:
         job = self._jobs.get(sequence)
         if job is None:
             return
-        line = self._line(job.subject)
-        if line.consumer is not None and sequence in line.consumer.held:
-            line.consumer.hold(job, self._clock.monotonic() + seconds)
+        tenant_queue = self._tenant_queue(job.subject)
+        if tenant_queue.consumer is not None and sequence in tenant_queue.consumer.held:
+            tenant_queue.consumer.hold(job, self._clock.monotonic() + seconds)
             if seconds < self._config.ack_wait_s:
-                line.wake()
+                tenant_queue.wake()
 
     def remove(self, lease: str) -> None:
         """A job of which no delivery is known any more goes too."""
         job = self._jobs.pop(_sequence_of(lease), None)
         if job is None:
             return
-        line = self._line(job.subject)
-        if line.consumer is None or line.consumer.held.pop(job.sequence, None) is None:
-            line.waiting.remove(job)
+        tenant_queue = self._tenant_queue(job.subject)
+        if (
+            tenant_queue.consumer is None
+            or tenant_queue.consumer.held.pop(job.sequence, None) is None
+        ):
+            tenant_queue.waiting.remove(job)
 
     def take_newest(self, subject: str) -> StoredJob | None:
         """Take the newest job that was never delivered out of the queue."""
-        line = self._line(subject)
-        if not line.waiting:
+        tenant_queue = self._tenant_queue(subject)
+        if not tenant_queue.waiting:
             return None
-        job = line.waiting.pop()
+        job = tenant_queue.waiting.pop()
         del self._jobs[job.sequence]
         return job
 
     def depth(self, subject: str) -> QueueDepth:
-        line = self._lines.get(subject) or _Line()
-        return QueueDepth(num_queued=len(line.waiting), num_leased=line.num_held)
+        tenant_queue = self._tenant_queues.get(subject) or _Queue()
+        return QueueDepth(num_queued=len(tenant_queue.waiting), num_leased=tenant_queue.num_held)
 
     def holds(self, sequence: int) -> bool:
         return sequence in self._jobs
@@ -194,36 +197,39 @@ class StoredJobs:
     def subjects(self) -> dict[str, int]:
         """The subjects of which there are jobs, and how many."""
         counts = {
-            subject: len(line.waiting) + line.num_held for subject, line in self._lines.items()
+            subject: len(tenant_queue.waiting) + tenant_queue.num_held
+            for subject, tenant_queue in self._tenant_queues.items()
         }
         return {subject: count for subject, count in counts.items() if count}
 
     def forget(self, subject: str) -> bool:
-        """Forget a line without jobs; False if it has any."""
-        line = self._lines.get(subject)
-        if line is None:
+        """Forget a tenant queue without jobs; False if it has any."""
+        tenant_queue = self._tenant_queues.get(subject)
+        if tenant_queue is None:
             return True
-        if line.waiting or line.num_held:
+        if tenant_queue.waiting or tenant_queue.num_held:
             return False
-        line.consumer = None
-        if not line.waiters:
-            del self._lines[subject]
+        tenant_queue.consumer = None
+        if not tenant_queue.waiters:
+            del self._tenant_queues[subject]
         return True
 
     def lose_deliveries(self) -> None:
         """As a server does that is killed before it has written them down; the jobs stay."""
-        for line in self._lines.values():
-            held = line.consumer.held.values() if line.consumer is not None else ()
+        for tenant_queue in self._tenant_queues.values():
+            held = tenant_queue.consumer.held.values() if tenant_queue.consumer is not None else ()
             for job in held:
                 job.num_deliveries = 0
-            line.waiting = deque(sorted([*held, *line.waiting], key=lambda job: job.sequence))
-            line.consumer = None
-            line.wake()
+            tenant_queue.waiting = deque(
+                sorted([*held, *tenant_queue.waiting], key=lambda job: job.sequence)
+            )
+            tenant_queue.consumer = None
+            tenant_queue.wake()
 
     async def wait(self, subject: str, timeout_s: float) -> None:
-        """Return after a change of a line, or after ``timeout_s``."""
+        """Return after a change of a tenant queue, or after ``timeout_s``."""
         event = asyncio.Event()
-        waiters = self._line(subject).waiters
+        waiters = self._tenant_queue(subject).waiters
         waiters.add(event)
         try:
             await wait_or_sleep(event, self._clock, timeout_s)
@@ -231,11 +237,11 @@ class StoredJobs:
             waiters.discard(event)
 
     def wake(self) -> None:
-        for line in self._lines.values():
-            line.wake()
+        for tenant_queue in self._tenant_queues.values():
+            tenant_queue.wake()
 
-    def _line(self, subject: str) -> _Line:
-        return self._lines.setdefault(subject, _Line())
+    def _tenant_queue(self, subject: str) -> _Queue:
+        return self._tenant_queues.setdefault(subject, _Queue())
 
 
 def _sequence_of(lease: str) -> int:

@@ -28,8 +28,8 @@ from bus.nats.pull_inbox import PullInbox
 from bus.nats.storage import NatsStorage
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
+from bus.storage import Storage
 from bus.store.objects import JournalObjects
-from bus.store.storage import Storage
 from runtime.clock import Clock, SystemClock
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError

@@ -85,8 +85,8 @@ class DeadLetters:
         await self._refusals.refuse(job, dead.reason, dead.message, delivery.num_deliveries)
 
     async def refuse_misfits(self, subject: str, max_messages: int) -> int:
-        """Empty a subject that names no line, which nobody can pull from; how many messages it
-        had, up to ``max_messages``. Whoever deletes one tells its publisher."""
+        """Empty a subject that names no tenant queue, which nobody can pull from; how many messages
+        it had, up to ``max_messages``. Whoever deletes one tells its publisher."""
         stream = subjects.JOBS_STREAM
         for num_done in range(max_messages):
             message = await jetstream.newest(self._connection, stream, subject)

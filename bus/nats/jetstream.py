@@ -13,7 +13,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.nats.connection import Connection, status_of
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.errors import BusUnavailableError, StoreFullError
 
 API = "$JS.API"
@@ -111,8 +111,8 @@ class RawMessage(msgspec.Struct, frozen=True):
         return base64.b64decode(self.data)
 
     def header(self, name: str) -> str | None:
-        for line in base64.b64decode(self.hdrs).decode("utf-8", "replace").splitlines():
-            key, colon, value = line.partition(":")
+        for tenant_queue in base64.b64decode(self.hdrs).decode("utf-8", "replace").splitlines():
+            key, colon, value = tenant_queue.partition(":")
             if colon and key == name:
                 return value.strip()
         return None

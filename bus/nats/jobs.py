@@ -10,7 +10,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import codec, subjects
-from bus.api import LeasedJob, Line, PublishedJob, QueueDepth, Subscription
+from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
 from bus.codec import CONTENT_TYPE
 from bus.jobs import decoding as intake
 from bus.jobs.notices import watch_stored_jobs
@@ -41,24 +41,29 @@ _MAX_MISFITS = 64
 _SAME_TIME_NS = 1_000
 
 
-class _OpenLine:
-    """What this process keeps for a line that it has pulled from.
+class _OpenQueue:
+    """What this process keeps for a tenant queue that it has pulled from.
 
     A server that is killed has not written its last deliveries down, and a consumer that is made
-    anew knows of none. Either happens before a process opens the line, or opens it again after a
-    loss of its connection, so what is stored later is known to be delivered for the first time.
+    anew knows of none. Either happens before a process opens the tenant queue, or opens it again
+    after a loss of its connection, so what is stored later is known to be delivered for the first
+    time.
     """
 
     def __init__(
-        self, connection: Connection, inbox: PullInbox, config: NatsConfig, line: Line
+        self,
+        connection: Connection,
+        inbox: PullInbox,
+        config: NatsConfig,
+        tenant_queue: TenantQueue,
     ) -> None:
-        self.line = line
+        self.tenant_queue = tenant_queue
         self.shedding = asyncio.Lock()
         self.puller = Puller(
             connection,
             inbox,
             subjects.JOBS_STREAM,
-            subjects.jobs_consumer(line),
+            subjects.jobs_consumer(tenant_queue),
             self._ensure,
         )
         self._connection = connection
@@ -67,7 +72,7 @@ class _OpenLine:
 
     async def _ensure(self) -> None:
         self._opened_ns = await topology.ensure_jobs_consumer(
-            self._connection, self._config, self.line
+            self._connection, self._config, self.tenant_queue
         )
 
     def may_have_been_held(self, stored_ns: int) -> bool:
@@ -91,13 +96,13 @@ class NatsJobQueue:
         self._config = config
         self._clock = clock
         self._dead_letters = DeadLetters(connection, refusals, clock)
-        self._open_lines: dict[Line, _OpenLine] = {}
+        self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
     # --- in ---
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         headers = {MESSAGE_ID: subjects.token(job.request_id)}
-        subject = subjects.job(Line.of(job, reserved=reserved))
+        subject = subjects.job(TenantQueue.of(job, reserved=reserved))
         try:
             stored = await jetstream.store(self._connection, subject, codec.encode(job), headers)
         except JetStreamError as error:
@@ -110,29 +115,31 @@ class NatsJobQueue:
 
     # --- out ---
 
-    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
-        open_line = self._opened(line)
+    async def pull(
+        self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
+    ) -> list[LeasedJob]:
+        open_queue = self._opened(tenant_queue)
         deadline_s = self._clock.monotonic() + timeout_s
         left_s = timeout_s
         while True:
-            messages = await open_line.puller.pull(max_jobs, left_s)
+            messages = await open_queue.puller.pull(max_jobs, left_s)
             leased: list[LeasedJob] = []
             for message in messages:
-                job = await self._read(open_line, message)
+                job = await self._read(open_queue, message)
                 if job is not None:
                     leased.append(job)
             if leased or not messages:
                 return leased
             left_s = deadline_s - self._clock.monotonic()
 
-    def _opened(self, line: Line) -> _OpenLine:
-        open_line = self._open_lines.get(line)
-        if open_line is None:
-            open_line = _OpenLine(self._connection, self._inbox, self._config, line)
-            self._open_lines[line] = open_line
-        return open_line
+    def _opened(self, tenant_queue: TenantQueue) -> _OpenQueue:
+        open_queue = self._open_queues.get(tenant_queue)
+        if open_queue is None:
+            open_queue = _OpenQueue(self._connection, self._inbox, self._config, tenant_queue)
+            self._open_queues[tenant_queue] = open_queue
+        return open_queue
 
-    async def _read(self, open_line: _OpenLine, message: Msg) -> LeasedJob | None:
+    async def _read(self, open_queue: _OpenQueue, message: Msg) -> LeasedJob | None:
         delivery = read_lease(message.reply)
         headers = message.headers or {}
         content_type = headers.get(CONTENT_TYPE)
@@ -156,8 +163,8 @@ class NatsJobQueue:
             lease=message.reply,
             num_deliveries=delivery.num_deliveries,
             stream_sequence=delivery.stream_sequence,
-            line=open_line.line,
-            uncertain=open_line.may_have_been_held(delivery.stored_ns),
+            tenant_queue=open_queue.tenant_queue,
+            uncertain=open_queue.may_have_been_held(delivery.stored_ns),
             stored_ns=delivery.stored_ns,
         )
 
@@ -168,51 +175,51 @@ class NatsJobQueue:
         except BusUnavailableError:
             logger.warning("a dead job stays in the queue until the server is back")
 
-    # --- lines ---
+    # --- tenant queues ---
 
-    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+    async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await watch_stored_jobs(self._connection, on_published)
 
-    async def lines(self) -> dict[Line, int]:
-        lines: dict[Line, int] = {}
+    async def tenant_queues(self) -> dict[TenantQueue, int]:
+        tenant_queues: dict[TenantQueue, int] = {}
         num_misfits = 0
         try:
             for pattern in subjects.ALL_JOBS:
                 found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, pattern)
                 for subject, count in found.items():
                     try:
-                        lines[subjects.line_of(subject)] = count
+                        tenant_queues[subjects.tenant_queue_of(subject)] = count
                     except ValueError:
                         num_misfits += await self._dead_letters.refuse_misfits(
                             subject, _MAX_MISFITS - num_misfits
                         )
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
-        return lines
+        return tenant_queues
 
-    async def forget_line(self, line: Line) -> bool:
+    async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
         try:
-            has_consumer = await shedding.remove_idle(self._connection, line)
-            if has_consumer or await self._count(line):
+            has_consumer = await shedding.remove_idle(self._connection, tenant_queue)
+            if has_consumer or await self._count(tenant_queue):
                 return False
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
-        self._open_lines.pop(line, None)
+        self._open_queues.pop(tenant_queue, None)
         return True
 
-    async def depth(self, line: Line) -> QueueDepth:
-        stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
+    async def depth(self, tenant_queue: TenantQueue) -> QueueDepth:
+        stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
         try:
             info = await jetstream.find_consumer(self._connection, stream, consumer)
             if info is not None:
                 return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
-            return QueueDepth(num_queued=await self._count(line), num_leased=0)
+            return QueueDepth(num_queued=await self._count(tenant_queue), num_leased=0)
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
 
-    async def _count(self, line: Line) -> int:
-        """Jobs that the stream has of a line."""
-        subject = subjects.job(line)
+    async def _count(self, tenant_queue: TenantQueue) -> int:
+        """Jobs that the stream has of a tenant queue."""
+        subject = subjects.job(tenant_queue)
         found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, subject)
         return found.get(subject, 0)
 
@@ -222,16 +229,16 @@ class NatsJobQueue:
         except JetStreamError as error:
             raise jetstream.unexpected(error) from error
 
-    async def shed_newest(self, line: Line, count: int) -> list[Job]:
-        open_line = self._opened(line)
-        await open_line.puller.ensure()
-        async with open_line.shedding:
+    async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
+        open_queue = self._opened(tenant_queue)
+        await open_queue.puller.ensure()
+        async with open_queue.shedding:
             try:
-                taken = await shedding.take_newest(self._connection, line, count)
+                taken = await shedding.take_newest(self._connection, tenant_queue, count)
             except JetStreamError as error:
                 if error.number != jetstream.CONSUMER_NOT_FOUND:
                     raise jetstream.unexpected(error) from error
-                return []  # the line was forgotten just now: it has nothing to shed
+                return []  # the tenant queue was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
             content_type = message.header(CONTENT_TYPE)

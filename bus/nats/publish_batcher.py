@@ -27,7 +27,7 @@ class _Message:
     reply: str = ""
 
 
-class Company:
+class PublishBatcher:
     """Stores messages in groups. A process that sleeps between messages pays for waking up and for
     reading and writing its socket each time, which is most of what storing one costs; a group pays
     once."""

@@ -6,7 +6,7 @@ import logging
 from datetime import UTC, datetime, timedelta
 
 from bus import subjects
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.codec import CONTENT_TYPE
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
@@ -14,24 +14,26 @@ from bus.nats.jetstream import JetStreamError, RawMessage
 
 logger = logging.getLogger(__name__)
 
-# Whoever dies meanwhile holds a line's deliveries up for no longer than this.
+# Whoever dies meanwhile holds a tenant queue's deliveries up for no longer than this.
 _PAUSE_S = 2.0
 _PAST = datetime.fromtimestamp(0, UTC)
 
 
-async def take_newest(connection: Connection, line: Line, count: int) -> list[RawMessage]:
+async def take_newest(
+    connection: Connection, tenant_queue: TenantQueue, count: int
+) -> list[RawMessage]:
     """Up to ``count`` of the newest messages that nobody holds, newest first; they are ours now.
 
     Waiting are the messages behind the newest one that was delivered. Whoever deletes a message
     has it, but a deletion does not stop a delivery that is under way, so deliveries are paused
     meanwhile. Raises JetStreamError or BusUnavailableError; what was deleted before is put back.
     """
-    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
+    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
     await jetstream.pause(connection, stream, consumer, pause_until)
     taken: list[RawMessage] = []
     try:
-        await _delete_newest(connection, line, count, taken)
+        await _delete_newest(connection, tenant_queue, count, taken)
         info = await jetstream.consumer_info(connection, stream, consumer)
     except BaseException:
         await _put_back(connection, taken)
@@ -46,14 +48,14 @@ async def take_newest(connection: Connection, line: Line, count: int) -> list[Ra
     return [message for message in taken if message.seq > delivered]
 
 
-async def remove_idle(connection: Connection, line: Line) -> bool:
-    """Remove a line's consumer, unless it has jobs; whether it has. Raises JetStreamError or
-    BusUnavailableError.
+async def remove_idle(connection: Connection, tenant_queue: TenantQueue) -> bool:
+    """Remove a tenant queue's consumer, unless it has jobs; whether it has. Raises JetStreamError
+    or BusUnavailableError.
 
     It forgets its deliveries, so there must be none: deliveries are paused, and only then it is
     looked whether there is anything.
     """
-    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(line)
+    stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
     try:
         if (await jetstream.consumer_info(connection, stream, consumer)).has_messages:
@@ -72,10 +74,10 @@ async def remove_idle(connection: Connection, line: Line) -> bool:
 
 
 async def _delete_newest(
-    connection: Connection, line: Line, count: int, taken: list[RawMessage]
+    connection: Connection, tenant_queue: TenantQueue, count: int, taken: list[RawMessage]
 ) -> None:
-    stream, subject = subjects.JOBS_STREAM, subjects.job(line)
-    consumer = subjects.jobs_consumer(line)
+    stream, subject = subjects.JOBS_STREAM, subjects.job(tenant_queue)
+    consumer = subjects.jobs_consumer(tenant_queue)
     delivered = (await jetstream.consumer_info(connection, stream, consumer)).delivered.stream_seq
     while len(taken) < count:
         message = await jetstream.newest(connection, stream, subject)

@@ -18,7 +18,7 @@ _NOTHING_FITS = 1
 
 
 class NatsStorage:
-    """See ``bus.store.storage.Storage``."""
+    """See ``bus.storage.Storage``."""
 
     def __init__(self, connection: Connection, config: NatsConfig) -> None:
         self._connection = connection

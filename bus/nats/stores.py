@@ -14,7 +14,7 @@ from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
 from bus.nats.leases import read_lease
-from bus.nats.publish_batcher import Company
+from bus.nats.publish_batcher import PublishBatcher
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
 from schemas.errors import BusUnavailableError
@@ -63,7 +63,7 @@ class NatsOutbox:
 
     def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
-        self._company = Company(connection)
+        self._company = PublishBatcher(connection)
         self._puller = Puller(
             connection,
             inbox,

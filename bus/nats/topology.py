@@ -6,21 +6,21 @@ import asyncio
 import logging
 
 from bus import subjects
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.fleet.directory import ENTRY_TTL_S
 from bus.nats import jetstream
 from bus.nats.connection import Connection
 from bus.nats.jetstream import JetStreamError, Json, nanoseconds
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.config import NatsConfig
 from schemas.errors import BusForbiddenError, ConfigError, StoreFullError
 
 logger = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S = 600.0
-# A line's consumer that nobody pulls from for so long is removed by the server: no scheduler is
-# left to forget the line, and consumers cost memory.
-LINE_IDLE_S = 3_600.0
+# A tenant queue's consumer that nobody pulls from for so long is removed by the server: no
+# scheduler is left to forget the tenant queue, and consumers cost memory.
+QUEUE_IDLE_S = 3_600.0
 # Since 2.15 a stream without a bound of its own may have 1,000 consumers; before, any number, and
 # the bound of a stream could not be changed.
 MAX_LINES = 100_000
@@ -134,22 +134,24 @@ async def _update_stream(connection: Connection, body: Json) -> None:
         logger.info("a stream's configuration was updated", extra={"stream": name})
 
 
-async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line: Line) -> int:
-    """One durable pull consumer a line; the UTC epoch by the server's clock, in ns.
+async def ensure_jobs_consumer(
+    connection: Connection, config: NatsConfig, tenant_queue: TenantQueue
+) -> int:
+    """One durable pull consumer a tenant queue; the UTC epoch by the server's clock, in ns.
 
     No BackOff: it would override AckWait. Deliveries are counted when they are pulled, as the
     server would leave a job over its limit in the queue.
     """
-    name = subjects.jobs_consumer(line)
+    name = subjects.jobs_consumer(tenant_queue)
     body = {
-        "filter_subject": subjects.job(line),
+        "filter_subject": subjects.job(tenant_queue),
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": nanoseconds(config.ack_wait_s),
         "max_deliver": -1,
         "max_ack_pending": -1,
         "replay_policy": "instant",
-        "inactive_threshold": nanoseconds(LINE_IDLE_S),
+        "inactive_threshold": nanoseconds(QUEUE_IDLE_S),
     }
     stream = subjects.JOBS_STREAM
     try:
@@ -172,8 +174,8 @@ async def ensure_jobs_consumer(connection: Connection, config: NatsConfig, line:
 
 
 async def _remove_outdated_consumers(connection: Connection) -> None:
-    """Once there was one consumer a model, for all its lines. Jobs that were held by one come
-    again as ``uncertain``."""
+    """Once there was one consumer a model, for all its tenant queues. Jobs that were held by one
+    come again as ``uncertain``."""
     stream = subjects.JOBS_STREAM
     for name in await jetstream.consumer_names(connection, stream):
         if subjects.is_outdated_consumer(name):

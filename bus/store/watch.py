@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.store.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
+from bus.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
 from runtime.clock import Clock
 from runtime.redis_link import RedisLink
 from runtime.tasks import Tasks

@@ -151,7 +151,7 @@ def verdict_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> Ve
 async def read_standing(
     link: RedisLink, account: Account, month: str, now_ms: int | None = None
 ) -> Standing:
-    """What the account uses; ``now_ms`` None: by Redis' own clock. Raises RedisAwayError."""
+    """What the account uses; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
     if now_ms is None:
         seconds, microseconds = await link.call("TIME")
         now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.tenancy.accounts import NEVER, NEXT_MONTH, Account, Charge, Standing, Verdict, next_month_s
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.errors import MillraceError
 from schemas.tenants import from_nano
 
@@ -73,7 +73,7 @@ class KeyGoneError(MillraceError, code="invalid_api_key", http_status=401):
         self.is_revoked = is_revoked
 
 
-class LimitsAwayError(RedisAwayError):
+class LimitsUnreachableError(RedisUnreachableError):
     """Work that can wait is not taken while nobody can say what its tenant has used."""
 
     retry_after_s = _RETRY_AFTER_S

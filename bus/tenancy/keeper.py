@@ -26,12 +26,17 @@ from bus.tenancy.accounts import (
     tenant_account,
     verdict_of,
 )
-from bus.tenancy.errors import KeyGoneError, LimitsAwayError, rate_limit_error, tier_context_error
+from bus.tenancy.errors import (
+    KeyGoneError,
+    LimitsUnreachableError,
+    rate_limit_error,
+    tier_context_error,
+)
 from bus.tenancy.local import LocalLimits
 from bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
 from bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
@@ -138,7 +143,7 @@ class LimitKeeper:
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the holder's. The same ``request_id`` again takes nothing more. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
-        LimitsAwayError for a batch while Redis is away.
+        LimitsUnreachableError for a batch while Redis is away.
         """
         charge = Charge(
             request_id=request_id,
@@ -154,7 +159,7 @@ class LimitKeeper:
         degraded = False
         try:
             accounts, verdict = await self._reserve(holder, charge, month)
-        except RedisAwayError:
+        except RedisUnreachableError:
             degraded = True
             accounts, verdict = self._reserve_here(holder, charge, month)
         except asyncio.CancelledError:
@@ -186,10 +191,10 @@ class LimitKeeper:
         self._local.release(request_id)
 
     async def standing(self, holder: Holder) -> list[tuple[Account, Standing]]:
-        """The limits of the holder's tenant and key and what is used of them. Raises RedisAwayError
-        or KeyGoneError."""
+        """The limits of the holder's tenant and key and what is used of them. Raises
+        RedisUnreachableError or KeyGoneError."""
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         store = TenantStore(self._link)
         accounts: tuple[Account, ...]
         if holder.key_id:
@@ -220,7 +225,7 @@ class LimitKeeper:
     ) -> tuple[tuple[Account, ...], Verdict]:
         """By the script, which is run again if the records have changed since they were seen."""
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         who = (holder.tenant, holder.key_id)
         while True:
             known = self._known.get(who)
@@ -249,7 +254,7 @@ class LimitKeeper:
             known = _Known(self._accounts_unseen(holder))
         accounts = known.accounts
         if charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
-            raise LimitsAwayError
+            raise LimitsUnreachableError
         _check(holder, charge, known)
         standings = known.standings if known.month == month else ()
         spent_nano = [standing.spent_nano for standing in standings] or [0] * len(accounts)

@@ -12,7 +12,7 @@ import msgspec
 
 from bus import redis_keys
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Settler:
             again: list[Settlement] = []
             for settlement, outcome in zip(batch, outcomes, strict=True):
                 self._waiting.popleft()
-                if isinstance(outcome, RedisAwayError):
+                if isinstance(outcome, RedisUnreachableError):
                     again.append(settlement)
                 elif isinstance(outcome, Exception):
                     _log.error("a settlement failed", exc_info=outcome)
@@ -136,7 +136,7 @@ class Settlements:
             return False
         try:
             return await self._send(settlement)
-        except RedisAwayError:
+        except RedisUnreachableError:
             self._settler.put(settlement)
             return False
 

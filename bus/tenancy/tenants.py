@@ -77,7 +77,7 @@ class Stored(msgspec.Struct, Generic[_R], frozen=True):
 
 
 class TenantStore:
-    """Calls raise RedisAwayError while Redis is away. The link is its owner's."""
+    """Calls raise RedisUnreachableError while Redis is away. The link is its owner's."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

@@ -333,7 +333,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
 
 def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
     """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
-    from runtime.redis_link import RedisAwayError, RedisLink
+    from runtime.redis_link import RedisLink, RedisUnreachableError
 
     config = _locate(arguments).redis
 
@@ -341,7 +341,7 @@ def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awa
         link = RedisLink(config)
         try:
             return await action(link)
-        except RedisAwayError as error:
+        except RedisUnreachableError as error:
             await link.check()
             host = config.url.rpartition("@")[2]  # what is before it may be a password
             raise MillraceError(f"no Redis answers at {host}") from error

@@ -30,7 +30,7 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 async def read_usage(
     link: RedisLink, store: TenantStore, tenant: str, tiers: TierLimits
 ) -> AccountLimits:
-    """What the tenant uses now, and has spent this month. Raises RedisAwayError."""
+    """What the tenant uses now, and has spent this month. Raises RedisUnreachableError."""
     account = tenant_account(tenant, await store.tenant(tenant), tiers)
     return account_limits(account, await read_standing(link, account, month_of(time.time_ns())))
 

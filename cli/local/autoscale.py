@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from bus.fleet.desired_replicas import WantedWorkers
+from bus.fleet.desired_replicas import DesiredReplicas
 from cli.local.supervisor import Process, StartError
 from runtime.clock import Clock
 from runtime.tasks import Tasks
@@ -71,7 +71,7 @@ class WorkerScaler:
         self._max_workers = max_workers
         self._clock = clock
         self._say = say
-        self._desired = WantedWorkers()
+        self._desired = DesiredReplicas()
         self._places: dict[str, _Place] = {}  # in the order of their starts
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long it is
         self._tasks = Tasks()

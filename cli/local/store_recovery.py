@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bus.store.storage import NATS, Storage
+from bus.storage import NATS, Storage
 from bus.store.watch import StoreWatch, free_bytes
 from cli.local.supervisor import StartError
 from runtime.clock import Clock

@@ -17,7 +17,7 @@ from gateway.errors import NotFoundError
 from gateway.request.message_fields import check_metadata
 from gateway.request.parsing import decode
 from gateway.transport.http import json_response, read_body
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
 from schemas.errors import MillraceError, ParameterError
 from schemas.files import FilePurpose
@@ -64,7 +64,7 @@ class BatchesApi:
         _check(asked)
         await self._check_input(caller.tenant, asked.input_file_id)
         if gateway.redis is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         now_ns = gateway.clock.now_ns()
         batch = Batch(
             id=new_ordered_id(_ID_PREFIX, now_ns),

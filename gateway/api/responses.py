@@ -36,7 +36,7 @@ from gateway.responses.window import fit_window
 from gateway.tenancy.caller import Caller
 from gateway.transport.http import json_response
 from registry.tokenizers.prompt_pool import PromptPool
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
     Item,
@@ -55,7 +55,8 @@ class ResponsesEndpoint(Endpoint):
     """Answers in the shape of OpenAI's Responses API.
 
     An answer is kept unless ``store`` is false, so that a later request can continue it. While
-    Redis is away, one that asks to be kept is refused, and one that does not say is not kept.
+    Redis is unreachable, one that asks to be kept is refused, and one that does not say is not
+    kept.
     """
 
     route = "/v1/responses"
@@ -121,7 +122,7 @@ class ResponsesEndpoint(Endpoint):
             return False
         try:
             await self._store.check(items)
-        except (RedisAwayError, PayloadTooLargeError):
+        except (RedisUnreachableError, PayloadTooLargeError):
             if request.store:
                 raise
             return False

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bus.store.storage import NATS
+from bus.storage import NATS
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.request.message_fields import chat_messages

@@ -21,7 +21,7 @@ from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.rendering.chat import CHAT_COMPLETIONS
 from gateway.rendering.text_completions import COMPLETIONS
-from runtime.redis_link import RedisAwayError, RedisLink, Script
+from runtime.redis_link import RedisLink, RedisUnreachableError, Script
 from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class BatchRunner:
         while True:
             try:
                 await self._scan(link)
-            except (RedisAwayError, BusUnavailableError) as error:
+            except (RedisUnreachableError, BusUnavailableError) as error:
                 logger.debug("batches are looked for later", extra={"cause": error.message})
             except Exception:
                 logger.exception("batches could not be looked for")
@@ -189,7 +189,7 @@ class BatchRunner:
                 key = redis_keys.batch_lease_key(batch_id)
                 try:
                     ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
-                except RedisAwayError as error:
+                except RedisUnreachableError as error:
                     # Nobody else can take it meanwhile.
                     logger.debug("a lease is renewed later", extra={"cause": str(error)})
                     continue
@@ -203,7 +203,7 @@ class BatchRunner:
         assert link is not None
         try:
             await link.evaluate(RELEASE, [redis_keys.batch_lease_key(batch_id)], [self._holder])
-        except RedisAwayError:
+        except RedisUnreachableError:
             return  # It lapses by itself.
 
 

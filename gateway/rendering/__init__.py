@@ -1,1 +1,4 @@
-"""Responses in the shapes of OpenAI's endpoints."""
+"""Responses in the shapes of OpenAI's endpoints: chat, text completions, embeddings.
+
+Called by the endpoints and by batches; imports ``request`` and what is below.
+"""

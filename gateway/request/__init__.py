@@ -1,1 +1,6 @@
-"""From a parsed request to an accepted one, and its response."""
+"""From a parsed request to its response: ``parsing``, ``submitter``, ``job_maker``, ``admission``,
+``job_publisher``; then ``response_stream`` reads the streams and ``tool_loop`` runs tools.
+
+``resuming`` and ``idempotency`` lead to a response that runs already. Called by the endpoints and
+by batches; imports ``sessions``, ``streams`` and what is below.
+"""

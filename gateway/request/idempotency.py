@@ -34,7 +34,7 @@ class Idempotency:
         self, key: str, digest: str, request: GenerationRequest, requester: Requester, new_id: str
     ) -> ResponseStream:
         """The response, new or known; a new one has the request id ``new_id``. Raises
-        IdempotencyConflictError for a key of another request, RedisAwayError, and what
+        IdempotencyConflictError for a key of another request, RedisUnreachableError, and what
         ``RequestSubmitter.submit`` raises; the key can be used again then."""
         tenant = requester.caller.tenant
         awaited_id, give_up_s = "", 0.0

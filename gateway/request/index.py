@@ -11,7 +11,7 @@ import msgspec
 from bus import redis_keys
 from gateway.generation_request import GenerationRequest
 from gateway.tools.runner import ToolResult
-from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.errors import MillraceError
 from schemas.jobs import Source, Tier
 from schemas.sessions import SessionInfo
@@ -82,18 +82,18 @@ class RequestIndex:
         self._idempotency_ttl_s = round(idempotency_ttl_s)
 
     async def put(self, state: RequestState) -> None:
-        """Store it. While Redis is away nothing is stored: the request lives on its gateway."""
+        """Store it, unless Redis is unreachable: the request lives on its gateway."""
         if self._link is None:
             return
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
         key = redis_keys.request_key(state.request_id)
         try:
             await self._call("SET", key, _encoder.encode(state), "EX", ttl_s)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return
 
     async def get(self, request_id: str) -> RequestState | None:
-        """None for a request that is not known. Raises RedisAwayError."""
+        """None for a request that is not known. Raises RedisUnreachableError."""
         if self._link is None:
             return None
         stored = await self._call("GET", redis_keys.request_key(request_id))
@@ -107,7 +107,7 @@ class RequestIndex:
         try:
             await self._call("HSET", key, call_id, _encoder.encode(result))
             await self._call("EXPIRE", key, _STATE_TTL_S)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return
 
     async def get_step(self, request_id: str, call_id: str) -> ToolResult | None:
@@ -117,14 +117,14 @@ class RequestIndex:
         try:
             key = redis_keys.request_steps_key(request_id)
             stored: bytes | None = await self._call("HGET", key, call_id)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return None
         return None if stored is None else _step_decoder.decode(stored)
 
     async def claim(self, tenant: str, key: str, digest: str, request_id: str) -> str:
         """The request id that has the key: ``request_id``, or that of an earlier, equal request.
 
-        Raises IdempotencyConflictError if the earlier one was different, and RedisAwayError.
+        Raises IdempotencyConflictError if the earlier one was different, and RedisUnreachableError.
         """
         claim_key = redis_keys.idempotency_key(tenant, key)
         known: list[bytes] = await self._evaluate(
@@ -140,19 +140,19 @@ class RequestIndex:
             return
         try:
             await self._evaluate(_RELEASE, [redis_keys.idempotency_key(tenant, key)], [request_id])
-        except RedisAwayError:
+        except RedisUnreachableError:
             return
 
     async def _call(self, *command: Argument) -> Any:
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         return await self._link.call(*command)
 
     async def _evaluate(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         return await self._link.evaluate(script, keys, arguments)
 
 

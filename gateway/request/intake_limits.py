@@ -96,5 +96,5 @@ def _id_of(request_id: str) -> str:
 
 def _is_of_the_request(error: MillraceError) -> bool:
     """Whether it is refused for what it says; a limit's own refusal takes nothing more, and what
-    is broken or away here is not the caller's fault."""
+    is broken or unreachable here is not the caller's fault."""
     return error.http_status < 500 and not error.retryable and not isinstance(error, RateLimitError)

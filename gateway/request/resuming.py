@@ -69,8 +69,9 @@ class Resuming:
         """The response from ``next_indices`` on, one for each choice. Whoever had it before gets
         nothing more of it.
 
-        Raises UnknownRequestError, ParameterError for indices that cannot be, RedisAwayError, and
-        AuthenticationError for a key that was revoked since it was shown.
+        Raises UnknownRequestError, ParameterError for indices that cannot be,
+        RedisUnreachableError, and AuthenticationError for a key that was revoked since it was
+        shown.
         """
         await self._identity.check_key(caller)
         state = await self._state_of(caller, request_id)
@@ -122,7 +123,7 @@ class Resuming:
         """The response from its beginning, for one more client; those who read it go on reading.
         Where nobody holds it any more, this one does from now on.
 
-        Raises UnknownRequestError and RedisAwayError.
+        Raises UnknownRequestError and RedisUnreachableError.
         """
         lock = self._sharing.setdefault(request_id, asyncio.Lock())
         # Of several at once, who finds nobody to hold it is the one that the others find.

@@ -14,7 +14,7 @@ from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
 from gateway.responses.store import ResponseStore
 from gateway.streams.parts import Part
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.frames import Usage
 from schemas.openai import TextFormat
 from schemas.response_events import (
@@ -122,7 +122,7 @@ class ResponseRenderer:
             await self._store.put(
                 self._response_stream.caller.tenant, self._final(), self.conversation
             )
-        except RedisAwayError:
+        except RedisUnreachableError:
             self._store = None
             _log.warning(
                 "an answer could not be kept",

@@ -9,7 +9,7 @@ import zlib
 import msgspec
 
 from bus import redis_keys
-from runtime.redis_link import Argument, RedisAwayError, RedisLink
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError
 from runtime.retry import retry
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
@@ -69,7 +69,8 @@ def model_of(stored: StoredResponse) -> str:
 
 
 class ResponseStore:
-    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link it is always away."""
+    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link Redis counts as
+    unreachable."""
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
         self._link = link
@@ -78,14 +79,14 @@ class ResponseStore:
 
     async def check(self, items: tuple[Item, ...]) -> None:
         """Raises PayloadTooLargeError for a conversation that would not be kept, and
-        RedisAwayError if nothing can be."""
+        RedisUnreachableError if nothing can be."""
         num_bytes = len(_encoder.encode(items))
         if num_bytes > self._max_bytes:
             raise PayloadTooLargeError(num_bytes, self._max_bytes)
         await self._insist("PING")
 
     async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
-        """Keep an answer and the items before it. Raises RedisAwayError."""
+        """Keep an answer and the items before it. Raises RedisUnreachableError."""
         body = msgspec.Raw(_encoder.encode(response))
         plain = _encoder.encode(StoredResponse(response=body, input=items))
         if len(plain) > _MAX_INLINE_BYTES:
@@ -96,7 +97,7 @@ class ResponseStore:
         await self._insist("SET", key, packed, "EX", self._ttl_s)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None if there is none that can be read. Raises RedisAwayError."""
+        """None if there is none that can be read. Raises RedisUnreachableError."""
         link = self._reach()
         if len(response_id) > MAX_NAME_CHARACTERS:
             return None
@@ -108,7 +109,7 @@ class ResponseStore:
         return _unpack(packed)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether there was one. Raises RedisAwayError."""
+        """Whether there was one. Raises RedisUnreachableError."""
         link = self._reach()
         if len(response_id) > MAX_NAME_CHARACTERS:
             return False
@@ -121,7 +122,7 @@ class ResponseStore:
 
     def _reach(self) -> RedisLink:
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         return self._link
 
 

@@ -1,1 +1,5 @@
-"""Conversations that are kept between requests."""
+"""Conversations that are kept in Redis between requests, cut to a window and summarised.
+
+Called by ``request`` before jobs are made and at the end of a response; imports ``tenancy`` and
+``transport``.
+"""

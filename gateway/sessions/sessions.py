@@ -18,7 +18,7 @@ from gateway.sessions.summaries import Generate, Summaries
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import ChatMessage
@@ -51,7 +51,7 @@ class FittedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sessions:
     """``begin`` before a request's jobs are made and ``commit`` when it is answered, on this
-    gateway or another. Without a link all but ``commit`` raise RedisAwayError.
+    gateway or another. Without a link all but ``commit`` raise RedisUnreachableError.
 
     ``generate`` answers the jobs that summarise; ``definitions`` describes the gateway's own tools
     by their names. Owns the commits that wait for Redis and the summaries under way; ``close`` ends
@@ -82,7 +82,7 @@ class Sessions:
     ) -> FittedSession:
         """Put the kept conversation before the messages of ``request``, and remember what it adds.
 
-        Raises RedisAwayError, ParameterError for an ask that cannot continue a conversation,
+        Raises RedisUnreachableError, ParameterError for an ask that cannot continue a conversation,
         SessionTooLargeError and SessionUnreadableError.
         """
         if request.messages is None:
@@ -117,7 +117,7 @@ class Sessions:
         """The request was refused after ``begin``: keep nothing of it."""
         try:
             await self._store.drop_turn(tenant, session_id, request_id)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return  # Nobody will add it, and its time runs out by itself.
 
     async def commit_turn(
@@ -125,8 +125,8 @@ class Sessions:
     ) -> None:
         """Add what the request asked and was answered, once, however often this is called.
 
-        Nothing that was said changes nothing. Never raises for Redis: while that is away, the turn
-        is added later.
+        Nothing that was said changes nothing. Never raises for Redis: while that is unreachable,
+        the turn is added later.
         """
         answer = [turn for turn in turns if turn.role != "assistant" or _says_something(turn)]
         if not any(turn.role == "assistant" for turn in answer):
@@ -143,13 +143,13 @@ class Sessions:
 
     async def last_model(self, tenant: str, session_id: str) -> str:
         """The model that a conversation was with last; empty if there is none. Raises
-        SessionUnreadableError and RedisAwayError."""
+        SessionUnreadableError and RedisUnreachableError."""
         session = await self._store.load(tenant, session_id)
         return session.messages[-1].model if session.messages else ""
 
     async def history(self, tenant: str, session_id: str) -> SessionHistory:
         """The conversation as it is kept. Raises SessionNotFoundError, SessionUnreadableError and
-        RedisAwayError."""
+        RedisUnreachableError."""
         session = await self._store.load(tenant, session_id)
         if not session.num_messages:
             raise SessionNotFoundError
@@ -164,7 +164,7 @@ class Sessions:
 
     async def delete(self, tenant: str, session_id: str) -> None:
         """Forget a conversation, and what requests that still run would add to it. Raises
-        SessionNotFoundError and RedisAwayError."""
+        SessionNotFoundError and RedisUnreachableError."""
         if not await self._store.delete(tenant, session_id):
             raise SessionNotFoundError
 

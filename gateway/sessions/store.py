@@ -17,7 +17,7 @@ import msgspec
 from bus import redis_keys
 from gateway.sessions.context_window import Counted, continue_with, num_leading
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisAwayError, RedisLink, Script
+from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
@@ -29,7 +29,7 @@ _MAX_ATTEMPTS = 64
 _COMPRESSION_LEVEL = 1
 _MAX_INLINE_BYTES = 64 * 1024
 _MARGIN_S = 60.0
-# How long it is tried to add an answer while Redis is away.
+# How long it is tried to add an answer while Redis is unreachable.
 COMMIT_TIMEOUT_S = 60.0
 _COMMITTED, _DELETED, _CHANGED = -1, -2, -3
 
@@ -172,9 +172,9 @@ _TURNS = msgspec.json.Decoder(Turn)
 
 
 class SessionStore:
-    """The only one to read and write conversations. Without a link Redis counts as away.
+    """The only one to read and write conversations. Without a link Redis counts as unreachable.
 
-    All calls raise RedisAwayError; what a call that raised has changed is not known.
+    All calls raise RedisUnreachableError; what a call that raised has changed is not known.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
@@ -294,12 +294,12 @@ class SessionStore:
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         return await self._link.evaluate(script, keys, arguments)
 
     async def _call(self, *command: Argument) -> Any:
         if self._link is None:
-            raise RedisAwayError
+            raise RedisUnreachableError
         return await self._link.call(*command)
 
 

@@ -13,7 +13,7 @@ from gateway.sessions.context_window import Counted, text_of, turns
 from gateway.sessions.store import Session, SessionStore, Turn
 from gateway.transport.http import new_request_id
 from runtime.clock import Clock
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import ChatMessage, Job, Source, Tier
@@ -127,8 +127,8 @@ class Summaries:
                 return
             is_done = await self._summarise(tenant, session_id, session, turn, plan)
             await self._store.unlock_summary(tenant, session_id, 0.0 if is_done else _PAUSE_S)
-        except RedisAwayError:
-            _log.info("Redis went away under a summary of a session")
+        except RedisUnreachableError:
+            _log.info("Redis became unreachable during a summary of a session")
 
     async def _summarise(
         self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan

@@ -1,1 +1,5 @@
-"""Open streams: frames in, replays, and what clients saw of them."""
+"""Open streams: frames in by one subscription, replays of what is missing, what clients saw.
+
+``streams`` has the table of them, ``stream`` one, ``choice`` what a response makes of it. Called by
+``request``; imports no other room.
+"""

@@ -39,7 +39,7 @@ class Deliveries:
         self._senders = [asyncio.create_task(self._send_all()) for _ in range(_NUM_SENDERS)]
 
     def put(self, record: DeliveryRecord) -> None:
-        """Queue a record; never waits. A full queue (the bus is long away) loses it."""
+        """Queue a record; never waits. A full queue (the bus is unreachable for long) loses it."""
         try:
             self._waiting.put_nowait(record)
         except asyncio.QueueFull:

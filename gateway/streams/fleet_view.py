@@ -1,9 +1,9 @@
-"""What the gateway knows of workers and queues: who lives, and whether the door is open."""
+"""What the gateway knows of workers and queues: which workers live, and which queues are full."""
 
 from __future__ import annotations
 
 from bus.api import Bus, Subscription
-from bus.fleet.desired_replicas import WantedWorkers
+from bus.fleet.desired_replicas import DesiredReplicas
 from runtime.clock import Clock
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import QueueFullError
@@ -20,7 +20,7 @@ class FleetView:
         self._clock = clock
         self._workers: dict[str, tuple[WorkerStatus, float]] = {}
         self._queues: dict[str, tuple[QueueStatus, float]] = {}
-        self._wanted = WantedWorkers()
+        self._wanted = DesiredReplicas()
         self._subscriptions: list[Subscription] = []
 
     async def start(self, bus: Bus) -> None:

@@ -1,4 +1,4 @@
-"""What an answer is made of on its way to a client, whatever door the client came through."""
+"""What a response is made of on its way to a client, whatever endpoint the client came through."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Replays:
         )
 
     async def _is_finished(self, stream: OpenStream) -> bool:
-        """Whether the index says so; while it is away nobody can tell."""
+        """Whether the index says so; while that is unreachable nobody can tell."""
         if self._generations is None:
             return False
         known = await self._generations.lookup(stream.request_id)

@@ -8,14 +8,14 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import PER_TOKEN_S, Tally
+from runtime.histogram import PER_TOKEN_S, Histogram
 
 
 class TokenGaps(Collector):
     """Time between tokens as clients get them. Tokens that arrive together share their gap."""
 
     def __init__(self) -> None:
-        self._tally = Tally(PER_TOKEN_S)
+        self._tally = Histogram(PER_TOKEN_S)
 
     def add(self, gap_s: float, num_tokens: int) -> None:
         """``num_tokens`` arrived ``gap_s`` after the ones before them."""

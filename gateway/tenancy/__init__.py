@@ -1,1 +1,4 @@
-"""Who calls, and what they may use."""
+"""Who calls, by which key, and what the limits leave to them.
+
+Called by every endpoint and by ``request``; imports ``transport``.
+"""

@@ -14,7 +14,7 @@ from gateway.transport.http import CALLER, Scope
 from gateway.transport.proxies import is_forwarded
 from runtime.addresses import is_loopback
 from runtime.clock import Clock
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.tenants import (
@@ -49,7 +49,7 @@ class InsufficientPermissionsError(MillraceError, code="insufficient_permissions
     """The key is good, but not for this."""
 
 
-class KeysAwayError(RedisAwayError):
+class KeysAwayError(RedisUnreachableError):
     """A key that nobody here has seen lately cannot be looked up."""
 
     retry_after_s = _RETRY_AFTER_S
@@ -64,8 +64,8 @@ class _Known(msgspec.Struct, frozen=True):
 class Identity:
     """Tells callers apart by their API keys, which it remembers for a few seconds.
 
-    While Redis is away, keys that were good within the last hour are taken at their word; whose
-    transcripts may be kept is not known then, so none are.
+    While Redis is unreachable, keys that were good within the last hour are taken at their word;
+    whose transcripts may be kept is not known then, so none are.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
@@ -89,7 +89,7 @@ class Identity:
             return known[0]
         try:
             stored = await self._store.tenant(tenant)
-        except RedisAwayError:
+        except RedisUnreachableError:
             return False
         return self._note_consent(tenant, stored.record)
 
@@ -144,10 +144,10 @@ class Identity:
 
     async def check_key(self, caller: Caller) -> None:
         """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.
-        While Redis is away it is taken at its word."""
+        While Redis is unreachable it is taken at its word."""
         if self._store is None or not caller.key_id:
             return
-        with contextlib.suppress(RedisAwayError):
+        with contextlib.suppress(RedisUnreachableError):
             if await self._store.closed_keys([caller.key_id]):
                 self.forget(caller.key_id)
                 raise revoked_key(caller.key_id, caller)
@@ -165,7 +165,7 @@ class Identity:
             raise KeysAwayError
         try:
             found = await self._store.key(key_id)
-        except RedisAwayError as error:
+        except RedisUnreachableError as error:
             if known is not None and now_s - known.looked_up_s <= _KNOWN_WHILE_AWAY_S:
                 return known
             raise KeysAwayError from error

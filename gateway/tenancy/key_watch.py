@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 
 from bus.tenancy.tenants import TenantStore
 from runtime.clock import Clock
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ _INTERVAL_S = 1.5
 class KeyWatch:
     """Asks every 1.5 s which of the keys in use open nothing any more, and tells of these.
 
-    Every gateway asks for its own clients. While Redis is away nothing is known and nobody is
-    parted with. Owns its task: ``start`` makes it, ``close`` ends it.
+    Every gateway asks for its own clients. While Redis is unreachable nothing is known and nobody
+    is parted with. Owns its task: ``start`` makes it, ``close`` ends it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KeyWatch:
             await self._clock.sleep(_INTERVAL_S)
             try:
                 await self._look(store)
-            except RedisAwayError:
+            except RedisUnreachableError:
                 continue  # the link logs that, once
             except Exception:  # noqa: BLE001 (it is told, and the next look counts)
                 _log.exception("the keys in use could not be looked at")

@@ -24,7 +24,7 @@ _DO_NOT_RETRY = (b"x-should-retry", b"false")
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """What was set aside for a request. ``headers`` tell the client what is left; ``degraded``:
-    Redis was away, and the limits were this process's own."""
+    Redis was unreachable, and the limits were this process's own."""
 
     request_id: str
     headers: Headers

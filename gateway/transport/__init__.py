@@ -1,1 +1,4 @@
-"""Connections: HTTP, who may connect, and how bytes are written."""
+"""Connections: reading and writing HTTP, writing to sockets at once, origins, proxies, TLS.
+
+Called by every other room; imports ``errors`` only.
+"""

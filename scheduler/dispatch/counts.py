@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import StrEnum
 
-from runtime.histogram import FIRST_TOKEN_S, STEP_S, Tally
+from runtime.histogram import FIRST_TOKEN_S, STEP_S, Histogram
 from schemas.jobs import Tier
 
 
@@ -24,5 +24,5 @@ class DispatchCounts:
     def __init__(self) -> None:
         self.dispatches: Counter[str] = Counter()
         self.reruns: Counter[Rerun] = Counter()
-        self.queue_s = {tier: Tally(FIRST_TOKEN_S) for tier in Tier}
-        self.dispatch_s = Tally(STEP_S)
+        self.queue_s = {tier: Histogram(FIRST_TOKEN_S) for tier in Tier}
+        self.dispatch_s = Histogram(STEP_S)

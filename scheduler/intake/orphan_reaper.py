@@ -40,11 +40,11 @@ class OrphanReaper:
     async def look(self) -> None:
         """Refuse what waits for unknown models now. Raises BusUnavailableError."""
         jobs = self._context.bus.jobs
-        for line in await jobs.lines():
-            if line.model not in self._known_models:
-                for leased in await jobs.pull(line, _MAX_AT_ONCE, 0.0):
+        for tenant_queue in await jobs.tenant_queues():
+            if tenant_queue.model not in self._known_models:
+                for leased in await jobs.pull(tenant_queue, _MAX_AT_ONCE, 0.0):
                     await self._refuse(leased)
-                await jobs.forget_line(line)
+                await jobs.forget_tenant_queue(tenant_queue)
 
     async def _refuse(self, leased: LeasedJob) -> None:
         known = ", ".join(sorted(self._known_models))

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from bus.api import LeasedJob, Line
+from bus.api import LeasedJob, TenantQueue
 from runtime.tasks import Tasks
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 _MAX_JOBS_PER_PULL = 64
 _MAX_PULLS = 8
 _RETRY_S = 0.25
-# Who comes next is looked for among all lines, so a window that is nearly full waits for this share
-# of its jobs to go, or for the next count.
+# Who comes next is looked for among all tenant queues, so a window that is nearly full waits for
+# this share of its jobs to go, or for the next count.
 _REFILL_SHARE = 16
 # Pulls that are out before there is a job: each is a request that the queue keeps, made anew every
-# few seconds, and for a line that had a job lately.
+# few seconds, and for a tenant queue that had a job lately.
 _MAX_WAITS = 256
 _WAIT_S = 2.5
 _WAIT_AFTER_JOB_S = 60.0
@@ -77,25 +77,25 @@ class Puller:
         is."""
         return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
 
-    def published(self, line: Line) -> None:
+    def published(self, tenant_queue: TenantQueue) -> None:
         """A job has come."""
-        if self.backlog.published(line):
-            self._want(line)
+        if self.backlog.published(tenant_queue):
+            self._want(tenant_queue)
             self._wake.set()
 
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
-        for line in self.backlog.lines():
-            self._want(line)
+        for tenant_queue in self.backlog.tenant_queues():
+            self._want(tenant_queue)
         self._wake.set()
 
-    def counted(self, totals: dict[Line, int]) -> None:
-        """What the queue has of each line."""
+    def counted(self, totals: dict[TenantQueue, int]) -> None:
+        """What the queue has of each tenant queue."""
         self.backlog.counted(totals, self._context.clock.monotonic())
         self._is_counted = True
-        for line in self.backlog.lines():
-            self._want(line)
+        for tenant_queue in self.backlog.tenant_queues():
+            self._want(tenant_queue)
         self._wake.set()
 
     async def run(self) -> None:
@@ -129,21 +129,23 @@ class Puller:
         }
 
         def rank(pullable: Pullable) -> tuple[bool, float, float]:
-            is_batch, counter, counters = ranks[pullable.line.tier]
-            return is_batch, counter, counters.counter(pullable.line.tenant or "")
+            is_batch, counter, counters = ranks[pullable.tenant_queue.tier]
+            return is_batch, counter, counters.counter(pullable.tenant_queue.tenant or "")
 
         candidates = (
             pullable
             for pullable in self.backlog.to_pull(ranks)
-            if self._num_wanted(pullable, limits[pullable.line.tier]) > 0
+            if self._num_wanted(pullable, limits[pullable.tenant_queue.tier]) > 0
         )
         for pullable in heapq.nsmallest(spare, candidates, rank):
-            line = pullable.line
-            num_wanted = self._num_wanted(pullable, self._limits(line.tier))
+            tenant_queue = pullable.tenant_queue
+            num_wanted = self._num_wanted(pullable, self._limits(tenant_queue.tier))
             if num_wanted > 0:
-                self._num_asked[line.tier] += num_wanted
-                self.backlog.pulling(line)
-                pull = self._pulls.spawn(self._pull(line, num_wanted), f"pull {line}")
+                self._num_asked[tenant_queue.tier] += num_wanted
+                self.backlog.pulling(tenant_queue)
+                pull = self._pulls.spawn(
+                    self._pull(tenant_queue, num_wanted), f"pull {tenant_queue}"
+                )
                 pull.add_done_callback(self._note_failure)
 
     def _note_failure(self, pull: asyncio.Task[None]) -> None:
@@ -170,65 +172,74 @@ class Puller:
         of_tenant = per_tenant + limits.capacity - pullable.num_here
         return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
 
-    async def _pull(self, line: Line, num_wanted: int) -> None:
+    async def _pull(self, tenant_queue: TenantQueue, num_wanted: int) -> None:
         context = self._context
         pulled: list[LeasedJob] | None = None
         try:
-            pulled = await context.bus.jobs.pull(line, num_wanted, 0.0)
+            pulled = await context.bus.jobs.pull(tenant_queue, num_wanted, 0.0)
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
             self._resting_until_s = context.clock.monotonic() + _RETRY_S
         finally:
-            self._num_asked[line.tier] -= num_wanted
+            self._num_asked[tenant_queue.tier] -= num_wanted
             if pulled or (pulled is not None and context.bus.connected):
-                self.backlog.pulled(line, num_wanted, len(pulled), context.clock.monotonic())
+                self.backlog.pulled(
+                    tenant_queue, num_wanted, len(pulled), context.clock.monotonic()
+                )
             else:
-                self.backlog.pull_failed(line)
-        self._accept_all(line, pulled or [])
-        if pulled is not None and len(self._waits) < _MAX_WAITS and self._may_wait(line):
-            wait = self._waits.spawn(self._wait_for_next(line), f"wait for {line}")
+                self.backlog.pull_failed(tenant_queue)
+        self._accept_all(tenant_queue, pulled or [])
+        if pulled is not None and len(self._waits) < _MAX_WAITS and self._may_wait(tenant_queue):
+            wait = self._waits.spawn(self._wait_for_next(tenant_queue), f"wait for {tenant_queue}")
             wait.add_done_callback(self._note_failure)
 
-    def _may_wait(self, line: Line) -> bool:
-        """Nothing of the line is in the queue, and a job that came now would be sent at once."""
-        if self.backlog.num_waiting(line) or not self._context.bus.connected:
+    def _may_wait(self, tenant_queue: TenantQueue) -> bool:
+        """Nothing of the tenant queue is in the queue, and a job that came now would be sent at
+        once."""
+        if self.backlog.num_waiting(tenant_queue) or not self._context.bus.connected:
             return False
-        return self._limits(line.tier).capacity > 0
+        return self._limits(tenant_queue.tier).capacity > 0
 
-    async def _wait_for_next(self, line: Line) -> None:
+    async def _wait_for_next(self, tenant_queue: TenantQueue) -> None:
         """Have a pull out when the next job is stored: it need not be announced and pulled then."""
         context = self._context
         had_job_s = context.clock.monotonic()
-        while self._may_wait(line) and context.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S:
-            self.backlog.pulling(line)
+        while (
+            self._may_wait(tenant_queue)
+            and context.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S
+        ):
+            self.backlog.pulling(tenant_queue)
             pulled: list[LeasedJob] | None = None
             try:
-                pulled = await context.bus.jobs.pull(line, 1, _WAIT_S)
+                pulled = await context.bus.jobs.pull(tenant_queue, 1, _WAIT_S)
             except BusUnavailableError:
                 return  # a pull that somebody needs says so
             finally:
                 if pulled or (pulled is not None and context.bus.connected):
-                    self.backlog.waited(line, len(pulled), context.clock.monotonic())
+                    self.backlog.waited(tenant_queue, len(pulled), context.clock.monotonic())
                 else:
-                    self.backlog.pull_failed(line)
+                    self.backlog.pull_failed(tenant_queue)
             if pulled:
                 had_job_s = context.clock.monotonic()
-            self._accept_all(line, pulled)
+            self._accept_all(tenant_queue, pulled)
 
-    def _accept_all(self, line: Line, pulled: list[LeasedJob]) -> None:
+    def _accept_all(self, tenant_queue: TenantQueue, pulled: list[LeasedJob]) -> None:
         for leased in pulled:
             self.accept(leased)
-        self._want(line)
+        self._want(tenant_queue)
         self._wake.set()
 
-    def _want(self, line: Line) -> None:
-        """Tell the queues who has jobs behind those that are here, where the line says so."""
-        if line.tenant is None:
+    def _want(self, tenant_queue: TenantQueue) -> None:
+        """Tell the queues who has jobs behind those that are here, where the tenant queue says
+        so."""
+        if tenant_queue.tenant is None:
             return
-        num_waiting = self.backlog.num_waiting(line) + self.backlog.num_waiting(line.twin)
+        num_waiting = self.backlog.num_waiting(tenant_queue) + self.backlog.num_waiting(
+            tenant_queue.twin
+        )
         for dispatcher in self._dispatchers:
             is_more = bool(num_waiting)
-            dispatcher.queue.want(_tenant_of(line), is_more, self.model)
+            dispatcher.queue.want(_tenant_of(tenant_queue), is_more, self.model)
 
     # --- what was pulled ---
 
@@ -254,8 +265,8 @@ class Puller:
 
     def _scheduled_job(self, leased: LeasedJob) -> ScheduledJob:
         now_s = self._context.clock.monotonic()
-        return ScheduledJob.of(leased, self.backlog.of(leased.line), now_s)
+        return ScheduledJob.of(leased, self.backlog.of(leased.tenant_queue), now_s)
 
 
-def _tenant_of(line: Line) -> Tenant:
-    return Tenant(line.tier, line.tenant or "")
+def _tenant_of(tenant_queue: TenantQueue) -> Tenant:
+    return Tenant(tenant_queue.tier, tenant_queue.tenant or "")

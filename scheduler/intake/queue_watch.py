@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from bus.api import Line
+from bus.api import TenantQueue
 from runtime.tasks import Tasks
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
@@ -26,8 +26,8 @@ _MAX_SHED_AT_ONCE = 64
 # Gateways let nobody in while the queue is at its bound, so that it is shed below it by this share:
 # one tenant's flood must not keep others out.
 _SHED_BELOW = 16
-# A line that had no job for this long is made anew when one comes. Each that is kept costs the
-# server some 60 KB, and all acknowledgements a little time.
+# A tenant queue that had no job for this long is made anew when one comes. Each that is kept costs
+# the server some 60 KB, and all acknowledgements a little time.
 _FORGET_AFTER_S = 300.0
 _MAX_FORGOTTEN_AT_ONCE = 16
 
@@ -73,13 +73,19 @@ class QueueWatch:
     async def look(self) -> bool:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
         shed. Raises BusUnavailableError."""
-        totals = await self._context.bus.jobs.lines()
+        totals = await self._context.bus.jobs.tenant_queues()
         for model, puller in self._pullers.items():
-            own = {line: count for line, count in totals.items() if line.model == model}
+            own = {
+                tenant_queue: count
+                for tenant_queue, count in totals.items()
+                if tenant_queue.model == model
+            }
             puller.counted(own)
         is_too_much = False
         for model, dispatcher in self._dispatchers.items():
-            total = sum(count for line, count in totals.items() if line.model == model)
+            total = sum(
+                count for tenant_queue, count in totals.items() if tenant_queue.model == model
+            )
             is_too_much |= await self._look_at(model, dispatcher, total)
         await self._forget_idle()
         return is_too_much
@@ -139,25 +145,28 @@ class QueueWatch:
     # --- too much ---
 
     async def _shed(
-        self, model: str, waiting: dict[Line, int], num_queued: int, per_s: float
+        self, model: str, waiting: dict[TenantQueue, int], num_queued: int, per_s: float
     ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
         context, bound = self._context, self._context.config.max_queued_jobs
         num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
         while waiting and num_shed < num_to_shed:
-            line = max(waiting, key=lambda line: waiting[line] / self._weights[line.tier])
-            count = min(num_to_shed - num_shed, waiting[line])
-            jobs = await context.bus.jobs.shed_newest(line, count)
+            tenant_queue = max(
+                waiting,
+                key=lambda tenant_queue: waiting[tenant_queue] / self._weights[tenant_queue.tier],
+            )
+            count = min(num_to_shed - num_shed, waiting[tenant_queue])
+            jobs = await context.bus.jobs.shed_newest(tenant_queue, count)
             terminal_status = shed(retry_after_s(num_queued, bound, per_s))
             for job in jobs:
                 self._answers.spawn(
                     context.finalizer.finish_shed(job, terminal_status), f"shed {job.request_id}"
                 )
             num_shed += len(jobs)
-            waiting[line] -= len(jobs)
-            if not jobs or not waiting[line]:
-                del waiting[line]
+            waiting[tenant_queue] -= len(jobs)
+            if not jobs or not waiting[tenant_queue]:
+                del waiting[tenant_queue]
         logger.info("shed the newest jobs", extra={"model": model, "num_shed": num_shed})
         return num_shed
 
@@ -167,15 +176,15 @@ class QueueWatch:
             idle = puller.backlog.idle(now_s, _FORGET_AFTER_S)
             await self._forget(puller, idle[:_MAX_FORGOTTEN_AT_ONCE])
 
-    async def _forget(self, puller: Puller, lines: Collection[Line]) -> None:
-        for line in lines:
-            if await self._context.bus.jobs.forget_line(line):
-                puller.backlog.forget(line)
+    async def _forget(self, puller: Puller, tenant_queues: Collection[TenantQueue]) -> None:
+        for tenant_queue in tenant_queues:
+            if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):
+                puller.backlog.forget(tenant_queue)
 
 
-def _by_tenant(waiting: Mapping[Line, int]) -> dict[Tenant, int]:
+def _by_tenant(waiting: Mapping[TenantQueue, int]) -> dict[Tenant, int]:
     found: dict[Tenant, int] = {}
-    for line, count in waiting.items():
-        tenant = Tenant(line.tier, line.tenant or "")
+    for tenant_queue, count in waiting.items():
+        tenant = Tenant(tenant_queue.tier, tenant_queue.tenant or "")
         found[tenant] = found.get(tenant, 0) + count
     return found

@@ -60,7 +60,7 @@ class JobAdmission:
     async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why a prepared job must not run, if so. One that ran before goes on whatever its tenant
         has used since."""
-        if scheduled.lease.line.reserved or scheduled.reservation is not None:
+        if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
         job = scheduled.job
         if not may_reply_to(job.tenant, job.reply):

@@ -68,7 +68,7 @@ class Finalizer:
         dead = DeadJob(
             reason=terminal_status.code,
             message=terminal_status.message,
-            subject=subjects.job(scheduled.lease.line),
+            subject=subjects.job(scheduled.lease.tenant_queue),
             payload=codec.encode(scheduled.job),
             request_id=scheduled.request_id,
             num_deliveries=scheduled.lease.num_deliveries,

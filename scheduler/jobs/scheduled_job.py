@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bus.api import LeasedJob, Line
+from bus.api import LeasedJob, TenantQueue
 from scheduler.jobs.attempts import AttemptHistory
 from scheduler.jobs.poison_pills import PoisonSuspicion
 from scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
@@ -52,7 +52,7 @@ class Lease:
     token: str
     num_deliveries: int
     stream_sequence: int
-    line: Line
+    tenant_queue: TenantQueue
     is_uncertain: bool = False
 
 
@@ -129,7 +129,7 @@ class ScheduledJob:
                 leased.lease,
                 leased.num_deliveries,
                 leased.stream_sequence,
-                leased.line,
+                leased.tenant_queue,
                 leased.uncertain,
             ),
             queue_counts=queue_counts,

@@ -1,55 +1,57 @@
-"""Where the jobs of one model wait: line by line, in the queue and here."""
+"""Where the jobs of one model wait: tenant queue by tenant queue, in the queue and here."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from bus.api import Line
+from bus.api import TenantQueue
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Tier
 
-# All jobs of a line seem to be held: a lease may have lapsed, so it is tried now and then.
+# All jobs of a tenant queue seem to be held: a lease may have lapsed, so it is tried now and then.
 _TRY_AGAIN_S = 1.0
 
 
 class Pullable(NamedTuple):
-    """A line of which ``num_to_pull`` jobs may be in the queue, and ``num_here`` wait here."""
+    """A tenant queue of which ``num_to_pull`` jobs may be in the queue, and ``num_here`` wait
+    here."""
 
-    line: Line
+    tenant_queue: TenantQueue
     num_to_pull: int
     num_here: int
 
 
 class Backlog:
-    """What is known of the lines of one model. Pure: the caller passes the time in.
+    """What is known of the tenant queues of one model. Pure: the caller passes the time in.
 
     ``published`` announces a job, and may be lost; ``counted`` is the truth now and then.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Line, TenantQueueCounts] = {}
+        self._tenant_queues: dict[TenantQueue, TenantQueueCounts] = {}
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._tenant_queues)
 
     # --- what is heard of the queue ---
 
-    def published(self, line: Line) -> bool:
+    def published(self, tenant_queue: TenantQueue) -> bool:
         """Whether there is something to pull that nobody waits for."""
-        state = self.of(line)
+        state = self.of(tenant_queue)
         state.num_announced += 1
         if state.num_announced <= 0:
             return False
         state.num_waiting += 1
         return not state.is_pulled
 
-    def counted(self, totals: Mapping[Line, int], now_s: float) -> None:
-        """How many jobs each line has, whoever holds them; lines that are left out have none."""
-        for line in totals:
-            self.of(line)
-        for line, state in self._lines.items():
-            state.total = totals.get(line, 0)
+    def counted(self, totals: Mapping[TenantQueue, int], now_s: float) -> None:
+        """How many jobs each tenant queue has, whoever holds them; tenant
+        queues that are left out have none."""
+        for tenant_queue in totals:
+            self.of(tenant_queue)
+        for tenant_queue, state in self._tenant_queues.items():
+            state.total = totals.get(tenant_queue, 0)
             # What was stored after the count is announced, but not counted.
             found = state.total - state.num_ours - state.num_others
             state.num_announced = max(0, state.num_announced)
@@ -60,24 +62,26 @@ class Backlog:
             elif state.idle_since_s is None:
                 state.idle_since_s = now_s
 
-    def pulling(self, line: Line) -> None:
+    def pulling(self, tenant_queue: TenantQueue) -> None:
         """A pull begins; it may miss what is announced from now on."""
-        state = self.of(line)
+        state = self.of(tenant_queue)
         state.is_pulled = True
         state.num_announced_before = state.num_announced
 
-    def waited(self, line: Line, num_got: int, now_s: float) -> None:
+    def waited(self, tenant_queue: TenantQueue, num_got: int, now_s: float) -> None:
         """What a pull brought that was out before the job, before that is ours. It may be
         announced later."""
-        state = self.of(line)
+        state = self.of(tenant_queue)
         num_announced = state.num_announced
-        self.pulled(line, num_got, num_got, now_s)
+        self.pulled(tenant_queue, num_got, num_got, now_s)
         if num_got:
             state.num_announced = num_announced - num_got
 
-    def pulled(self, line: Line, num_wanted: int, num_got: int, now_s: float) -> None:
+    def pulled(
+        self, tenant_queue: TenantQueue, num_wanted: int, num_got: int, now_s: float
+    ) -> None:
         """What a pull brought, before those that it brought are ours."""
-        state = self.of(line)
+        state = self.of(tenant_queue)
         state.is_pulled = state.is_due = False
         state.pulled_s = now_s
         if num_got and not state.num_waiting:
@@ -92,56 +96,62 @@ class Backlog:
             # More may have come meanwhile: the next pull shows.
             state.num_waiting = max(1, state.num_waiting)
 
-    def pull_failed(self, line: Line) -> None:
+    def pull_failed(self, tenant_queue: TenantQueue) -> None:
         """Nobody knows whether there was anything."""
-        self.of(line).is_pulled = False
+        self.of(tenant_queue).is_pulled = False
 
     def doubt_others(self) -> None:
         """What others had may be in the queue again: count anew."""
-        for state in self._lines.values():
+        for state in self._tenant_queues.values():
             state.num_others = 0
             state.num_waiting = max(state.total - state.num_ours, state.num_announced, 0)
 
     # --- what follows ---
 
-    def num_waiting(self, line: Line) -> int:
-        state = self._lines.get(line)
+    def num_waiting(self, tenant_queue: TenantQueue) -> int:
+        state = self._tenant_queues.get(tenant_queue)
         return 0 if state is None else state.num_waiting
 
-    def lines(self) -> list[Line]:
+    def tenant_queues(self) -> list[TenantQueue]:
         """All that are known."""
-        return list(self._lines)
+        return list(self._tenant_queues)
 
     def to_pull(self, tiers: Container[Tier]) -> Iterator[Pullable]:
-        """Lines of these tiers that a pull may bring jobs of, unless one is under way: one job
-        where a lease may have lapsed. They may be a thousand, so that nothing is looked up."""
+        """Tenant queues of these tiers that a pull may bring jobs of, unless one is under way: one
+        job where a lease may have lapsed. They may be a thousand, so that nothing is looked up."""
         return (
-            Pullable(line, state.num_waiting or 1, state.num_here)
-            for line, state in self._lines.items()
-            if (state.num_waiting or state.is_due) and not state.is_pulled and line.tier in tiers
+            Pullable(tenant_queue, state.num_waiting or 1, state.num_here)
+            for tenant_queue, state in self._tenant_queues.items()
+            if (state.num_waiting or state.is_due)
+            and not state.is_pulled
+            and tenant_queue.tier in tiers
         )
 
-    def waiting(self) -> dict[Line, int]:
-        """The lines with jobs in the queue, and how many."""
-        return {line: state.num_waiting for line, state in self._lines.items() if state.num_waiting}
+    def waiting(self) -> dict[TenantQueue, int]:
+        """The tenant queues with jobs in the queue, and how many."""
+        return {
+            tenant_queue: state.num_waiting
+            for tenant_queue, state in self._tenant_queues.items()
+            if state.num_waiting
+        }
 
-    def idle(self, now_s: float, for_s: float) -> list[Line]:
-        """Lines that have had no job for so long."""
+    def idle(self, now_s: float, for_s: float) -> list[TenantQueue]:
+        """Tenant queues that have had no job for so long."""
         return [
-            line
-            for line, state in self._lines.items()
+            tenant_queue
+            for tenant_queue, state in self._tenant_queues.items()
             if state.idle_since_s is not None and now_s - state.idle_since_s >= for_s
         ]
 
-    def forget(self, line: Line) -> None:
+    def forget(self, tenant_queue: TenantQueue) -> None:
         """Unless it has got jobs just now."""
-        state = self._lines.get(line)
+        state = self._tenant_queues.get(tenant_queue)
         if state is not None and not (state.num_ours or state.num_waiting or state.is_pulled):
-            del self._lines[line]
+            del self._tenant_queues[tenant_queue]
 
-    def of(self, line: Line) -> TenantQueueCounts:
-        """What is known of a line, from now on if nothing was."""
-        state = self._lines.get(line)
+    def of(self, tenant_queue: TenantQueue) -> TenantQueueCounts:
+        """What is known of a tenant queue, from now on if nothing was."""
+        state = self._tenant_queues.get(tenant_queue)
         if state is None:
-            state = self._lines[line] = TenantQueueCounts()
+            state = self._tenant_queues[tenant_queue] = TenantQueueCounts()
         return state

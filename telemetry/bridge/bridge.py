@@ -17,8 +17,8 @@ from runtime.clock import Clock
 from schemas.config import KafkaConfig
 from schemas.errors import MillraceError
 from telemetry.bridge.in_flight_bytes import Backlog
-from telemetry.bridge.producer_batch import Shipment
-from telemetry.kafka.dead_letters import DeadLetters, Letter
+from telemetry.bridge.producer_batch import ProducerBatch
+from telemetry.kafka.dead_letters import DeadLetterRecord, DeadLetters
 from telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
     Incarnation,
@@ -197,7 +197,7 @@ class Bridge:
         dead_letters: DeadLetters,
         messages: Sequence[OutboxMessage],
     ) -> None:
-        shipment = Shipment(producer)
+        shipment = ProducerBatch(producer)
         letters = []
         for message in messages:
             try:
@@ -263,8 +263,8 @@ def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage
             first, num_bytes = number, 0
 
 
-def _letter(message: OutboxMessage, reason: str) -> Letter:
-    return Letter(
+def _letter(message: OutboxMessage, reason: str) -> DeadLetterRecord:
+    return DeadLetterRecord(
         payload=message.payload,
         reason=reason,
         sequence=message.sequence,

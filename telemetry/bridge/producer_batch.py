@@ -58,7 +58,7 @@ class _Load:
         return taken is not None
 
 
-class Shipment:
+class ProducerBatch:
     """Messages on their way to Kafka. The producer is somebody else's."""
 
     def __init__(self, producer: AIOKafkaProducer) -> None:

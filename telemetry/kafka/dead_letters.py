@@ -18,7 +18,7 @@ _REASON_CHARACTERS = 1_000
 _MOST_LOGGED = 10
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A message and why it is no row. ``origin`` is topic, partition and offset, if it was in
     Kafka; ``topic`` is the one where it is or belongs, if that is known."""
 
@@ -30,7 +30,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     origin: tuple[str, int, int] | None = None
 
     @classmethod
-    def of(cls, message: ConsumerRecord, reason: str, sequence: int | None) -> Letter:
+    def of(cls, message: ConsumerRecord, reason: str, sequence: int | None) -> DeadLetterRecord:
         """Of a message that was consumed."""
         return cls(
             payload=message.value or b"",
@@ -57,7 +57,7 @@ class DeadLetters:
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer = producer
 
-    async def send(self, letters: Sequence[Letter]) -> None:
+    async def send(self, letters: Sequence[DeadLetterRecord]) -> None:
         """Returns when Kafka has them all."""
         sent = [
             await self._producer.send(
@@ -85,18 +85,18 @@ class DeadLetters:
             )
 
 
-def _is_sendable(letter: Letter) -> bool:
+def _is_sendable(letter: DeadLetterRecord) -> bool:
     return not letter.is_private and len(letter.payload) <= LARGEST_MESSAGE_BYTES
 
 
-def _reason(letter: Letter) -> str:
+def _reason(letter: DeadLetterRecord) -> str:
     if letter.is_private:
         # ClickHouse may quote the row that it refuses.
         return "a transcript does not fit its table"
     return letter.reason[:_REASON_CHARACTERS]
 
 
-def _headers(letter: Letter) -> list[tuple[str, bytes]]:
+def _headers(letter: DeadLetterRecord) -> list[tuple[str, bytes]]:
     headers = [("reason", _reason(letter).encode(errors="replace"))]
     if letter.sequence is not None:
         headers.append((SEQUENCE_HEADER, str(letter.sequence).encode()))

@@ -12,7 +12,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from bus import codec
 from schemas.errors import MalformedMessageError
 from schemas.records import Record
-from telemetry.kafka.dead_letters import Letter
+from telemetry.kafka.dead_letters import DeadLetterRecord
 from telemetry.kafka.kafka import SEQUENCE_HEADER
 from telemetry.store.tables import Table, check, table_of
 
@@ -30,7 +30,7 @@ class Batch:
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {}
-        self.poison: list[Letter] = []
+        self.poison: list[DeadLetterRecord] = []
         self.next_offsets: dict[TopicPartition, int] = {}
         self.num_messages = 0
 
@@ -44,7 +44,7 @@ class Batch:
             record = codec.RECORD.decode(message.value or b"")
             check(record)
         except MalformedMessageError as error:
-            self.poison.append(Letter.of(message, error.message, sequence))
+            self.poison.append(DeadLetterRecord.of(message, error.message, sequence))
             return
         self.rows.setdefault(table_of(record).name, []).append(Row(record, sequence, message))
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from runtime.clock import Clock
-from runtime.histogram import DURATION_S, ROWS, Tally
+from runtime.histogram import DURATION_S, ROWS, Histogram
 from runtime.retry import doubling_delays, retry
 from runtime.tasks import wait_or_sleep
 from telemetry.sink.batches import Row, content_token
@@ -25,8 +25,8 @@ class Inserts:
     """Of one table: how long its inserts took, and how many rows they had."""
 
     def __init__(self) -> None:
-        self.took_s = Tally(DURATION_S)
-        self.rows = Tally(ROWS)
+        self.took_s = Histogram(DURATION_S)
+        self.rows = Histogram(ROWS)
 
 
 class Insertion:

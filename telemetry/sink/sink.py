@@ -13,7 +13,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from runtime.clock import Clock
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import RequestRecord
-from telemetry.kafka.dead_letters import DeadLetters, Letter
+from telemetry.kafka.dead_letters import DeadLetterRecord, DeadLetters
 from telemetry.kafka.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
 from telemetry.sink.batches import Batch
 from telemetry.sink.insertion import Insertion
@@ -164,7 +164,9 @@ class Sink:
             refused = await self.insertion.insert(table, rows)
             if self.traces is not None:
                 self.traces.stored(table.name, rows, since_ns)
-            letters += [Letter.of(row.message, reason, row.sequence) for row, reason in refused]
+            letters += [
+                DeadLetterRecord.of(row.message, reason, row.sequence) for row, reason in refused
+            ]
             if self._on_stored is not None:
                 records = (row.record for row in rows)
                 self._on_stored(r.done_ns for r in records if isinstance(r, RequestRecord))

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from bus import asyncapi, subjects
-from bus.api import Line
+from bus.api import TenantQueue
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Job, Tier
 
@@ -61,9 +61,9 @@ def test_its_addresses_are_the_ones_on_the_wire() -> None:
         if channel["address"] is not None
     ]
     used = [
-        subjects.job(Line("m/1", Tier.PRO, None)),
-        subjects.job(Line("m/1", Tier.PRO, "t 1")),
-        subjects.job(Line("m/1", Tier.PRO, "t 1", reserved=True)),
+        subjects.job(TenantQueue("m/1", Tier.PRO, None)),
+        subjects.job(TenantQueue("m/1", Tier.PRO, "t 1")),
+        subjects.job(TenantQueue("m/1", Tier.PRO, "t 1", reserved=True)),
         subjects.frames("g 1", "r.1"),
         subjects.envelope("g 1"),
         subjects.cancel("r.1"),

@@ -1,4 +1,4 @@
-"""What the server keeps for a line comes and goes, and no job goes with it."""
+"""What the server keeps for a tenant queue comes and goes, and no job goes with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus import subjects
-from bus.api import Bus, Line
+from bus.api import Bus, TenantQueue
 from bus.nats import connect, topology
 from schemas.config import NatsConfig
 from schemas.jobs import Job
@@ -19,7 +19,7 @@ from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 
 JOB = Job(request_id="r1", model="demo", prompt="hi")
-LINE = Line.of(JOB)
+TENANT_QUEUE = TenantQueue.of(JOB)
 SECOND = 1_000_000_000
 ACK_WAIT_S = 1.0
 
@@ -84,14 +84,14 @@ async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
     assert (await held.next_msg(5.0)).reply
 
     bus = await connect(NatsConfig(url=nats_server.url), "new")
-    line = Line("demo", JOB.tier, None)
-    assert await bus.jobs.lines() == {line: 2}
-    pulled = await bus.jobs.pull(line, 2, 1.0)
+    tenant_queue = TenantQueue("demo", JOB.tier, None)
+    assert await bus.jobs.tenant_queues() == {tenant_queue: 2}
+    pulled = await bus.jobs.pull(tenant_queue, 2, 1.0)
     assert [leased.job.request_id for leased in pulled] == ["held", "waiting"]
     assert all(leased.uncertain for leased in pulled)
     await bus.jobs.publish(JOB)
-    assert len(await bus.jobs.pull(LINE, 1, 1.0)) == 1
-    expected = {subjects.jobs_consumer(line), subjects.jobs_consumer(LINE)}
+    assert len(await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)) == 1
+    expected = {subjects.jobs_consumer(tenant_queue), subjects.jobs_consumer(TENANT_QUEUE)}
     assert set(await api.consumers()) == expected
     await bus.close()
 
@@ -99,25 +99,25 @@ async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
 async def test_the_server_removes_what_nobody_pulls_from(
     api: Api, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "LINE_IDLE_S", 0.1)
-    await bus.jobs.pull(LINE, 1, 0.0)
-    assert await api.consumers() == [subjects.jobs_consumer(LINE)]
+    monkeypatch.setattr(topology, "QUEUE_IDLE_S", 0.1)
+    await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
+    assert await api.consumers() == [subjects.jobs_consumer(TENANT_QUEUE)]
 
     async def gone() -> bool:
         return not await api.consumers()
 
     await eventually(gone)
     await bus.jobs.publish(JOB)
-    assert len(await bus.jobs.pull(LINE, 1, 0.0)) == 1
+    assert len(await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)) == 1
 
 
 async def test_a_count_that_is_lost_is_told(api: Api, bus: Bus) -> None:
-    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     await bus.jobs.publish(JOB)
-    (held,) = await bus.jobs.pull(LINE, 1, 1.0)
+    (held,) = await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)
     assert not held.uncertain
-    await api.call(f"CONSUMER.DELETE.JOBS.{subjects.jobs_consumer(LINE)}")
-    (again,) = await bus.jobs.pull(LINE, 1, 1.0)
+    await api.call(f"CONSUMER.DELETE.JOBS.{subjects.jobs_consumer(TENANT_QUEUE)}")
+    (again,) = await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)
     assert (again.stream_sequence, again.num_deliveries) == (held.stream_sequence, 1)
     assert again.uncertain
     await bus.jobs.ack(held.lease)
@@ -127,27 +127,27 @@ async def test_a_count_that_is_lost_is_told(api: Api, bus: Bus) -> None:
 async def test_a_killed_server_may_have_lost_its_last_counts(
     bus: Bus, nats_server: NatsServer
 ) -> None:
-    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     await bus.jobs.publish(JOB)
-    (held,) = await bus.jobs.pull(LINE, 1, 1.0)
+    (held,) = await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)
     assert not held.uncertain
     nats_server.kill()
     nats_server.start()
-    (again,) = await bus.jobs.pull(LINE, 1, 5.0)
+    (again,) = await bus.jobs.pull(TENANT_QUEUE, 1, 5.0)
     assert again.uncertain
     await bus.jobs.ack(again.lease)
     await bus.jobs.publish(msgspec.structs.replace(JOB, request_id="later"))
-    (later,) = await bus.jobs.pull(LINE, 1, 5.0)
+    (later,) = await bus.jobs.pull(TENANT_QUEUE, 1, 5.0)
     assert (later.job.request_id, later.uncertain) == ("later", False)
 
 
 async def test_looking_at_a_line_keeps_nothing_on_the_server(api: Api, bus: Bus) -> None:
     await bus.jobs.publish(JOB)
-    await bus.jobs.depth(LINE)
-    await bus.jobs.lines()
-    assert not await bus.jobs.forget_line(LINE)
+    await bus.jobs.depth(TENANT_QUEUE)
+    await bus.jobs.tenant_queues()
+    assert not await bus.jobs.forget_tenant_queue(TENANT_QUEUE)
     assert await api.consumers() == []
-    assert (await bus.jobs.depth(LINE)).num_queued == 1
+    assert (await bus.jobs.depth(TENANT_QUEUE)).num_queued == 1
 
 
 async def test_lines_beyond_a_default_of_the_server(api: Api, bus: Bus) -> None:

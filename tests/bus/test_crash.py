@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bus import codec
-from bus.api import Bus, LeasedJob, Line
+from bus.api import Bus, LeasedJob, TenantQueue
 from bus.nats import connect
 from bus.nats.connection import Connection
 from schemas.config import NatsConfig
@@ -25,7 +25,7 @@ from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 
 ACK_WAIT_S = 1.0
-LINE = Line("demo", Tier.FREE, "local")
+TENANT_QUEUE = TenantQueue("demo", Tier.FREE, "local")
 
 
 def job(number: int) -> Job:
@@ -53,19 +53,19 @@ def restart(server: NatsServer) -> None:
 async def test_queued_jobs_survive(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
     one, two = buses
     await asyncio.gather(*(one.jobs.publish(job(number)) for number in range(100)))
-    held = await two.jobs.pull(LINE, 10, 1.0)
+    held = await two.jobs.pull(TENANT_QUEUE, 10, 1.0)
     restart(nats_server)
     await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in held))
     pulled: list[LeasedJob] = []
     while len(pulled) < 90:
-        more = await two.jobs.pull(LINE, 50, 5.0)
+        more = await two.jobs.pull(TENANT_QUEUE, 50, 5.0)
         assert more
         pulled += more
         await asyncio.gather(*(two.jobs.ack(leased.lease) for leased in more))
     ids = {leased.job.request_id for leased in (*held, *pulled)}
     assert ids == {f"r{number}" for number in range(100)}
     assert all(leased.num_deliveries == 1 for leased in pulled)
-    assert await two.jobs.pull(LINE, 1, 0.1) == []
+    assert await two.jobs.pull(TENANT_QUEUE, 1, 0.1) == []
     assert (await one.jobs.publish(job(5))).duplicate
 
 
@@ -73,19 +73,23 @@ async def test_the_jobs_of_many_tenants_survive(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
-    told: list[Line] = []
+    told: list[TenantQueue] = []
     await two.jobs.watch(told.append)
     jobs = [
         Job(request_id=f"{tenant}-{number}", model="demo", tenant=f"t{tenant}", prompt="hi")
         for tenant in range(20)
         for number in range(3)
     ]
-    lines = list(dict.fromkeys(map(Line.of, jobs)))
+    tenant_queues = list(dict.fromkeys(map(TenantQueue.of, jobs)))
     await asyncio.gather(*(one.jobs.publish(job) for job in jobs))
     await eventually(lambda: len(told) == len(jobs))
-    held = await asyncio.gather(*(two.jobs.pull(line, 1, 0.0) for line in lines))
+    held = await asyncio.gather(
+        *(two.jobs.pull(tenant_queue, 1, 0.0) for tenant_queue in tenant_queues)
+    )
     restart(nats_server)
-    rest = await asyncio.gather(*(two.jobs.pull(line, 5, 5.0) for line in lines))
+    rest = await asyncio.gather(
+        *(two.jobs.pull(tenant_queue, 5, 5.0) for tenant_queue in tenant_queues)
+    )
     ours = {leased.job.request_id for pulled in held for leased in pulled}
     later = {leased.job.request_id: leased for pulled in rest for leased in pulled}
     assert ours | later.keys() == {job.request_id for job in jobs}
@@ -94,14 +98,14 @@ async def test_the_jobs_of_many_tenants_survive(
     await asyncio.gather(
         *(two.jobs.ack(leased.lease) for pulled in (*held, *rest) for leased in pulled)
     )
-    assert await two.jobs.lines() == {}
+    assert await two.jobs.tenant_queues() == {}
     await one.jobs.publish(Job(request_id="later", model="demo", prompt="hi"))
-    await eventually(lambda: told[-1] == LINE)
+    await eventually(lambda: told[-1] == TENANT_QUEUE)
 
 
 async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
     one, two = buses
-    waiting = asyncio.ensure_future(two.jobs.pull(LINE, 1, 30.0))
+    waiting = asyncio.ensure_future(two.jobs.pull(TENANT_QUEUE, 1, 30.0))
     outbox = asyncio.ensure_future(two.outbox.pull(1, 30.0))
     await asyncio.sleep(0.05)
     restart(nats_server)
@@ -127,7 +131,7 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
     await eventually(lambda: not one.connected)
     nats_server.start()
     await asyncio.gather(*tasks)
-    assert len(await two.jobs.pull(LINE, 5, 1.0)) == 1
+    assert len(await two.jobs.pull(TENANT_QUEUE, 5, 1.0)) == 1
     assert len(await two.outbox.pull(5, 1.0)) == 1
     assert await two.results.fetch("t", "r1") == result
 
@@ -154,8 +158,8 @@ async def test_a_server_that_lost_its_store(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
-    assert await two.jobs.pull(LINE, 1, 0.05) == []
-    waiting = asyncio.ensure_future(two.jobs.pull(LINE, 1, 30.0))
+    assert await two.jobs.pull(TENANT_QUEUE, 1, 0.05) == []
+    waiting = asyncio.ensure_future(two.jobs.pull(TENANT_QUEUE, 1, 30.0))
     nats_server.kill()
     nats_server.wipe()
     nats_server.start()
@@ -172,7 +176,7 @@ async def test_a_hung_server_is_an_error_in_time(
     try:
         with pytest.raises(BusUnavailableError):
             await bus.jobs.publish(job(1))
-        assert await bus.jobs.pull(LINE, 1, 0.1) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 1, 0.1) == []
     finally:
         nats_server.resume()
     await bus.close()
@@ -188,7 +192,7 @@ async def test_close_while_the_server_is_away(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, _ = buses
-    pulling = asyncio.ensure_future(one.jobs.pull(LINE, 1, 0.5))
+    pulling = asyncio.ensure_future(one.jobs.pull(TENANT_QUEUE, 1, 0.5))
     nats_server.kill()
     await eventually(lambda: not one.connected)
     await one.frames.publish("g", [("r", Accepted())])
@@ -233,12 +237,12 @@ async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> 
     await delete_streams(nats_server)
     first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
     await first.jobs.publish(job(1))
-    await first.jobs.pull(LINE, 1, 1.0)
+    await first.jobs.pull(TENANT_QUEUE, 1, 1.0)
     config = NatsConfig(url=nats_server.url, ack_wait_s=0.3, max_stored_jobs=7)
     second = await connect(config, "second")
     await second.jobs.publish(job(2))
-    assert len(await second.jobs.pull(LINE, 1, 1.0)) == 1
-    (again,) = await second.jobs.pull(LINE, 1, 2.0)
+    assert len(await second.jobs.pull(TENANT_QUEUE, 1, 1.0)) == 1
+    (again,) = await second.jobs.pull(TENANT_QUEUE, 1, 2.0)
     assert again.num_deliveries == 2
     await first.close()
     await second.close()

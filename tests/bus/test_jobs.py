@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bus import codec
-from bus.api import Bus, LeasedJob, Line
+from bus.api import Bus, LeasedJob, TenantQueue
 from schemas.errors import PayloadTooLargeError, QueueFullError
 from schemas.frames import Failed, Frame
 from schemas.jobs import DeadJob, Job, Tier
@@ -18,17 +18,17 @@ from tests.bus.conftest import ACK_WAIT_S, MAX_DELIVER, Broker
 from tests.support.waiting import eventually
 
 MODEL = "demo/1.5 b"
-LINE = Line(MODEL, Tier.FREE, "local")
-OTHER = Line("other", Tier.FREE, "local")
-BY_HAND = Line("demo", Tier.FREE, None)
+TENANT_QUEUE = TenantQueue(MODEL, Tier.FREE, "local")
+OTHER = TenantQueue("other", Tier.FREE, "local")
+BY_HAND = TenantQueue("demo", Tier.FREE, None)
 
 
 def job(number: int, **fields: object) -> Job:
     return Job(request_id=f"r{number}", model=MODEL, prompt="hi", **fields)  # type: ignore[arg-type]
 
 
-async def pull_one(bus: Bus, line: Line = LINE) -> LeasedJob:
-    (leased,) = await bus.jobs.pull(line, 1, 5.0)
+async def pull_one(bus: Bus, tenant_queue: TenantQueue = TENANT_QUEUE) -> LeasedJob:
+    (leased,) = await bus.jobs.pull(tenant_queue, 1, 5.0)
     return leased
 
 
@@ -37,9 +37,9 @@ class TestPublish:
         sent = job(1, tier=Tier.PRO, reply="g1", received_ns=7, store_result=True)
         published = await bus.jobs.publish(sent)
         assert not published.duplicate
-        leased = await pull_one(bus, Line.of(sent))
+        leased = await pull_one(bus, TenantQueue.of(sent))
         assert leased.job == sent
-        assert leased.line == Line(MODEL, Tier.PRO, "local")
+        assert leased.tenant_queue == TenantQueue(MODEL, Tier.PRO, "local")
         assert leased.num_deliveries == 1
         assert leased.stream_sequence == published.stream_sequence
 
@@ -51,7 +51,7 @@ class TestPublish:
         leased = await pull_one(bus)
         await bus.jobs.ack(leased.lease)
         assert (await bus.jobs.publish(job(1))).duplicate
-        assert await bus.jobs.pull(LINE, 1, 0.05) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 1, 0.05) == []
 
     async def test_a_full_queue_refuses(self, bus: Bus, broker: Broker) -> None:
         for number in range(broker.config.max_stored_jobs):
@@ -80,12 +80,12 @@ class TestPublish:
 class TestPull:
     async def test_ends_empty_after_its_timeout(self, bus: Bus) -> None:
         started_s = time.monotonic()
-        assert await bus.jobs.pull(LINE, 4, 0.1) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 4, 0.1) == []
         assert 0.09 < time.monotonic() - started_s < 2.0
 
     async def test_returns_as_soon_as_there_is_one(self, bus: Bus, broker: Broker) -> None:
         other = await broker.connect("other")
-        waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 8, 10.0))
+        waiting = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 8, 10.0))
         await asyncio.sleep(0.05)
         started_s = time.monotonic()
         await other.jobs.publish(job(1))
@@ -95,20 +95,22 @@ class TestPull:
     async def test_takes_what_is_there_in_order(self, bus: Bus) -> None:
         for number in range(5):
             await bus.jobs.publish(job(number))
-        pulled = await bus.jobs.pull(LINE, 3, 1.0)
+        pulled = await bus.jobs.pull(TENANT_QUEUE, 3, 1.0)
         assert [leased.job.request_id for leased in pulled] == ["r0", "r1", "r2"]
-        pulled = await bus.jobs.pull(LINE, 10, 1.0)
+        pulled = await bus.jobs.pull(TENANT_QUEUE, 10, 1.0)
         assert [leased.job.request_id for leased in pulled] == ["r3", "r4"]
 
     async def test_models_do_not_mix(self, bus: Bus) -> None:
         await bus.jobs.publish(job(1))
         await bus.jobs.publish(Job(request_id="o", model="other", prompt="hi"))
         assert [leased.job.request_id for leased in await bus.jobs.pull(OTHER, 5, 1.0)] == ["o"]
-        assert [leased.job.request_id for leased in await bus.jobs.pull(LINE, 5, 1.0)] == ["r1"]
+        assert [leased.job.request_id for leased in await bus.jobs.pull(TENANT_QUEUE, 5, 1.0)] == [
+            "r1"
+        ]
 
     async def test_each_job_goes_to_one_of_many(self, bus: Bus, broker: Broker) -> None:
         async def take(one: Bus, max_jobs: int, timeout_s: float) -> list[str]:
-            pulled = await one.jobs.pull(LINE, max_jobs, timeout_s)
+            pulled = await one.jobs.pull(TENANT_QUEUE, max_jobs, timeout_s)
             await asyncio.gather(*(one.jobs.ack(leased.lease) for leased in pulled))
             return [leased.job.request_id for leased in pulled]
 
@@ -121,7 +123,7 @@ class TestPull:
         assert sorted(ids) == [f"r{number}" for number in range(6)]
 
     async def test_a_cancelled_pull_keeps_nothing(self, bus: Bus, broker: Broker) -> None:
-        waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 4, 30.0))
+        waiting = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 4, 30.0))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -147,7 +149,7 @@ class TestLeases:
         holder = await broker.connect("holder")
         for _ in range(6):
             await holder.jobs.extend(leased.lease)
-            assert await bus.jobs.pull(LINE, 1, ACK_WAIT_S / 3) == []
+            assert await bus.jobs.pull(TENANT_QUEUE, 1, ACK_WAIT_S / 3) == []
         assert (await pull_one(bus)).num_deliveries == 2
 
     async def test_another_connection_acks_by_the_lease(self, bus: Bus, broker: Broker) -> None:
@@ -156,9 +158,9 @@ class TestLeases:
         await bus.close()
         holder = await broker.connect("holder")
         await holder.jobs.ack(leased.lease)
-        depth = await holder.jobs.depth(LINE)
+        depth = await holder.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (0, 0)
-        assert await holder.jobs.pull(LINE, 1, ACK_WAIT_S * 1.5) == []
+        assert await holder.jobs.pull(TENANT_QUEUE, 1, ACK_WAIT_S * 1.5) == []
 
     async def test_ack_twice_and_by_an_earlier_delivery(self, bus: Bus) -> None:
         await bus.jobs.publish(job(1))
@@ -166,7 +168,7 @@ class TestLeases:
         await pull_one(bus)
         await bus.jobs.ack(first.lease)
         await bus.jobs.ack(first.lease)
-        assert await bus.jobs.pull(LINE, 1, ACK_WAIT_S * 1.5) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 1, ACK_WAIT_S * 1.5) == []
 
     async def test_a_released_job_comes_at_once(self, bus: Bus) -> None:
         await bus.jobs.publish(job(1))
@@ -187,20 +189,20 @@ class TestLeases:
     async def test_many_acks_at_once(self, bus: Bus) -> None:
         for number in range(20):
             await bus.jobs.publish(job(number))
-        pulled = await bus.jobs.pull(LINE, 20, 1.0)
+        pulled = await bus.jobs.pull(TENANT_QUEUE, 20, 1.0)
         await asyncio.gather(*(bus.jobs.ack(leased.lease) for leased in pulled))
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (0, 0)
 
 
 class TestDepthAndShedding:
     async def test_depth(self, bus: Bus) -> None:
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (0, 0)
         for number in range(5):
             await bus.jobs.publish(job(number))
-        await bus.jobs.pull(LINE, 2, 1.0)
-        depth = await bus.jobs.depth(LINE)
+        await bus.jobs.pull(TENANT_QUEUE, 2, 1.0)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (3, 2)
 
     async def test_the_newest_waiting_jobs_are_shed(self, bus: Bus) -> None:
@@ -208,20 +210,20 @@ class TestDepthAndShedding:
             await bus.jobs.publish(job(number))
         await bus.jobs.publish(Job(request_id="o", model="other", prompt="hi"))
         await bus.jobs.publish(job(7, tenant="other"))
-        held = await bus.jobs.pull(LINE, 2, 1.0)
-        shed = await bus.jobs.shed_newest(LINE, 3)
+        held = await bus.jobs.pull(TENANT_QUEUE, 2, 1.0)
+        shed = await bus.jobs.shed_newest(TENANT_QUEUE, 3)
         assert [one.request_id for one in shed] == ["r5", "r4", "r3"]
-        shed = await bus.jobs.shed_newest(LINE, 9)
+        shed = await bus.jobs.shed_newest(TENANT_QUEUE, 9)
         assert [one.request_id for one in shed] == ["r2"]
         assert [leased.job.request_id for leased in held] == ["r0", "r1"]
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (0, 2)
         assert len(await bus.jobs.pull(OTHER, 5, 1.0)) == 1
-        assert len(await bus.jobs.pull(Line(MODEL, Tier.FREE, "other"), 5, 1.0)) == 1
+        assert len(await bus.jobs.pull(TenantQueue(MODEL, Tier.FREE, "other"), 5, 1.0)) == 1
 
     async def test_deliveries_go_on_after_shedding(self, bus: Bus) -> None:
         await bus.jobs.publish(job(1))
-        assert len(await bus.jobs.shed_newest(LINE, 1)) == 1
+        assert len(await bus.jobs.shed_newest(TENANT_QUEUE, 1)) == 1
         await bus.jobs.publish(job(2))
         started_s = time.monotonic()
         assert (await pull_one(bus)).job.request_id == "r2"
@@ -239,11 +241,11 @@ class TestDepthAndShedding:
         for number in range(20):
             await bus.jobs.publish(job(number))
         first, second, pulled = await asyncio.gather(
-            bus.jobs.shed_newest(LINE, 8),
-            other.jobs.shed_newest(LINE, 8),
-            other.jobs.pull(LINE, 4, 1.0),
+            bus.jobs.shed_newest(TENANT_QUEUE, 8),
+            other.jobs.shed_newest(TENANT_QUEUE, 8),
+            other.jobs.pull(TENANT_QUEUE, 4, 1.0),
         )
-        rest = await bus.jobs.pull(LINE, 20, 0.1)
+        rest = await bus.jobs.pull(TENANT_QUEUE, 20, 0.1)
         ids = [one.request_id for one in (*first, *second)]
         ids += [leased.job.request_id for leased in (*pulled, *rest)]
         assert sorted(ids) == sorted(f"r{number}" for number in range(20))
@@ -262,7 +264,7 @@ class TestDeadLetters:
         )
         await bus.jobs.dead_letter(dead, leased.lease)
         assert await broker.dead_jobs() == [dead]
-        assert await bus.jobs.pull(LINE, 1, ACK_WAIT_S * 1.5) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 1, ACK_WAIT_S * 1.5) == []
 
     @pytest.mark.parametrize(
         ("payload", "content_type"),
@@ -352,7 +354,7 @@ class TestDeadLetters:
             leased = await pull_one(bus)
             assert leased.num_deliveries == number + 1
             await bus.jobs.release(leased.lease)
-        assert await bus.jobs.pull(LINE, 1, 0.3) == []
+        assert await bus.jobs.pull(TENANT_QUEUE, 1, 0.3) == []
         (dead,) = await broker.dead_jobs()
         assert (dead.reason, dead.request_id) == ("too_many_deliveries", "r1")
         await eventually(lambda: len(frames) == 1)
@@ -361,7 +363,7 @@ class TestDeadLetters:
         record = codec.RECORD.decode(message.payload)
         assert isinstance(record, RequestRecord)
         assert (record.request_id, record.status) == ("r1", Status.FAILED)
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         assert (depth.num_queued, depth.num_leased) == (0, 0)
 
     async def test_the_largest_malformed_job_is_buried_too(self, bus: Bus, broker: Broker) -> None:
@@ -381,7 +383,7 @@ class TestJson:
             b'{"request_id":"r1","model":"demo","messages":[{"role":"user","content":"hi"}]}',
             {"Content-Type": "application/json; charset=utf-8", "Nats-Msg-Id": "r1"},
         )
-        leased = await pull_one(bus, Line("demo", Tier.BATCH, None))
+        leased = await pull_one(bus, TenantQueue("demo", Tier.BATCH, None))
         assert leased.job.tier is Tier.BATCH
         assert leased.job.frames_as_json
         assert before_ns <= leased.job.received_ns <= time.time_ns()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from runtime.clock import ManualClock
 from schemas.config import NatsConfig
@@ -16,8 +16,8 @@ from schemas.frames import Accepted, Frame
 from schemas.jobs import Job, JobResult, Tier
 
 JOB = Job(request_id="r1", model="demo", prompt="x")
-LINE = Line.of(JOB)
-OTHER = Line("none", Tier.FREE, "local")
+TENANT_QUEUE = TenantQueue.of(JOB)
+OTHER = TenantQueue("none", Tier.FREE, "local")
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def bus(clock: ManualClock) -> MemoryBus:
 
 async def test_a_lease_lasts_as_long_as_the_clock_says(bus: MemoryBus, clock: ManualClock) -> None:
     await bus.jobs.publish(JOB)
-    await bus.jobs.pull(LINE, 1, 0.0)
-    waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 100.0))
+    await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
+    waiting = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 1, 100.0))
     await clock.advance(5.9)
     assert not waiting.done()
     await clock.advance(0.2)
@@ -42,11 +42,11 @@ async def test_a_lease_lasts_as_long_as_the_clock_says(bus: MemoryBus, clock: Ma
     await clock.advance(5.0)
     await bus.jobs.extend(leased.lease)
     await clock.advance(5.0)
-    assert await bus.jobs.pull(LINE, 1, 0.0) == []
+    assert await bus.jobs.pull(TENANT_QUEUE, 1, 0.0) == []
 
 
 async def test_an_empty_pull_ends_at_its_time(bus: MemoryBus, clock: ManualClock) -> None:
-    waiting = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 3.0))
+    waiting = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 1, 3.0))
     await clock.advance(2.9)
     assert not waiting.done()
     await clock.advance(0.1)
@@ -79,10 +79,10 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
     assert not bus.connected
     for call in (
         bus.jobs.publish(JOB),
-        bus.jobs.depth(LINE),
-        bus.jobs.shed_newest(LINE, 1),
-        bus.jobs.lines(),
-        bus.jobs.forget_line(LINE),
+        bus.jobs.depth(TENANT_QUEUE),
+        bus.jobs.shed_newest(TENANT_QUEUE, 1),
+        bus.jobs.tenant_queues(),
+        bus.jobs.forget_tenant_queue(TENANT_QUEUE),
         bus.results.fetch("t", "r"),
         bus.outbox.last_sequence(),
         bus.workers.watch(lambda status: None),
@@ -91,7 +91,7 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
             await call
     await bus.frames.publish("g", [("lost", Accepted())])
     assert await bus.control.resume_point("g", "r", 1.0) is None
-    pulling = asyncio.ensure_future(bus.jobs.pull(LINE, 1, 50.0))
+    pulling = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 1, 50.0))
     await clock.advance(1.0)
     assert not pulling.done()
     bus.broker.start()
@@ -105,17 +105,17 @@ async def test_an_outage(bus: MemoryBus, clock: ManualClock) -> None:
 
 
 async def test_a_server_that_lost_its_last_deliveries(bus: MemoryBus) -> None:
-    await bus.jobs.pull(LINE, 1, 0.0)
+    await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     await bus.jobs.publish(JOB)
-    (held,) = await bus.jobs.pull(LINE, 1, 0.0)
+    (held,) = await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     assert not held.uncertain
     bus.broker.stop()
     bus.broker.start(lost_deliveries=True)
-    (again,) = await bus.jobs.pull(LINE, 1, 0.0)
+    (again,) = await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     assert (again.stream_sequence, again.num_deliveries) == (held.stream_sequence, 1)
     assert again.uncertain
     await bus.jobs.ack(held.lease)
-    assert await bus.jobs.lines() == {}
+    assert await bus.jobs.tenant_queues() == {}
 
 
 async def test_a_closed_client_hears_nothing(bus: MemoryBus, clock: ManualClock) -> None:

@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Tally
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Histogram
 from runtime.metrics_server import CONTENT_TYPE, check_exposure, monitored
 from schemas.config import MetricsConfig
 from schemas.errors import ConfigError
@@ -150,7 +150,7 @@ async def test_without_a_port_nothing_listens() -> None:
 
 
 def test_a_tally_is_a_histogram_of_prometheus() -> None:
-    tally = Tally((0.1, 1.0))
+    tally = Histogram((0.1, 1.0))
     tally.add(0.05)
     tally.add(0.1, 2)
     tally.add(7.0)

@@ -12,7 +12,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus import subjects
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.nats import accounts, connect
 from bus.nats.permissions import Part, inbox_of, service_inbox
 from schemas.control import Cancel, NameLease
@@ -30,18 +30,18 @@ USERS = {
     "O": "operator",
     "A": "service-acme",
 }
-LINE = Line("m/1", Tier.FREE, "acme")
+TENANT_QUEUE = TenantQueue("m/1", Tier.FREE, "acme")
 API = "$JS.API"
 
 # Subject; who may publish there; who may hear it.
 TABLE = (
-    (subjects.job(LINE), "SOA", ""),
-    (subjects.job(LINE._replace(tier=Tier.BATCH)), "SOA", ""),
-    (subjects.job(LINE._replace(tier=Tier.PRO)), "SO", ""),
-    (subjects.job(LINE._replace(tenant="shop")), "SO", ""),
-    (subjects.job(LINE._replace(tenant=None)), "SO", ""),
-    (subjects.job(LINE.twin), "GS", ""),
-    (subjects.stored_job(subjects.job(LINE)), "", "SO"),
+    (subjects.job(TENANT_QUEUE), "SOA", ""),
+    (subjects.job(TENANT_QUEUE._replace(tier=Tier.BATCH)), "SOA", ""),
+    (subjects.job(TENANT_QUEUE._replace(tier=Tier.PRO)), "SO", ""),
+    (subjects.job(TENANT_QUEUE._replace(tenant="shop")), "SO", ""),
+    (subjects.job(TENANT_QUEUE._replace(tenant=None)), "SO", ""),
+    (subjects.job(TENANT_QUEUE.twin), "GS", ""),
+    (subjects.stored_job(subjects.job(TENANT_QUEUE)), "", "SO"),
     (subjects.dead_job("poison"), "S", ""),
     (subjects.frames("gw-1", "r"), "SW", "GO"),
     (subjects.envelope("gw-1"), "SW", "GO"),

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from runtime.redis_link import RedisAwayError, RedisLink, Script
+from runtime.redis_link import RedisLink, RedisUnreachableError, Script
 from schemas.config import RedisConfig
 from tests.support.servers import RedisServer
 
@@ -39,14 +39,14 @@ async def test_a_command_that_is_refused_is_told_once_by_its_name(
     caplog.set_level(logging.INFO, "runtime.redis_link")
     await link.call("SET", "private-key", "private value")
     for _ in range(2):
-        with pytest.raises(RedisAwayError):
+        with pytest.raises(RedisUnreachableError):
             await link.call("RPUSH", "private-key", "private value")
         assert await link.call("GET", "private-key") == b"private value"
     assert _told(caplog) == [("ERROR", "RPUSH")]
     assert "WRONGTYPE" in caplog.records[0].__dict__["cause"]
     assert await link.call("RPUSH", "other", "private value") == 1
     assert _told(caplog) == [("ERROR", "RPUSH"), ("INFO", "RPUSH")]
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await link.call("NOSUCH", "private-key", "private value")
     assert _told(caplog)[-1] == ("ERROR", "NOSUCH")
     assert "private" not in "".join(str(record.__dict__) for record in caplog.records)
@@ -58,7 +58,7 @@ async def test_a_script_is_told_by_its_digest_whether_the_server_knew_it_or_not(
     caplog.set_level(logging.INFO, "runtime.redis_link")
     await link.call("SET", "text", "a")
     for _ in range(2):
-        with pytest.raises(RedisAwayError):
+        with pytest.raises(RedisUnreachableError):
             await link.evaluate(_PUSH, ["text"], ["b"])
     assert await link.evaluate(_PUSH, ["list"], ["b"]) == 1
     name = f"EVALSHA {_PUSH.sha}"
@@ -69,7 +69,7 @@ async def test_the_others_that_travel_with_a_refused_command_are_served(link: Re
     await link.call("SET", "text", "a")
     refused = asyncio.create_task(link.call("INCR", "text"))
     assert await link.call("GET", "text") == b"a"
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await refused
 
 

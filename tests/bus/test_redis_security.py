@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import RedisConfig
 from schemas.errors import (
     ConfigError,
@@ -64,7 +64,7 @@ async def _answers(link: RedisLink) -> bool:
     await link.check()
     try:
         await link.call("SET", "a", "b")
-    except RedisAwayError:
+    except RedisUnreachableError:
         return False
     return bool(await link.call("GET", "a") == b"b")
 
@@ -151,7 +151,7 @@ async def test_users_passwords_and_what_a_user_may_do(
         caplog.clear()
         guest = RedisLink(RedisConfig(url=server.url, user="guest", password="guest"))
         await guest.check()
-        with pytest.raises(RedisAwayError):
+        with pytest.raises(RedisUnreachableError):
             await guest.call("SET", "a", "b")
         await guest.close()
         assert [vars(record).get("command") for record in caplog.records] == ["SET"]
@@ -199,7 +199,7 @@ async def test_sentinels_name_the_master_and_the_next_one(tmp_path: Path) -> Non
                 try:
                     await link.call("SET", "to", str(port))
                     info = await link.call("INFO", "server")
-                except RedisAwayError:
+                except RedisUnreachableError:
                     return False
                 return bool(info["tcp_port"] == port)
 
@@ -211,7 +211,7 @@ async def test_sentinels_name_the_master_and_the_next_one(tmp_path: Path) -> Non
             async def is_copied() -> bool:
                 try:
                     return bool(await direct.call("GET", "to") == str(first.port).encode())
-                except RedisAwayError:
+                except RedisUnreachableError:
                     return False
 
             await eventually(is_copied, 60.0, "the second has what the first has")

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.api import Bus, Line
+from bus.api import Bus, TenantQueue
 from bus.nats import connect
-from bus.store.storage import NATS
+from bus.storage import NATS
 from schemas.config import NatsConfig
 from schemas.errors import BusUnavailableError, StoreFullError
 from schemas.jobs import Job, Tier
@@ -20,7 +20,7 @@ from tests.support.servers import NatsServer
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.waiting import eventually
 
-LINE = Line("demo", Tier.FREE, "local")
+TENANT_QUEUE = TenantQueue("demo", Tier.FREE, "local")
 
 
 def job(number: int, prompt: str = "hi") -> Job:
@@ -45,7 +45,7 @@ async def test_new_jobs_are_refused_and_what_is_there_ends(bus: Bus, broker: Bro
     assert (refused.value.code, refused.value.store) == ("storage_full", NATS)
     with pytest.raises(Exception, match=r"size|room"):  # whoever publishes it
         await broker.store("jobs.demo.free.local", b"by hand")
-    [leased] = await bus.jobs.pull(LINE, 8, 5.0)
+    [leased] = await bus.jobs.pull(TENANT_QUEUE, 8, 5.0)
     await bus.jobs.ack(leased.lease)
     assert not await bus.jobs.is_open(leased.stream_sequence)
     await bus.storage.admit_jobs(admit=True)
@@ -60,7 +60,7 @@ async def test_a_server_that_has_all_it_may_have_says_so(tmp_path: Path) -> None
     try:
         bus = await connect(NatsConfig(url=server.url), "test")
         number = await fill(bus)
-        for leased in await bus.jobs.pull(LINE, number, 5.0):
+        for leased in await bus.jobs.pull(TENANT_QUEUE, number, 5.0):
             await bus.jobs.ack(leased.lease)
         await bus.jobs.publish(job(number))
         await bus.close()
@@ -84,14 +84,14 @@ async def test_a_stream_that_was_given_up_stays_so_until_its_server_starts_again
         bus = await connect(config, "test")
         await bus.jobs.publish(job(-1))
         await bus.jobs.publish(job(0))
-        await bus.jobs.pull(LINE, 1, 5.0)
+        await bus.jobs.pull(TENANT_QUEUE, 1, 5.0)
         assert await bus.storage.failed_streams() == {}
         disk.fill()
         num_stored = await fill(bus, BusUnavailableError)  # the last page may have some room
         assert "no space left on device" in (await bus.storage.failed_streams())["JOBS"]
         # Who starts now may go on with what was accepted.
         late = await connect(msgspec.structs.replace(config, max_stored_jobs=100_000), "late")
-        [leased] = await late.jobs.pull(LINE, 1, 5.0)
+        [leased] = await late.jobs.pull(TENANT_QUEUE, 1, 5.0)
         await late.jobs.ack(leased.lease)
         await late.close()
         disk.make_room()
@@ -106,7 +106,9 @@ async def test_a_stream_that_was_given_up_stays_so_until_its_server_starts_again
         found: set[str] = {leased.job.request_id}
 
         async def all_there() -> bool:
-            found.update(one.job.request_id for one in await bus.jobs.pull(LINE, 2_000, 0.2))
+            found.update(
+                one.job.request_id for one in await bus.jobs.pull(TENANT_QUEUE, 2_000, 0.2)
+            )
             return {f"r{number}" for number in range(-1, num_stored)} <= found
 
         await eventually(all_there)

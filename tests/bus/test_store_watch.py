@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 
 from bus.memory import MemoryBroker, MemoryBus
-from bus.store.storage import CLICKHOUSE, KAFKA, NATS
+from bus.storage import CLICKHOUSE, KAFKA, NATS
 from bus.store.watch import StoreMetrics, StoreWatch
 from runtime.clock import ManualClock
 from runtime.metrics_server import render

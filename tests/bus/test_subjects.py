@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import redis_keys, subjects
-from bus.api import Line
+from bus.api import TenantQueue
 from schemas.jobs import Source, Tier
 from schemas.records import (
     DeliveryRecord,
@@ -22,9 +22,9 @@ from schemas.records import (
 
 LEGAL = re.compile(r"[A-Za-z0-9_%-]+")
 FREE_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
-LINES = st.builds(Line, FREE_TEXT, st.sampled_from(Tier), st.none(), st.just(False)) | st.builds(
-    Line, FREE_TEXT, st.sampled_from(Tier), FREE_TEXT, st.booleans()
-)
+LINES = st.builds(
+    TenantQueue, FREE_TEXT, st.sampled_from(Tier), st.none(), st.just(False)
+) | st.builds(TenantQueue, FREE_TEXT, st.sampled_from(Tier), FREE_TEXT, st.booleans())
 
 
 @given(FREE_TEXT)
@@ -57,15 +57,15 @@ def test_known_bad_tokens(encoded: str) -> None:
 
 
 @given(LINES)
-def test_a_job_subject_says_its_line(line: Line) -> None:
-    subject = subjects.job(line)
-    assert subject.count(".") == (2 if line.tenant is None else 3 + line.reserved)
-    assert subjects.line_of(subject) == line
-    assert subjects.stored_line_of(subjects.stored_job(subject)) == line
+def test_a_job_subject_says_its_line(tenant_queue: TenantQueue) -> None:
+    subject = subjects.job(tenant_queue)
+    assert subject.count(".") == (2 if tenant_queue.tenant is None else 3 + tenant_queue.reserved)
+    assert subjects.tenant_queue_of(subject) == tenant_queue
+    assert subjects.stored_tenant_queue_of(subjects.stored_job(subject)) == tenant_queue
 
 
 @given(LINES, LINES)
-def test_each_line_has_a_consumer_of_its_own(one: Line, other: Line) -> None:
+def test_each_line_has_a_consumer_of_its_own(one: TenantQueue, other: TenantQueue) -> None:
     assert (subjects.jobs_consumer(one) == subjects.jobs_consumer(other)) == (one == other)
     assert LEGAL.fullmatch(subjects.jobs_consumer(one))
     assert not subjects.is_outdated_consumer(subjects.jobs_consumer(one))
@@ -87,7 +87,7 @@ def test_each_line_has_a_consumer_of_its_own(one: Line, other: Line) -> None:
 )
 def test_a_subject_of_no_line_is_refused(subject: str) -> None:
     with pytest.raises(ValueError, match=r"subject|token|Tier"):
-        subjects.line_of(subject)
+        subjects.tenant_queue_of(subject)
 
 
 @given(FREE_TEXT, FREE_TEXT)
@@ -98,8 +98,8 @@ def test_a_request_is_told_from_an_envelope(reply: str, request_id: str) -> None
 
 
 def test_plain_names_are_as_they_were() -> None:
-    assert subjects.job(Line("qwen3-0_6b", Tier.PRO, None)) == "jobs.qwen3-0_6b.pro"
-    llama = Line("meta/Llama 3.1", Tier.FREE, "acme.eu")
+    assert subjects.job(TenantQueue("qwen3-0_6b", Tier.PRO, None)) == "jobs.qwen3-0_6b.pro"
+    llama = TenantQueue("meta/Llama 3.1", Tier.FREE, "acme.eu")
     assert subjects.job(llama) == "jobs.meta%2FLlama%203%2E1.free.acme%2Eeu"
     assert subjects.frames("g1", "r1") == "tok.g1.r1"
     assert redis_keys.generation_key("r1") == "gen:r1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.fleet.desired_replicas import WantedWorkers
+from bus.fleet.desired_replicas import DesiredReplicas
 from schemas.control import QueueStatus
 
 
@@ -11,7 +11,7 @@ def _status(desired: int, model: str = "demo") -> QueueStatus:
 
 
 def test_the_most_that_was_heard_of_late_counts() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredReplicas()
     assert wanted.of("demo", 0.0) is None
     wanted.note(_status(2), 0.0)
     wanted.note(_status(5), 0.1)
@@ -23,7 +23,7 @@ def test_the_most_that_was_heard_of_late_counts() -> None:
 
 
 def test_schedulers_that_are_silent_say_nothing() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredReplicas()
     wanted.note(_status(0), 0.0)
     assert wanted.of("demo", 2.9) == 0
     assert wanted.of("demo", 3.0) is None
@@ -31,7 +31,7 @@ def test_schedulers_that_are_silent_say_nothing() -> None:
 
 
 def test_schedulers_that_were_away_are_believed_after_a_while() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredReplicas()
     assert not wanted.is_settled("demo", 0.0)
     wanted.note(_status(3), 0.0)
     assert not wanted.is_settled("demo", 0.0)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from schemas.config import RedisConfig, StorageConfig
-from tests.gateway.test_websocket import opened
+from tests.gateway.api.test_websocket import opened
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.small_disk import SmallDisk, small_disk

@@ -145,7 +145,7 @@ def _left_behind(system: System) -> list[str]:
             backlog = scheduler.scheduler.pullers[model].backlog
             left += [
                 f"{name} has a window of {line}"
-                for line in backlog.lines()
+                for line in backlog.tenant_queues()
                 if backlog.of(line).num_here or backlog.num_waiting(line)
             ]
     for name, worker in system.workers.items():

@@ -12,7 +12,6 @@ from bus.api import (
     JobQueue,
     Journal,
     LeasedJob,
-    Line,
     Objects,
     Outbox,
     OutboxMessage,
@@ -20,6 +19,7 @@ from bus.api import (
     QueueDepth,
     Results,
     Subscription,
+    TenantQueue,
     WorkerDirectory,
 )
 from bus.control import CoreControl
@@ -29,7 +29,7 @@ from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.running_requests import Generation
-from bus.store.storage import Storage
+from bus.storage import Storage
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import DeadJob, Job, JobResult
@@ -83,26 +83,32 @@ class FaultyJobs:
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         return await self._link.call("publish", lambda: self._inner.publish(job, reserved=reserved))
 
-    async def pull(self, line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
-        return await self._link.call("pull", lambda: self._inner.pull(line, max_jobs, timeout_s))
+    async def pull(
+        self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
+    ) -> list[LeasedJob]:
+        return await self._link.call(
+            "pull", lambda: self._inner.pull(tenant_queue, max_jobs, timeout_s)
+        )
 
-    async def watch(self, on_published: Callable[[Line], None]) -> Subscription:
+    async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await self._inner.watch(on_published)
 
-    async def lines(self) -> dict[Line, int]:
-        return await self._link.call("lines", self._inner.lines)
+    async def tenant_queues(self) -> dict[TenantQueue, int]:
+        return await self._link.call("lines", self._inner.tenant_queues)
 
-    async def forget_line(self, line: Line) -> bool:
-        return await self._link.call("forget", lambda: self._inner.forget_line(line))
+    async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
+        return await self._link.call(
+            "forget", lambda: self._inner.forget_tenant_queue(tenant_queue)
+        )
 
-    async def depth(self, line: Line) -> QueueDepth:
-        return await self._link.call("depth", lambda: self._inner.depth(line))
+    async def depth(self, tenant_queue: TenantQueue) -> QueueDepth:
+        return await self._link.call("depth", lambda: self._inner.depth(tenant_queue))
 
     async def is_open(self, stream_sequence: int) -> bool:
         return await self._link.call("is_open", lambda: self._inner.is_open(stream_sequence))
 
-    async def shed_newest(self, line: Line, count: int) -> list[Job]:
-        return await self._link.call("shed", lambda: self._inner.shed_newest(line, count))
+    async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
+        return await self._link.call("shed", lambda: self._inner.shed_newest(tenant_queue, count))
 
     async def extend(self, lease: str) -> None:
         await self._link.tell("extend", lambda: self._inner.extend(lease))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from bus.api import Line
+from bus.api import TenantQueue
 from scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Job, Tier
@@ -35,7 +35,7 @@ def scheduled_job(
     )
     return ScheduledJob(
         job=job,
-        lease=Lease(f"lease-{number}", 1, number, Line("m", tier, tenant)),
+        lease=Lease(f"lease-{number}", 1, number, TenantQueue("m", tier, tenant)),
         queue_counts=TenantQueueCounts(),
         timing=Timing(pulled_s=pulled_s),
         ran_before=interrupted,

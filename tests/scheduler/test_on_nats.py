@@ -19,7 +19,7 @@ from runtime.clock import SystemClock
 from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig
 from tests.scheduler.scripted_worker import ScriptedWorker
-from tests.scheduler.world import CONFIG, LINE, FakeRunningRequests, job, load_fake
+from tests.scheduler.world import CONFIG, TENANT_QUEUE, FakeRunningRequests, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
 from tests.support.waiting import eventually
 
@@ -79,7 +79,7 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
     await eventually(lambda: len(worker.running) == 2)
 
     async def window_is_full() -> bool:
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         return depth.num_queued == 4 - CONFIG.window_jobs_per_tenant
 
     await eventually(window_is_full)
@@ -88,7 +88,7 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
         await worker.finish_all()
 
     async def empty() -> bool:
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         return depth.num_queued == depth.num_leased == 0
 
     await eventually(empty)
@@ -119,18 +119,18 @@ async def test_a_job_of_an_unknown_model_is_answered(
     await bus.frames.subscribe("client", lambda _id, frame: frames.append(frame))
     await bus.jobs.publish(job("r1", model="no such/model"))
     await eventually(lambda: len(frames) == 1)
-    assert await bus.jobs.lines() == {}
+    assert await bus.jobs.tenant_queues() == {}
 
 
 async def test_the_queue_says_what_is_open(bus: Bus, config: NatsConfig) -> None:
     published = await bus.jobs.publish(job("r1"))
     assert await bus.jobs.is_open(published.stream_sequence)
-    assert await bus.jobs.lines() == {LINE: 1}
-    (leased,) = await bus.jobs.pull(LINE, 1, 2.0)
+    assert await bus.jobs.tenant_queues() == {TENANT_QUEUE: 1}
+    (leased,) = await bus.jobs.pull(TENANT_QUEUE, 1, 2.0)
     assert await bus.jobs.is_open(published.stream_sequence)
     await bus.jobs.ack(leased.lease)
     assert not await bus.jobs.is_open(published.stream_sequence)
-    assert await bus.jobs.lines() == {}
+    assert await bus.jobs.tenant_queues() == {}
 
 
 async def test_a_restart_of_the_server_loses_nothing(
@@ -150,7 +150,7 @@ async def test_a_restart_of_the_server_loses_nothing(
 
     async def all_answered() -> bool:
         await worker.finish_all()
-        depth = await bus.jobs.depth(LINE)
+        depth = await bus.jobs.depth(TENANT_QUEUE)
         return depth.num_queued == depth.num_leased == 0
 
     await eventually(all_answered, timeout_s=15.0)

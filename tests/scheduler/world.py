@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import Generation
 from registry.pricing import UNPRICED
@@ -27,7 +27,7 @@ from schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
 
 CONTEXT_TOKENS = 1_000
-LINE = Line("m", Tier.FREE, "local")
+TENANT_QUEUE = TenantQueue("m", Tier.FREE, "local")
 CONFIG = SchedulerConfig(
     models=("m",), dispatch_timeout_s=0.25, resume_timeout_s=0.05, window_jobs_per_tenant=2
 )

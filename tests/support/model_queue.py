@@ -1,10 +1,11 @@
-"""All lines of one model as one queue, for workers that pull for themselves, fair or not."""
+"""All tenant queues of one model as one queue, for workers that pull for themselves, fair or
+not."""
 
 from __future__ import annotations
 
 import asyncio
 
-from bus.api import Bus, LeasedJob, Line, Subscription
+from bus.api import Bus, LeasedJob, Subscription, TenantQueue
 from schemas.errors import BusUnavailableError
 
 # What is delivered again is not announced, nor what came while the server was unreachable.
@@ -17,7 +18,7 @@ class ModelQueue:
     def __init__(self, bus: Bus, model: str) -> None:
         self._bus = bus
         self._model = model
-        self._waiting: dict[Line, None] = {}
+        self._waiting: dict[TenantQueue, None] = {}
         self._told = asyncio.Event()
         self._watching: Subscription | None = None
 
@@ -46,28 +47,28 @@ class ModelQueue:
 
     async def _take(self, max_jobs: int) -> list[LeasedJob]:
         taken: list[LeasedJob] = []
-        for line in list(self._waiting):
+        for tenant_queue in list(self._waiting):
             num_wanted = max_jobs - len(taken)
             if num_wanted <= 0:
                 break
-            del self._waiting[line]
-            pulled = await self._bus.jobs.pull(line, num_wanted, 0.0)
+            del self._waiting[tenant_queue]
+            pulled = await self._bus.jobs.pull(tenant_queue, num_wanted, 0.0)
             if len(pulled) == num_wanted:
-                self._waiting[line] = None
+                self._waiting[tenant_queue] = None
             taken += pulled
         return taken
 
     async def _look(self) -> None:
         try:
-            lines = await self._bus.jobs.lines()
+            tenant_queues = await self._bus.jobs.tenant_queues()
         except BusUnavailableError:
             return  # unreachable: the next look finds it
-        for line in lines:
-            self._on_published(line)
+        for tenant_queue in tenant_queues:
+            self._on_published(tenant_queue)
 
-    def _on_published(self, line: Line) -> None:
-        if line.model == self._model:
-            self._waiting[line] = None
+    def _on_published(self, tenant_queue: TenantQueue) -> None:
+        if tenant_queue.model == self._model:
+            self._waiting[tenant_queue] = None
             self._told.set()
 
 

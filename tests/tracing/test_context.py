@@ -15,11 +15,11 @@ from runtime.tracing import (
     Span,
     TraceContext,
     life_span,
-    open_tracing,
     parse_traceparent,
     record_span,
     recorded_trace_id,
 )
+from runtime.tracing_setup import open_tracing
 from schemas.config import TracingConfig
 from schemas.errors import ConfigError
 from schemas.jobs import Job
@@ -127,7 +127,7 @@ def test_without_an_endpoint_nothing_that_traces_is_imported() -> None:
     script = """
 import sys
 import gateway.__main__, scheduler.__main__, workers.__main__, telemetry.__main__
-from runtime.tracing import open_tracing
+from runtime.tracing_setup import open_tracing
 from schemas.config import TracingConfig
 assert open_tracing(TracingConfig(), "gateway", "g") is None
 tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "runtime.otlp", "google.protobuf")

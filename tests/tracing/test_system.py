@@ -11,7 +11,7 @@ import pytest
 from nats import connect as connect_nats
 
 from bus import nats, subjects
-from bus.api import Bus, Line
+from bus.api import Bus, TenantQueue
 from runtime.tracing import life_span, parse_traceparent
 from schemas.config import NatsConfig
 from schemas.jobs import Job, Tier
@@ -194,7 +194,7 @@ async def test_a_published_job_goes_on_in_its_trace_or_begins_one(
         "sampling": {"max_tokens": 4},
     }
     headers = {"Content-Type": "application/json", "traceparent": f"00-{'56' * 16}-{'78' * 8}-01"}
-    subject = subjects.job(Line("demo", Tier.FREE, None))
+    subject = subjects.job(TenantQueue("demo", Tier.FREE, None))
     await client.jetstream().publish(subject, json.dumps(body).encode(), headers=headers)
     await client.close()
     await eventually(lambda: bool(collector.of_request("traced-1")), timeout_s=15.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.codec import RECORD
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import Generation as GenerationEntry
@@ -66,9 +66,9 @@ def served_model(path: Path) -> ServedModel:
     return ServedModel(entry, path, config, tokenizer)
 
 
-def line_of(job: Job) -> Line:
+def line_of(job: Job) -> TenantQueue:
     """Where the job waits."""
-    return Line(job.model, job.tier, job.tenant)
+    return TenantQueue(job.model, job.tier, job.tenant)
 
 
 class ScriptedEngine:
@@ -226,7 +226,7 @@ class Bench:
 
     async def num_queued(self) -> int:
         """Jobs in the queue, held or not."""
-        return sum((await self.peer.jobs.lines()).values())
+        return sum((await self.peer.jobs.tenant_queues()).values())
 
     def on_frame(self, request_id: str, frame: Frame) -> None:
         self.frames.setdefault(request_id, []).append(frame)

@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from bus import nats
-from bus.api import Bus, Line
+from bus.api import Bus, TenantQueue
 from bus.codec import RECORD
 from schemas.config import NatsConfig, RedisConfig
 from schemas.control import Dispatch, Ended, WorkerCommand, WorkerReply, WorkerStatus
@@ -26,7 +26,7 @@ from tests.support.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 64
-LINE = Line("tiny", Tier.FREE, "local")
+LINE = TenantQueue("tiny", Tier.FREE, "local")
 
 
 class WorkerProcess:

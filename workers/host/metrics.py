@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import Tally
+from runtime.histogram import Histogram
 from schemas.records import Status
 from workers.engine.types import EngineStats
 from workers.host.worker import Worker
@@ -277,7 +277,7 @@ class WorkerMetrics(Collector):
         )
 
     def _histogram(
-        self, name: str, what: str, tally: Callable[[_Watched], Tally]
+        self, name: str, what: str, tally: Callable[[_Watched], Histogram]
     ) -> HistogramMetricFamily:
         family = HistogramMetricFamily(name, what, labels=_LABELS)
         for one in self._workers:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import msgspec
 
 from runtime.clock import Clock
-from runtime.histogram import STEP_S, Tally
+from runtime.histogram import STEP_S, Histogram
 from workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -69,7 +69,7 @@ class EngineKeeper:
         self._restarts_s: list[float] = []
         self._ended: EngineStats | None = None
         self._seen = EngineStats()
-        self.step_s = Tally(STEP_S)
+        self.step_s = Histogram(STEP_S)
         self.num_restarts = 0
         self._take_over(engine)
 

@@ -72,7 +72,7 @@ async def test_an_error_is_shown_and_asked_again(front: RunningGateway, page: Pa
     front.broker.stop()
     await page.locator("#prompt").fill("anybody?")
     await page.locator("#send").click()
-    await expect(page.locator(".trouble")).to_contain_text("bus is away")
+    await expect(page.locator(".trouble")).to_contain_text("bus is unreachable")
     front.broker.start()
     await page.get_by_role("button", name=re.compile("^Retry")).click()
     await expect(said(page)).to_have_text("anybody?")

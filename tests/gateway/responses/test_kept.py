@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (
@@ -263,7 +263,7 @@ async def test_a_moment_without_redis_costs_no_kept_answer(tmp_path: Path) -> No
             await anext(stream)
             server.kill()
             assert front.gateway.redis is not None
-            with pytest.raises(RedisAwayError):
+            with pytest.raises(RedisUnreachableError):
                 await front.gateway.redis.call("PING")
             front.worker.gate.set()
             server.start()

@@ -12,7 +12,7 @@ import pytest
 
 from bus import redis_keys
 from gateway.responses.store import ResponseStore, conversation_of
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import PayloadTooLargeError
 from schemas.openai import TextFormat
@@ -109,9 +109,9 @@ async def test_what_is_too_large_or_nowhere_is_told(link: RedisLink) -> None:
         await small.check(_ITEMS)
     await ResponseStore(link, GatewayConfig()).check(_ITEMS)
     nowhere = ResponseStore(None, GatewayConfig())
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await nowhere.check(_ITEMS)
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await nowhere.get("a", "x")
 
 

@@ -16,7 +16,7 @@ from gateway.tenancy.caller import LOCAL
 from registry.served import ServedModel
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import ManualClock, SystemClock
-from runtime.redis_link import RedisAwayError
+from runtime.redis_link import RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.jobs import ChatMessage
 from schemas.sampling import SamplingParams
@@ -163,7 +163,7 @@ async def test_an_answer_waits_for_redis(make: Make, redis_server: RedisServer) 
     redis_server.pause()
     try:
         await front.commit(assistant("a"))
-        with pytest.raises(RedisAwayError):
+        with pytest.raises(RedisUnreachableError):
             await front.begin(user("x"), request_id="other")
     finally:
         redis_server.resume()
@@ -181,7 +181,7 @@ async def _is_kept(front: Front, texts: list[str]) -> bool:
 async def test_a_full_redis_counts_as_away(front: Front, redis: Redis) -> None:
     await redis.config_set("maxmemory", 1)
     try:
-        with pytest.raises(RedisAwayError):
+        with pytest.raises(RedisUnreachableError):
             await front.begin(user("q"))
     finally:
         await redis.config_set("maxmemory", 0)
@@ -201,8 +201,8 @@ async def test_without_redis(model: ServedModel) -> None:
     request = GenerationRequest(
         model=MODEL, messages=(user("q"),), sampling=SamplingParams(), session_id=SESSION
     )
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await sessions.open_turn(LOCAL, request, model, "r")
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await sessions.history("local", SESSION)
     await sessions.close()

@@ -19,7 +19,7 @@ from schemas.jobs import JobResult, Tier
 from schemas.pooling import Pooling
 from schemas.records import Status
 from schemas.sampling import SamplingParams
-from tests.scheduler.world import CONFIG, LINE, World, job
+from tests.scheduler.world import CONFIG, TENANT_QUEUE, World, job
 from tests.support.engine.checkpoints_made import write_catalogue
 
 
@@ -46,13 +46,13 @@ async def test_only_what_there_is_room_for_and_two_to_choose_from_is_pulled(worl
         await world.client.jobs.publish(job(f"r{number}"))
     await world.until(lambda: len(worker.running) == 3)
     await world.pass_s(1.0)
-    depth = await world.client.jobs.depth(LINE)
+    depth = await world.client.jobs.depth(TENANT_QUEUE)
     assert depth.num_queued == 5
     assert list(worker.running) == ["r0", "r1", "r2"]
     await worker.finish("r1")
     await world.until(lambda: "r3" in worker.running)
     await world.pass_s(1.0)
-    assert (await world.client.jobs.depth(LINE)).num_queued == 4
+    assert (await world.client.jobs.depth(TENANT_QUEUE)).num_queued == 4
 
 
 async def test_with_room_the_next_job_of_a_line_is_waited_for(
@@ -62,7 +62,7 @@ async def test_with_room_the_next_job_of_a_line_is_waited_for(
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
     # Neither the news of it nor a count says that there is another one.
-    monkeypatch.setattr(Puller, "published", lambda _puller, _line: None)
+    monkeypatch.setattr(Puller, "published", lambda _puller, _tenant_queue: None)
     monkeypatch.setattr(Puller, "counted", lambda _puller, _totals: None)
     await world.client.jobs.publish(job("r2"))
     await world.until(lambda: "r2" in worker.running, within_s=0.1)
@@ -77,14 +77,14 @@ async def test_without_room_no_job_is_waited_for(world: World) -> None:
     for one in jobs:
         await world.client.jobs.publish(one)
     await world.pass_s(5.0)
-    depth = await world.client.jobs.depth(LINE)
+    depth = await world.client.jobs.depth(TENANT_QUEUE)
     assert depth.num_queued == len(jobs) - CONFIG.window_jobs_per_tenant
 
 
 async def test_without_workers_jobs_stay_in_the_queue(world: World) -> None:
     await world.client.jobs.publish(job("r1"))
     await world.pass_s(3.0)
-    assert (await world.client.jobs.depth(LINE)).num_queued == 1
+    assert (await world.client.jobs.depth(TENANT_QUEUE)).num_queued == 1
     assert world.statuses[-1].num_workers == 0
     worker = await world.add_worker()
     await world.until(lambda: "r1" in worker.running)
@@ -124,7 +124,7 @@ async def test_a_vetoed_job_waits_for_room_and_is_told_so(world: World) -> None:
     worker.rejection = ""
     await world.until(lambda: "r1" in worker.running)
     assert worker.running["r1"].epoch == 1
-    assert (await world.client.jobs.depth(LINE)).num_leased == 1
+    assert (await world.client.jobs.depth(TENANT_QUEUE)).num_leased == 1
 
 
 async def test_a_held_job_keeps_its_lease(world: World) -> None:
@@ -156,7 +156,7 @@ async def test_a_draining_worker_gets_nothing(world: World) -> None:
     await world.client.jobs.publish(job("r1"))
     await world.pass_s(2.0)
     assert not worker.running
-    assert (await world.client.jobs.depth(LINE)).num_queued == 1
+    assert (await world.client.jobs.depth(TENANT_QUEUE)).num_queued == 1
 
 
 async def test_untokenised_jobs_are_prepared(world: World) -> None:

@@ -11,7 +11,7 @@ from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from scheduler.queues.throughput import Throughput, eta_s, retry_after_s
 from schemas.control import CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status, view_of
-from tests.scheduler.world import LINE, job
+from tests.scheduler.world import TENANT_QUEUE, job
 
 
 def fleet_of(*statuses: WorkerStatus) -> Fleet:
@@ -127,7 +127,9 @@ def test_throughput_over_the_last_seconds() -> None:
 
 
 def test_epochs_rise_over_attempts_and_deliveries() -> None:
-    leased = LeasedJob(job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1, line=LINE)
+    leased = LeasedJob(
+        job=job("r1"), lease="l", num_deliveries=1, stream_sequence=1, tenant_queue=TENANT_QUEUE
+    )
     scheduled = ScheduledJob.of(leased, TenantQueueCounts(), 0.0)
     epochs = []
     for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bus.api import LeasedJob, Line
+from bus.api import LeasedJob, TenantQueue
 from registry.routing.router import Route, Router
 from scheduler.jobs.scheduled_job import Phase
 from scheduler.scheduler import Scheduler
@@ -14,7 +14,7 @@ from schemas.control import Cancel, CancelReason
 from schemas.errors import BusUnavailableError
 from schemas.frames import Shed
 from schemas.jobs import Job, Tier
-from tests.scheduler.world import CONFIG, LINE, World, job
+from tests.scheduler.world import CONFIG, TENANT_QUEUE, World, job
 
 _WORDS = {"prompt": "hello", "prompt_token_ids": None}
 
@@ -28,7 +28,7 @@ def redelivered(scheduler: Scheduler, request_id: str) -> LeasedJob:
         lease=scheduled.lease.token,
         num_deliveries=scheduled.lease.num_deliveries + 1,
         stream_sequence=scheduled.lease.stream_sequence,
-        line=scheduled.lease.line,
+        tenant_queue=scheduled.lease.tenant_queue,
     )
 
 
@@ -38,11 +38,13 @@ async def test_a_pull_that_failed_says_nothing_of_the_queue(
     jobs = world.schedulers[0].context.bus.jobs
     pull, failures = jobs.pull, [BusUnavailableError("away")]
 
-    async def failing(line: Line, max_jobs: int, timeout_s: float) -> list[LeasedJob]:
+    async def failing(
+        tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
+    ) -> list[LeasedJob]:
         if failures:
             await world.clock.sleep(1.0)
             raise failures.pop()
-        return await pull(line, max_jobs, timeout_s)
+        return await pull(tenant_queue, max_jobs, timeout_s)
 
     monkeypatch.setattr(jobs, "pull", failing)
     worker = await world.add_worker(num_slots=10)
@@ -56,7 +58,7 @@ async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World
     scheduler = world.schedulers[0]
     for number in range(10):
         await world.client.jobs.publish(job(f"r{number}"))
-    others = await world.client.jobs.pull(LINE, 10, 0.0)
+    others = await world.client.jobs.pull(TENANT_QUEUE, 10, 0.0)
     worker = await world.add_worker(num_slots=10)
     await world.pass_s(2.0)
     assert not worker.running
@@ -137,9 +139,9 @@ def slow_down_shedding(world: World, scheduler: Scheduler, monkeypatch: pytest.M
     jobs = scheduler.context.bus.jobs
     shed_newest = jobs.shed_newest
 
-    async def shed(line: Line, count: int) -> list[Job]:
+    async def shed(tenant_queue: TenantQueue, count: int) -> list[Job]:
         await world.clock.sleep(0.02)
-        return await shed_newest(line, count)
+        return await shed_newest(tenant_queue, count)
 
     monkeypatch.setattr(jobs, "shed_newest", shed)
 
@@ -260,7 +262,7 @@ async def test_few_jobs_are_pulled_while_their_model_is_looked_up(
     for number in range(400):
         await world.client.jobs.publish(job(f"r{number}", model="auto", **_WORDS))
     await world.pass_s(1.0)
-    depth = await world.client.jobs.depth(Line("auto", Tier.FREE, "local"))
+    depth = await world.client.jobs.depth(TenantQueue("auto", Tier.FREE, "local"))
     assert depth.num_leased <= 80
     is_away = False
     await world.until(lambda: len(worker.running) == 2)

@@ -171,7 +171,7 @@ async def test_what_a_gateway_let_in_is_not_charged_again(bench: LimitBench) -> 
     await bench.tenant("acme", requests_per_minute=1)
     await reserve(bench.limiter, Caller(tenant="acme"), "r1")
     job = scheduled_job("acme")
-    job.lease.line = job.lease.line.twin
+    job.lease.tenant_queue = job.lease.tenant_queue.twin
     assert await door_of(bench).admit(job) is None
     assert job.reservation is None
     assert (await standing(bench, "acme"))[0] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Tally
+from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
 from schemas.records import Status
 from workers.host.generations.state import Timing
 
@@ -23,11 +23,11 @@ class RequestTimes:
     """
 
     def __init__(self) -> None:
-        self.first_token_s = Tally(FIRST_TOKEN_S)
-        self.gap_s = Tally(PER_TOKEN_S)
-        self.queue_s = Tally(DURATION_S)
-        self.prefill_s = Tally(DURATION_S)
-        self.decode_s = Tally(DURATION_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.gap_s = Histogram(PER_TOKEN_S)
+        self.queue_s = Histogram(DURATION_S)
+        self.prefill_s = Histogram(DURATION_S)
+        self.decode_s = Histogram(DURATION_S)
         self.ended: Counter[Status] = Counter()
         self._num_since: defaultdict[int, int] = defaultdict(int)
 

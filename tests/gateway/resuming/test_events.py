@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from tests.gateway.moving.clients import (
-    CHAT,
-    PATH,
-    TEXT,
-    Events,
-    Pair,
-    slow,
-)
+from tests.gateway.resuming.clients import CHAT, PATH, TEXT, Events, Pair, slow
 
 
 async def test_an_event_stream_goes_on_after_its_gateway_died(pair: Pair) -> None:

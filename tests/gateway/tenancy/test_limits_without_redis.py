@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from bus.tenancy.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
-    LimitsAwayError,
+    LimitsUnreachableError,
     TierContextError,
 )
 from gateway.tenancy.caller import LOCAL, Caller
@@ -52,7 +52,7 @@ async def test_without_redis_limits_are_the_process_own(bench: LimitBench) -> No
         await reserve(limiter, caller, "r8", prompt=1_000)
     await limiter.settle("r0", used(10, 20), Decimal(0))
     await reserve(limiter, caller, "r8")
-    with pytest.raises(LimitsAwayError) as away:
+    with pytest.raises(LimitsUnreachableError) as away:
         await reserve(limiter, caller, "batch", tier=Tier.BATCH)
     assert (away.value.http_status, away.value.retry_after_s) == (503, 2.0)
     assert limiter.num_degraded == 10

@@ -16,7 +16,7 @@ from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.limits import Limiter
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisAwayError, RedisLink
+from runtime.redis_link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier
@@ -149,7 +149,7 @@ async def _live(url: str, steps: list[object]) -> None:
     link = RedisLink(RedisConfig(url=url), clock)
     away = RedisLink(RedisConfig(url=f"redis://127.0.0.1:{free_port()}"), clock)
     await link.call("FLUSHALL")
-    with pytest.raises(RedisAwayError):
+    with pytest.raises(RedisUnreachableError):
         await away.call("PING")
     store = TenantStore(link)
     record = TenantRecord(limits=TENANT)

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
-from tests.gateway.moving.clients import (
+from tests.gateway.resuming.clients import (
     CHAT,
     CONFIG,
     PATH,
@@ -24,7 +24,7 @@ from tests.gateway.moving.clients import (
     slow,
     until,
 )
-from tests.gateway.moving.test_tools import call_then_say
+from tests.gateway.resuming.test_tool_results import call_then_say
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.tool_server import reply, tool_server
 from tests.support.waiting import eventually

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from bus.tenancy.errors import LimitsAwayError
+from bus.tenancy.errors import LimitsUnreachableError
 from gateway.api.embeddings import MAX_JOBS_AT_ONCE
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.tenancy.caller import Caller
@@ -240,11 +240,11 @@ async def test_a_limit_that_is_reached(
     http: httpx.AsyncClient, front: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_args: Any, **_kwargs: Any) -> Reservation:
-        raise LimitsAwayError
+        raise LimitsUnreachableError
 
     monkeypatch.setattr(front.gateway.limiter, "reserve", refuse)
     response = await http.post(_PATH, json={"model": MODEL, "input": "mill"})
-    assert response.status_code == LimitsAwayError.http_status
+    assert response.status_code == LimitsUnreachableError.http_status
     assert not front.worker.jobs
 
 

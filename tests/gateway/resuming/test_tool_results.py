@@ -10,13 +10,7 @@ import pytest
 from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from schemas.jobs import Job
-from tests.gateway.moving.clients import (
-    CONFIG,
-    Pair,
-    opened,
-    send,
-    until,
-)
+from tests.gateway.resuming.clients import CONFIG, Pair, opened, send, until
 from tests.support.running_gateway import MODEL, running_gateway
 from tests.support.tool_server import reply, tool_server
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas.config import RedisConfig
-from tests.gateway.moving.clients import CONFIG, Pair
+from tests.gateway.resuming.clients import CONFIG, Pair
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

@@ -19,7 +19,7 @@ from runtime.settings import load_config
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import ConfigError
 from schemas.websocket import SUBPROTOCOL
-from tests.gateway.test_doors import make_key
+from tests.gateway.tenancy.test_access import make_key
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 

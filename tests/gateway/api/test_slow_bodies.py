@@ -11,7 +11,7 @@ import pytest
 
 from gateway.transport.body_deadline import BodyDeadline
 from schemas.config import GatewayConfig
-from tests.gateway.test_hostile_clients import Raw, sent
+from tests.gateway.api.test_hostile_clients import Raw, sent
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 _TIMEOUT_S = 0.3

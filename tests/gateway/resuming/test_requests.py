@@ -111,7 +111,7 @@ async def test_a_resumption_that_fails_leaves_an_answer_that_ends(
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
 
     async def away(*_: object) -> None:
-        raise BusUnavailableError("The message bus is away.")
+        raise BusUnavailableError("The message bus is unreachable.")
 
     async with (
         httpx.AsyncClient(base_url=first.url, timeout=10) as one,

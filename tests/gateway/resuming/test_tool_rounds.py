@@ -153,7 +153,7 @@ async def test_a_round_that_cannot_begin_is_told(
 
     async def publish(_real: Publish, _job: Job) -> PublishedJob:
         await asyncio.sleep(0.05)
-        raise BusUnavailableError("The message bus is away.")
+        raise BusUnavailableError("The message bus is unreachable.")
 
     on_second_round(monkeypatch, front, publish)
     async with httpx.AsyncClient(base_url=front.url, timeout=5) as http:
@@ -284,7 +284,7 @@ async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
     async def publish(real: Publish, job: Job) -> PublishedJob:
         nonlocal num_published
         if await wait_once("publish"):
-            raise BusUnavailableError("The message bus is away.")
+            raise BusUnavailableError("The message bus is unreachable.")
         num_published += 1
         return await real(job, reserved=True)
 

@@ -23,7 +23,7 @@ from tests.support.engine.checkpoints_made import write_catalogue
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
-_GOLDEN = Path(__file__).parent / "golden"
+_GOLDEN = Path(__file__).parents[1] / "golden"
 _CHAT = {"model": MODEL, "messages": [{"role": "user", "content": 'Say "hé"\n'}]}
 
 

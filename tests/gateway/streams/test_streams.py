@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.api import Line
+from bus.api import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import Generation
 from gateway.streams.fleet_view import FleetView
@@ -303,7 +303,7 @@ async def test_standing_in_can_be_tried_again(
     real = table.bus.frames.subscribe
 
     async def away(*_: object) -> None:
-        raise BusUnavailableError("The message bus is away.")
+        raise BusUnavailableError("The message bus is unreachable.")
 
     monkeypatch.setattr(table.bus.frames, "subscribe", away)
     with pytest.raises(BusUnavailableError):
@@ -324,7 +324,7 @@ async def test_an_end_that_nobody_noted_is_missed_when_the_job_has_left_the_queu
     table.frames(Started(worker_id="dead"), delta_of(0, ["a"]))
     await table.clock.advance(20)
     assert not stream.ended
-    [leased] = await table.bus.jobs.pull(Line.of(stream.job), 1, 0.0)
+    [leased] = await table.bus.jobs.pull(TenantQueue.of(stream.job), 1, 0.0)
     await table.bus.jobs.ack(leased.lease)
     await table.clock.advance(3)
     assert isinstance(stream.reader.terminal, Failed)

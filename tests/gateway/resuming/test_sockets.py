@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schemas.config import GatewayConfig, RedisConfig
-from tests.gateway.moving.clients import (
+from tests.gateway.resuming.clients import (
     TEXT,
     Pair,
     Reading,

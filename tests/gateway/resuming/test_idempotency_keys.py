@@ -12,7 +12,7 @@ from bus.api import PublishedJob
 from gateway.request.response_stream import ResponseStream
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
-from tests.gateway.moving.clients import (
+from tests.gateway.resuming.clients import (
     CHAT,
     PATH,
     TEXT,
@@ -124,7 +124,7 @@ async def test_who_comes_while_the_first_is_refused_has_its_turn(
         if num_published > 1:
             return await publish(job, reserved=reserved)
         await release.wait()
-        raise BusUnavailableError("The message bus is away.")
+        raise BusUnavailableError("The message bus is unreachable.")
 
     later = pair.second if elsewhere else pair.first
     share = later.gateway.resuming.share

@@ -7,7 +7,7 @@ import time
 
 from bus import codec
 from schemas.records import DeliveryRecord
-from tests.gateway.moving.clients import (
+from tests.gateway.resuming.clients import (
     TEXT,
     Pair,
     Reading,

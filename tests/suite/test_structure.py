@@ -1,0 +1,80 @@
+"""How the code is laid out: no import runs in a circle, no folder or constructor is too big."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import PACKAGES, ROOT, SERVICES, python_files
+
+_MAX_FILES = 22
+_MAX_PARAMETERS = 8
+_SERVING = ("runtime", "bus", *SERVICES)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(source: str, modules: set[str]) -> set[str]:
+    """Those of ``modules`` that a file imports anywhere, be it for type checkers only."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            wholes = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {whole if whole in modules else node.module for whole in wholes}
+    return names & modules
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules, given by name with their text, each of which imports the one before it."""
+    graph = {name: imported(text, sources.keys() - {name}) for name, text in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    first = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from room import second\n"
+    sources = {"room.first": first, "room.second": "import room.first\n"}
+    assert set(circle(sources)) == set(sources)
+    assert not circle(sources | {"room.second": "import os\n"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_runs_in_a_circle(package: str) -> None:
+    found = circle({module_name(path): path.read_text() for path in python_files(package)})
+    assert not found, " <- ".join(found)
+
+
+def test_no_folder_is_too_full() -> None:
+    counts = Counter(path.parent for path in python_files(*PACKAGES, "tests"))
+    full = {str(f.relative_to(ROOT)): n for f, n in counts.items() if n > _MAX_FILES}
+    assert not full
+
+
+def test_no_constructor_takes_too_much() -> None:
+    found = {}
+    for path in python_files(*_SERVING):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                given = node.args
+                count = len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+                if count > _MAX_PARAMETERS:
+                    found[f"{path.relative_to(ROOT)}:{node.lineno}"] = count
+    assert not found
+
+
+def test_every_room_says_what_it_is() -> None:
+    rooms = [path for path in python_files(*PACKAGES) if path.name == "__init__.py"]
+    silent = [str(r) for r in rooms if ast.get_docstring(ast.parse(r.read_text())) is None]
+    assert not silent
