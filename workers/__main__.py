@@ -38,7 +38,6 @@ from runtime.process import exit_code_of
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import first_error, outcome_unless
-from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError, NameTakenError
