@@ -27,7 +27,6 @@ from msgspec.structs import replace
 from bus.api import Bus
 from bus.fleet.worker_names import WorkerName, new_worker_name
 from bus.nats.permissions import Part
-from bus.running_requests import RunningRequestIndex
 from bus.startup import enter
 from bus.tenancy.settling import Settlements
 from registry.catalogue import load_catalogue
@@ -39,7 +38,6 @@ from runtime.process import exit_code_of
 from runtime.redis_link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import first_error, outcome_unless
-from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.errors import ConfigError, MillraceError, NameTakenError
@@ -72,7 +70,7 @@ async def serve(config: Config, count: int = 1) -> None:
 
 
 class _ShutdownRequest:
-    """What signals say to the ``workers`` of this process: to drain; requested once more, to hurry.
+    """Has the ``workers`` of this process drain; requested again, forces their shutdown.
     ``reason`` is what else ends them."""
 
     def __init__(self) -> None:
@@ -100,22 +98,16 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     monitor.trouble = lambda: _trouble(bus, metrics, count)
     redis = RedisLink(config.redis)
     settlements = Settlements(redis, clock)
+
+    def make_worker(settings: WorkerConfig, engine: EngineKeeper) -> Worker:
+        return Worker(bus, settings, served_model, engine, clock, index, tracing, settlements)
+
     try:
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(_hold_name(own_name, stop), name="hold the name")
             running = [
                 group.create_task(
-                    _run_worker(
-                        bus,
-                        settings,
-                        served_model,
-                        index,
-                        settlements,
-                        stop,
-                        metrics,
-                        tracing,
-                        own_name,
-                    ),
+                    _run_worker(settings, served_model, make_worker, stop, metrics, own_name),
                     name=settings.name,
                 )
                 for settings in _worker_configs(config.worker, count)
@@ -152,7 +144,7 @@ async def _release_name(own_name: WorkerName) -> None:
         async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
             await own_name.give_back()
     except (MillraceError, TimeoutError):
-        logger.warning("the name could not be given back; it is free in a moment")
+        logger.warning("the name could not be released; it is free in a moment")
 
 
 def _worker_configs(config: WorkerConfig, count: int) -> list[WorkerConfig]:
@@ -162,14 +154,11 @@ def _worker_configs(config: WorkerConfig, count: int) -> list[WorkerConfig]:
 
 
 async def _run_worker(
-    bus: Bus,
     config: WorkerConfig,
     served_model: ServedModel,
-    index: RunningRequestIndex,
-    settlements: Settlements,
+    make_worker: Callable[[WorkerConfig, EngineKeeper], Worker],
     stop: _ShutdownRequest,
     metrics: WorkerMetrics,
-    tracing: Tracing | None,
     own_name: WorkerName,
 ) -> None:
     clock = SystemClock()
@@ -180,7 +169,7 @@ async def _run_worker(
     engine = EngineKeeper(first, start, clock)
     try:
         await own_name.held.wait()
-        worker = Worker(bus, config, served_model, engine, clock, index, tracing, settlements)
+        worker = make_worker(config, engine)
         stop.workers.append(worker)
         metrics.watch(config.name, served_model.entry.name, engine, worker)
         gc.collect()

@@ -19,6 +19,29 @@ from tests.support.running_gateway import RunningGateway, running_gateway
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
 
+# What charts write on their canvases, which is no part of the document.
+_KEEP_DRAWN_TEXTS = """
+  window.drawnTexts = [];
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+    window.drawnTexts.push(text);
+    return fillText.call(this, text, ...rest);
+  };
+"""
+# How many charts have a mark in the colour of one of the page's series on their canvas.
+_COUNT_CHARTS_WITH_MARKS = """() => {
+  const style = getComputedStyle(document.documentElement);
+  const hues = [0, 1, 2, 3, 4, 5].map((i) => style.getPropertyValue(`--s${i}`).trim().slice(1));
+  const colours = new Set(hues.map((hue) => Number.parseInt(hue, 16)));
+  return [...document.querySelectorAll(".plot canvas")].filter((canvas) => {
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    for (let i = 0; i < data.length; i += 4) {
+      if (colours.has(data[i] * 65536 + data[i + 1] * 256 + data[i + 2])) return true;
+    }
+    return false;
+  }).length;
+}"""
+
 
 class OpsPage:
     """A gateway whose bus has a telemetry process on the store, until it ``leaves``. ``asked`` are
@@ -59,6 +82,7 @@ class OpsPage:
             has_touch=touch,
             is_mobile=touch,
         )
+        await context.add_init_script(_KEEP_DRAWN_TEXTS)
         page = await context.new_page()
         complaints: list[str] = []
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -85,6 +109,11 @@ async def serving(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
         finally:
             await made.close()
             await made.leaves()
+
+
+async def count_charts_with_marks(page: Page) -> int:
+    counted: int = await page.evaluate(_COUNT_CHARTS_WITH_MARKS)
+    return counted
 
 
 async def shoot(page: Page, name: str, *, full: bool = False) -> None:

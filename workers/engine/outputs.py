@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.sequence import Sequence
@@ -42,17 +44,7 @@ def token_output(
 
 def embedding_output(sequence: Sequence, embedding: tuple[float, ...]) -> EngineOutput:
     """The embedding of the whole prompt, which ends the sequence."""
-    first = not sequence.started
-    return EngineOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        embedding=embedding,
-        finish_reason=FinishReason.STOP,
-        started=first,
-        queued_s=sequence.queued_s if first else 0.0,
-        num_cached_tokens=sequence.num_cached_tokens if first else 0,
-        num_preemptions=sequence.num_preemptions,
-    )
+    return _last_output(sequence, embedding=embedding, finish_reason=FinishReason.STOP)
 
 
 def started_output(sequence: Sequence) -> EngineOutput:
@@ -68,15 +60,19 @@ def started_output(sequence: Sequence) -> EngineOutput:
 
 def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
     """The sequence ends with ``error``."""
+    return _last_output(sequence, error=(error.code, error.message))
+
+
+def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
     first = not sequence.started
     return EngineOutput(
         request_id=sequence.request_id,
         choice=sequence.choice,
-        error=(error.code, error.message),
         started=first,
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=sequence.num_preemptions,
+        **result,
     )
 
 

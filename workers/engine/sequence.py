@@ -12,7 +12,7 @@ from workers.engine.types import EngineRequest
 # (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
 Rank = tuple[int, float, int]
 
-# In ``Sequence.token_ids``: this one was chosen on the device, and nobody has read it yet.
+# In ``Sequence.token_ids``: this one was chosen on the device, and it is not read yet.
 UNREAD_TOKEN = -1
 
 

@@ -237,7 +237,7 @@ class WorkerMetrics(Collector):
         yield from (share, used, total)
         lost = CounterMetricFamily(
             "millrace_lost_worker_samples",
-            "Samples that the message bus did not take; the next one tells of their time, too",
+            "Samples that the message bus did not accept; the next one covers their time, too",
             labels=_LABELS,
         )
         for one in self._workers:

@@ -33,8 +33,8 @@ from workers.host.leases.ownership import LeaseOwnership
 from workers.host.reports.completion_events import CompletionEvents
 from workers.host.requeue import EngineKilledError, Requeue
 
-# How long a worker that ends waits to hear what its requests took.
-_LAST_WORD_TIMEOUT_S = 0.3
+# How long a worker that shuts down waits for the last device times.
+_DEVICE_TIMES_TIMEOUT_S = 0.3
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Requests:
             if known.continues(dispatch.resume_token_ids):
                 self._adopt(known, dispatch)
                 return OK
-            # The client follows another run, whose tokens differ.
+            # The client follows another attempt, whose tokens differ.
             former = known if self.holds(known.request_id) else None
             self._supersede(known)
             self._device_times.when_reported(
@@ -171,7 +171,7 @@ class Requests:
             self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
-        """Another delivery of a job that runs or ran here: go on with it under the new lease."""
+        """Another delivery of a job that runs or ran here: continue it under the new lease."""
         generation.adopt(dispatch, self._context.worker_id, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
         if generation.ended:
@@ -265,11 +265,11 @@ class Requests:
             self._stop(generation, outcome)
 
     def on_device_times(self, times: list[DeviceTime]) -> None:
-        """What requests have taken of the device."""
+        """Device times that the engine reported."""
         self._device_times.note(times, self._by_engine_id)
 
     def on_engine_lost(self) -> None:
-        """All that ran goes on in the next engine, but for a request that is to blame."""
+        """All running requests go on in the next engine, except one that is to blame."""
         self._device_times.note_engine_lost(self._running.values())
         blamed = self._requeue.engine_lost(self._running.values())
         if blamed is not None:
@@ -310,7 +310,7 @@ class Requests:
         self._completions.add(generation.request_id, generation.pop_served())
 
     def _on_lost(self, generation: Generation) -> None:
-        """Another worker has it."""
+        """Another worker owns it."""
         if self._find(generation.request_id) is generation:
             self._supersede(generation)
             self._device_times.when_reported(
@@ -320,7 +320,7 @@ class Requests:
             self._on_capacity()
 
     def _supersede(self, generation: Generation) -> None:
-        """Another run has the request: stop without a word, and leave the lease alone."""
+        """Another attempt owns the request: stop without a frame, and leave the lease alone."""
         self._cancel_in_engine(generation)
         self._drop(generation)
         self._index.drop(generation.request_id)
@@ -344,15 +344,15 @@ class Requests:
                 self._stop(generation, EXPIRED)
 
     async def release_unfinished(self) -> None:
-        """Send what was made so far, then let others go on with whatever has not ended. What may
-        be another's already is left to lapse."""
+        """Send what was made so far, then release the leases of unfinished requests for other
+        workers. A lease that is not confirmed lapses instead."""
         unfinished = [*self._running.values(), *self._finalizer.generations()]
         for generation in list(self._running.values()):
             self._cancel_in_engine(generation)
             self._flusher.flush_now(generation)
             self._drop(generation)
         await self._flusher.published()
-        await self._device_times.wait_all_reported(_LAST_WORD_TIMEOUT_S)
+        await self._device_times.wait_all_reported(_DEVICE_TIMES_TIMEOUT_S)
         for generation in unfinished:
             self._finalizer.abandon(generation.request_id)
             is_ours = self.ownership.is_confirmed(generation)

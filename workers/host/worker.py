@@ -185,8 +185,8 @@ class Worker:
         await self._finish_drain()
 
     async def _finish_drain(self) -> None:
-        """Go on with what nobody takes over until the time for it is up, then give back the rest
-        for others to do."""
+        """Run what no other worker takes over until ``drain_timeout_s`` is up, then release the
+        rest."""
         while self.requests.num_running or self.requests.num_ending:
             if self._shutdown_forced or self._clock.monotonic() >= self._drained_s:
                 break
@@ -195,7 +195,7 @@ class Worker:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 await self.requests.release_unfinished()
         except (MillraceError, TimeoutError):
-            logger.warning("leases could not be given back; they lapse by themselves")
+            logger.warning("leases could not be released; they lapse by themselves")
 
     async def _announce_retirement(self, subscriptions: list[Subscription]) -> None:
         try:
@@ -205,7 +205,7 @@ class Worker:
                 for subscription in subscriptions:
                     await subscription.close()
         except TimeoutError:
-            logger.warning("the bus was not there to be told of the end")
+            logger.warning("the bus was unreachable for the last heartbeat")
 
 
 def _with_engine_capacity(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:

@@ -90,9 +90,9 @@ class EngineClient:
         self._process = process
         self._commands: list[Command] = []
         self._loop = asyncio.get_running_loop()
-        self.on_outputs: OnOutputs = _ignore
-        self.on_prefixes: OnPrefixes = _ignore_prefixes
-        self.on_device_times: OnDeviceTimes = _ignore_device_times
+        self.on_outputs: OnOutputs = ignore
+        self.on_prefixes: OnPrefixes = ignore
+        self.on_device_times: OnDeviceTimes = ignore
         self.stats = EngineStats()
         self.device_uuid = ""
         link.client = self
@@ -226,16 +226,8 @@ def _log_level() -> str:
     return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
 
 
-def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
-    """Outputs of an engine that has no worker yet."""
-
-
-def _ignore_prefixes(_changes: PrefixChanges) -> None:
-    """Changes in the cache of an engine that has no worker yet."""
-
-
-def _ignore_device_times(_times: list[DeviceTime]) -> None:
-    """Device times of an engine that has no worker yet."""
+def ignore(*_: object) -> None:
+    """A callback of an engine that has no worker yet."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The worker's engine for as long as the worker lives: another follows one that ends."""
+"""Keeps an engine running for the worker: starts another one when it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.process.engine_process import EngineFailedError, EngineLike
+from workers.process.engine_process import EngineFailedError, EngineLike, ignore
 
 # An engine that ends this often within this time is not worth another start.
 MAX_RESTARTS = 5
@@ -58,11 +58,11 @@ class EngineKeeper:
     def __init__(
         self, engine: EngineLike, restart: Callable[[], Awaitable[EngineLike]], clock: Clock
     ) -> None:
-        self.on_outputs: Callable[[list[EngineOutput]], None] = _ignore_outputs
-        self.on_prefixes: Callable[[PrefixChanges], None] = _ignore_prefixes
-        self.on_device_times: Callable[[list[DeviceTime]], None] = _ignore_device_times
-        self.on_lost: Callable[[], None] = _ignore
-        self.on_replaced: Callable[[], None] = _ignore
+        self.on_outputs: Callable[[list[EngineOutput]], None] = ignore
+        self.on_prefixes: Callable[[PrefixChanges], None] = ignore
+        self.on_device_times: Callable[[list[DeviceTime]], None] = ignore
+        self.on_lost: Callable[[], None] = ignore
+        self.on_replaced: Callable[[], None] = ignore
         self._engine: EngineLike | None = None
         self._restart = restart
         self._clock = clock
@@ -170,19 +170,3 @@ class EngineKeeper:
             except EngineFailedError as error:
                 why = error.message
                 logger.warning("a new engine did not start", extra={"reason": why})
-
-
-def _ignore_outputs(_outputs: list[EngineOutput]) -> None:
-    """Outputs of an engine that has no worker yet."""
-
-
-def _ignore_prefixes(_changes: PrefixChanges) -> None:
-    """Changes in the cache of an engine that has no worker yet."""
-
-
-def _ignore_device_times(_times: list[DeviceTime]) -> None:
-    """Device times of an engine that has no worker yet."""
-
-
-def _ignore() -> None:
-    """Nobody has asked to hear it."""

@@ -40,7 +40,7 @@ from workers.process.wire import (
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
-# How often it is told what live requests have taken of the device: what is lost if the engine dies.
+# How often device times of live requests are reported: what is lost if the engine dies.
 _DEVICE_TIMES_INTERVAL_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,11 @@ class StepEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
-        """What came into the prefix cache and what left it since the last call."""
+        """Changes of the prefix cache since the last call."""
 
     def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
-        """What those took of the device that were cancelled since the last call, or owed
-        something; with ``live`` also what the others have taken so far."""
+        """Device times of requests cancelled since the last call, or owed; with ``live`` also
+        those of the others so far."""
 
     @property
     def device_uuid(self) -> str:
@@ -183,7 +183,7 @@ def _break(link: Link, message: str) -> int:
     try:
         link.send(Broken(message))
     except EOFError:
-        logger.warning("nobody was left to be told why the engine ended")
+        logger.warning("the bus side has closed its socket and will not learn why the engine ended")
     return 1
 
 

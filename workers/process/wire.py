@@ -1,4 +1,4 @@
-"""What the worker's bus side and its engine process say to each other over a socket pair.
+"""Messages between the worker's bus side and its engine process, over a socket pair.
 
 Messages are MessagePack behind a 4-byte little-endian length. The bus side sends one ``Load``,
 then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` a step and one

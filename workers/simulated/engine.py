@@ -27,7 +27,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.process.engine_process import OnDeviceTimes, OnOutputs, OnPrefixes
+from workers.process.engine_process import OnDeviceTimes, OnOutputs, OnPrefixes, ignore
 from workers.simulated.batch import SimulatedBatch, SimulatedSequence, StepOutputs
 from workers.simulated.latency_model import LatencyModel
 from workers.simulated.tokens import SimulatedTokens
@@ -71,9 +71,9 @@ class SimulatedEngine:
         check_config(config)
         latency = LatencyModel(config.simulation)
         size = config.block_size_tokens
-        self.on_outputs: OnOutputs = _ignore
-        self.on_prefixes: OnPrefixes = _ignore_prefixes
-        self.on_device_times: OnDeviceTimes = _ignore_device_times
+        self.on_outputs: OnOutputs = ignore
+        self.on_prefixes: OnPrefixes = ignore
+        self.on_device_times: OnDeviceTimes = ignore
         self.device_uuid = ""
         self._vocab_size = served_model.vocab_size
         self._context_window_tokens = served_model.context_window_tokens
@@ -327,15 +327,3 @@ def _told(sequence: SimulatedSequence, queued_s: float | None, *, ended: bool) -
 
 def _reported(keys: list[bytes]) -> bytes:
     return b"".join([key[:REPORTED_BYTES] for key in keys])
-
-
-def _ignore(_outputs: list[EngineOutput], _stats: EngineStats) -> None:
-    """Outputs of an engine that has no worker yet."""
-
-
-def _ignore_prefixes(_changes: PrefixChanges) -> None:
-    """Changes in the cache of an engine that has no worker yet."""
-
-
-def _ignore_device_times(_times: list[DeviceTime]) -> None:
-    """Device times of an engine that has no worker yet."""

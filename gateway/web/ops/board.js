@@ -1,6 +1,6 @@
 // The charts of the page: what each of them asks and shows.
 
-import { Chart, Cursor } from "./chart.js";
+import { Chart } from "./chart.js";
 import { at } from "./dom.js";
 import { compact, money } from "./format.js";
 
@@ -22,12 +22,10 @@ const latency = (name) => PERCENTILES.map((label) => ({ key: `${name}_${label}_m
 /** All charts, in their sections; `save(query, params)` saves what one shows. */
 export class Board {
   constructor(save, onZoom) {
-    this.cursor = new Cursor();
-    this.cursor.onZoom = onZoom;
     this.currency = "USD";
     const shown = (value, digits) => money(value, this.currency, digits);
     const chart = (section, query, options) => {
-      const made = new Chart({ format: compact, cursor: this.cursor, onSave: () => save(query, { step_s: made.step }), ...options });
+      const made = new Chart({ format: compact, onZoom, onSave: () => save(query, { step_s: made.step }), ...options });
       // Tables stand last in their section.
       const table = [...at(section).children].find((panel) => panel.querySelector("table"));
       at(section).insertBefore(made.panel, table ?? null);

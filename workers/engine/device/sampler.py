@@ -57,7 +57,7 @@ class DeviceSampler:
     """Chooses tokens on the device, the same ones as ``Sampler`` from the same logits.
 
     A sequence has one of ``num_rows`` rows of state while it runs; the last is for padding, whose
-    tokens are greedy and mean nothing. ``begin`` notes what a row holds from now on, ``upload``
+    tokens are greedy and mean nothing. ``add`` notes what a row holds from now on, ``upload``
     brings that to the device, and ``sample`` and ``logprobs`` launch kernels and wait for nothing.
     All of them are called from one thread, and their work is done in order on one stream.
 

@@ -1,4 +1,4 @@
-"""Who holds which block of the KV cache."""
+"""Reference counts of the KV cache's blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def _ignore(_block: int) -> None:
-    """Nobody keeps blocks, so nobody is told."""
+    """No cache keeps blocks."""
 
 
 class BlockPool:
@@ -72,7 +72,7 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """Add a reference to a block that somebody holds or that is idle."""
+        """Add a reference to a block that is in use or idle."""
         count = self._counts[block]
         if count == 0:
             if block not in self._idle:
@@ -94,13 +94,13 @@ class BlockPool:
                     self._free.append(block)
 
     def keep(self, block: int) -> None:
-        """Have a block that somebody holds go idle when its last reference is dropped."""
+        """Have a block in use go idle when its last reference is dropped."""
         if self._counts[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = True
 
     def drop_idle(self, block: int) -> None:
-        """Keep an idle block no longer. The caller knows, so ``on_evict`` is not told."""
+        """Keep an idle block no longer, without a call of ``on_evict``."""
         del self._idle[block]
         self._kept[block] = False
         self._free.append(block)

@@ -19,7 +19,7 @@ _BYTES_AT_A_TIME = 16 << 20
 
 
 def _ignore(_key: bytes) -> None:
-    """Nobody asked to hear what goes."""
+    """No listener."""
 
 
 class HostMemory(Protocol):
@@ -46,7 +46,7 @@ class HostCache:
     """Which slot of host memory holds the tokens that a key of the prefix cache stands for.
 
     Slots that are pinned stay; of the others, the one that was not used for longest gives way;
-    ``on_change`` hears of the key that does.
+    ``on_change`` is called with its key.
     Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
     """
 

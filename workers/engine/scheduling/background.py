@@ -18,7 +18,7 @@ def is_background(sequence: Sequence) -> bool:
 
 
 def non_preemptible(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[Sequence]:
-    """Those of the running, by rank, that nobody may preempt.
+    """The running sequences, given by rank, that may not be preempted.
 
     They are the guaranteed ones: all that are no background work, and of that as many as together
     have no more than a share of ``num_slots`` and ``num_blocks``, or one that has a larger share

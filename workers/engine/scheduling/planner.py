@@ -35,12 +35,12 @@ class Planner:
     prefills that are under way, then newcomers, each by rank.
 
     A rank is fixed for life: the time of arrival, moved back by ``ageing_s`` for each level of
-    priority, so that whoever waits gains a level in that time, and nobody starves. When blocks
+    priority, so that a waiting sequence gains a level in that time, and none starves. When blocks
     run out, running sequences of lower rank give theirs up and wait to be computed again; if there
     is none, the sequence keeps what it has and waits. A newcomer of higher priority and rank takes
     slot and blocks from those below it. Nobody is preempted more than ``MAX_PREEMPTIONS`` times:
     after that it gets its blocks for good. So the highest rank, or one that has all its blocks,
-    always gets on, and everybody ends.
+    always proceeds, and every sequence ends.
 
     Background work, of a priority below 0, ranks behind all other work however long it waits. It
     gets what the others leave of a step, and a newcomer that is none of it begins with the next

@@ -56,7 +56,7 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
 
 
 def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt:
-    """A run of the worker ``worker_id``, as one that another goes on from."""
+    """The attempt on ``worker_id``, as the one that continues it records it."""
     return Attempt(
         epoch=generation.epoch,
         worker_id=worker_id,

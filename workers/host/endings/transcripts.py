@@ -1,4 +1,4 @@
-"""The words of a request, for tenants that have them kept: nobody else's are ever written down."""
+"""Prompt and completion of a request, stored only for tenants that ask for transcripts."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class DeviceUse:
-    """As far as the engines told: each counts from 0, and what one had not told that died is
+    """As reported by the engines: each counts from 0, and what one that died had not reported is
     lost."""
 
     __slots__ = ("_former_us", "_us")
@@ -13,7 +13,7 @@ class DeviceUse:
         self._us = self._former_us = 0.0
 
     def note(self, device_us: float) -> None:
-        """The engine says that it has been so much in all."""
+        """The engine reports its total so far."""
         self._us = max(self._us, device_us)
 
     def note_engine_lost(self) -> None:

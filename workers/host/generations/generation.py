@@ -1,4 +1,4 @@
-"""One request as the bus side of a worker holds it, from its dispatch to its end."""
+"""One request on the bus side of a worker, from its dispatch to its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from workers.host.generations.state import Delivery, LeaseState, Listener, Phase
 _QUEUED, _PREFILLING, _, _ENDED = Phase
 MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
-# Batch work has one below 0, so it makes way for everybody else's.
+# Batch work has one below 0, so it is preempted for all other work.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
 
@@ -63,7 +63,7 @@ EXPIRED = GenerationOutcome(
 
 
 class Trace(Protocol):
-    """What a generation tells its trace; ``tracing.RunTrace`` is the one."""
+    """The trace of a generation; implemented by ``tracing.RunTrace``."""
 
     def add_event(self, name: str) -> None: ...
 
@@ -188,7 +188,7 @@ class Generation:
     def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
         sampling, token_ids = self.job.sampling, tuple(self.token_ids)
         if self.known_outcome is not None:
-            # Behind a prompt that is looked at comes a token, which nobody needs.
+            # Scoring a prompt makes one token behind it, which is dropped.
             token_ids = ()
             sampling = SamplingParams(
                 max_tokens=1, seed=sampling.seed, prompt_logprobs=sampling.prompt_logprobs
@@ -205,7 +205,7 @@ class Generation:
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
-        """The end that the tokens of an earlier life had already come to, if they had."""
+        """The outcome that the tokens of an earlier attempt had already reached, if any."""
         sampling = self.job.sampling
         if not self.token_ids:
             return None
@@ -299,7 +299,7 @@ class Generation:
         ]
 
     def pre_token_frames(self) -> list[Frame]:
-        """What goes before the tokens, or in their place, as far as it is there."""
+        """Frames before the tokens, or in their place, as far as they are computed."""
         frames: list[Frame] = [
             PromptLogprobs(
                 epoch=self.epoch,
@@ -335,7 +335,7 @@ class Generation:
         )
 
     def pop_served(self) -> Served | None:
-        """What this run took, to be told once; None if it never began, or was told before."""
+        """What this attempt used, returned once; None if it never started."""
         if self.timing.started_ns == 0 or self._is_charged:
             return None
         self._is_charged = True

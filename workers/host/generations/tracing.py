@@ -1,4 +1,4 @@
-"""What a worker tells of a run in its trace: prefill, first token, decode, and the record."""
+"""Spans of an attempt on this worker: prefill, first token, decode, and the record."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from workers.host.generations.generation import Generation
 
 
 class RunTrace:
-    """One life of a request, from its dispatch here to its end here.
+    """One attempt of a request, from its dispatch here to its end here.
 
-    Its span is told at the end, and its prefill as soon as that is over. Of a worker that is killed
-    the scheduler tells instead, under the same id.
+    Its span is exported at the end, its prefill's as soon as that is over. For a worker that is
+    killed the scheduler exports the span instead, under the same id.
     """
 
     def __init__(self, tracing: Tracing, clock: Clock, worker_id: str, dispatch: Dispatch) -> None:
@@ -45,16 +45,16 @@ class RunTrace:
         }
 
     def add_event(self, name: str) -> None:
-        """Something happened to the run."""
+        """Add an event, now."""
         self._events.append(SpanEvent(name, self._clock.now_ns()))
 
     def end_prefill(self, generation: Generation) -> None:
-        """The prompt is computed: the first token of this life is there."""
+        """The prompt is computed: the first token of this attempt exists."""
         self._events.append(SpanEvent("first token", generation.timing.first_token_ns))
         self._add_prefill(generation, generation.timing.first_token_ns)
 
     def finish(self, generation: Generation) -> None:
-        """It runs here no more: it has ended, or others go on with it."""
+        """It runs here no more: it has ended, or another worker continues it."""
         if self._is_finished:
             return
         self._is_finished = True
