@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +15,9 @@ from bus import asyncapi, subjects
 from bus.api import TenantQueue
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Job, Tier
+from tests.support.repository import ROOT
 
-CHECKED_IN = Path(__file__).parents[2] / "docs" / "asyncapi.json"
+CHECKED_IN = ROOT / "docs" / "asyncapi.json"
 
 
 def read() -> dict[str, Any]:

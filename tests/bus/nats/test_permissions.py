@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import nats
 import pytest
@@ -19,9 +18,10 @@ from schemas.control import Cancel, NameLease
 from schemas.errors import BusForbiddenError
 from schemas.jobs import Job, JobResult, Tier
 from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
+from tests.support.repository import ROOT
 from tests.support.waiting import eventually
 
-DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
+DEPLOY = ROOT / "deploy" / "nats"
 USERS = {
     "G": "gateway",
     "S": "scheduler",

@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +22,9 @@ from telemetry.http.answers import load_queries
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import PlainTable, Store
 from telemetry.store.tables import table_of
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "cost.md"
+PAGE = ROOT / "docs" / "cost.md"
 MODEL = "chat-8b"
 PRICES = PriceBook(
     version="2026-11",

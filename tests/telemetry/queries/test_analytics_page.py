@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from telemetry.store.store import Store
+from tests.support.repository import ROOT
 from tests.telemetry.books import fill
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "analytics.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "analytics.md").read_text(encoding="utf-8")
 _INTERNAL = {"outbox_ledger", "schema_migrations"}
 
 

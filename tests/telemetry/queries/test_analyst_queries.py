@@ -11,7 +11,7 @@ import pytest
 
 from telemetry.store.store import Store
 from tests.telemetry.books import DAY_S, FIRST_S, RANGE, REQUEST_ROWS, fill
-from tests.telemetry.test_queries import ask
+from tests.telemetry.queries.test_queries import ask
 
 Row = dict[str, Any]
 
