@@ -64,7 +64,7 @@ export class Millrace {
    * @param {string | URL} [options.url] The gateway (http, https, ws or wss); by default the page's own origin.
    * @param {string} [options.token] The API key. It goes in the first message, never in the URL.
    * @param {(state: State, detail: {error?: MillraceError, retryMs?: number}) => void} [options.onState]
-   * @param {Partial<typeof DEFAULT_TIMING>} [options.timing] Pauses and patience, in milliseconds.
+   * @param {Partial<typeof DEFAULT_TIMING>} [options.timing] Pauses and timeouts, in milliseconds.
    */
   constructor({ url, token = "", onState = () => {}, timing = {} } = {}) {
     this.#url = new URL("/v1/ws", new URL(url ?? "", globalThis.location?.href));

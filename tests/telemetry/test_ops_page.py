@@ -128,17 +128,17 @@ async def test_an_empty_store_says_how_to_fill_it(ops: OpsPage) -> None:
     assert complaints == []
 
 
-async def test_telemetry_away_is_said_and_it_recovers(store: Store, ops: OpsPage) -> None:
+async def test_unreachable_telemetry_is_said_and_it_recovers(store: Store, ops: OpsPage) -> None:
     await fill(store)
     page, _ = await ops.open()
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await ops.leaves()
-    await expect(page.locator("#away")).to_be_visible(timeout=10_000)
-    await expect(page.locator("#away")).to_contain_text("Telemetry is away.")
+    await expect(page.locator("#problem")).to_be_visible(timeout=10_000)
+    await expect(page.locator("#problem")).to_contain_text("Telemetry is unreachable.")
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await shoot(page, "ops-away")
     await ops.comes()
-    await expect(page.locator("#away")).to_be_hidden(timeout=10_000)
+    await expect(page.locator("#problem")).to_be_hidden(timeout=10_000)
 
 
 async def test_on_a_phone_nothing_overflows(store: Store, ops: OpsPage) -> None:

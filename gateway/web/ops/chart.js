@@ -10,7 +10,7 @@ const MIN_DRAG = 8;
 const MIN_ZOOM_S = 10;
 const DAY_S = 86_400;
 const FONT = "11px sans-serif";
-const AWAY = { left: -10, top: -10 };
+const OUTSIDE = { left: -10, top: -10 };
 const FILL_ALPHA = "21"; // of a colour #rrggbb
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -52,7 +52,7 @@ export class Chart {
     this.panel.append(make("header", "head", this.heading, this.legend), this.plot, this.spoken);
     if (onSave) this.panel.firstChild.append(saveButton(title, onSave));
     this.plot.addEventListener("keydown", (event) => this.#keyed(event));
-    this.plot.addEventListener("blur", () => this.#point(AWAY));
+    this.plot.addEventListener("blur", () => this.#point(OUTSIDE));
     new ResizeObserver(() => this.draw()).observe(this.plot);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.drawn?.redraw());
     this.#drawLegend();
@@ -173,7 +173,7 @@ export class Chart {
 
   /** Read out the values at the shared cursor; the latest when nobody points. */
   #readOut() {
-    const { left, idx } = this.drawn?.cursor ?? AWAY;
+    const { left, idx } = this.drawn?.cursor ?? OUTSIDE;
     const pointed = left >= 0 ? (this.steps[idx] ?? null) : null;
     const row = pointed ?? this.rows.at(-1);
     this.values.forEach((value, i) => {
@@ -213,7 +213,7 @@ export class Chart {
 
   /** Arrow keys go from step to step and say what is there. */
   #keyed(event) {
-    if (event.key === "Escape") this.#point(AWAY);
+    if (event.key === "Escape") this.#point(OUTSIDE);
     const last = this.rows.length - 1;
     const pointed = this.when.hidden ? null : this.rows.indexOf(this.steps[this.drawn.cursor.idx]);
     const next = { ArrowLeft: (pointed ?? last + 1) - 1, ArrowRight: (pointed ?? -1) + 1, Home: 0, End: last }[event.key];

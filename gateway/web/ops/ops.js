@@ -12,7 +12,7 @@ import { showTotals } from "./totals.js";
 import { CUSTOM, filtersOf, frameOf, hashOf, readView } from "./view.js";
 import { askForKey } from "/static/key.js";
 
-const AWAY_REFRESH_MS = 4_000;
+const RETRY_MS = 4_000;
 const OFFER_MS = 30_000;
 const RECENT_ROWS = 50;
 const REFUSAL_ROWS = 50;
@@ -56,8 +56,8 @@ async function refresh() {
     if (mine !== round) return;
     if (error instanceof KeyNeededError) return sayLocked(error);
     if (error instanceof RefusedError) return sayRefused(error);
-    sayAway(error);
-    wait = AWAY_REFRESH_MS;
+    sayUnreachable(error);
+    wait = RETRY_MS;
   }
   if (wait && !document.hidden) timer = setTimeout(refresh, wait);
 }
@@ -134,7 +134,7 @@ function follow() {
 }
 
 async function saveFile(query, params) {
-  at("away").hidden = true;
+  at("problem").hidden = true;
   at("saving").textContent = "Making the file…";
   try {
     await save(query, params);
@@ -142,9 +142,9 @@ async function saveFile(query, params) {
   } catch (error) {
     at("saving").textContent = "";
     if (error instanceof KeyNeededError) return sayLocked(error);
-    at("away").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
-    at("away").hidden = false;
-    at("away").scrollIntoView({ block: "nearest" });
+    at("problem").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
+    at("problem").hidden = false;
+    at("problem").scrollIntoView({ block: "nearest" });
   }
 }
 
@@ -152,16 +152,16 @@ function say(state, text) {
   at("state").dataset.state = state;
   if (at("state-text").textContent !== text) at("state-text").textContent = text;
   if (document.body.classList.contains("stale") || state === "paused") return;
-  if (at("away").dataset.kind) at("away").hidden = true;
-  delete at("away").dataset.kind;
+  if (at("problem").dataset.kind) at("problem").hidden = true;
+  delete at("problem").dataset.kind;
 }
 
 function complain(kind, state, text) {
-  at("state").dataset.state = "away";
+  at("state").dataset.state = "unreachable";
   at("state-text").textContent = state;
-  at("away").dataset.kind = kind;
-  at("away").textContent = text;
-  at("away").hidden = false;
+  at("problem").dataset.kind = kind;
+  at("problem").textContent = text;
+  at("problem").hidden = false;
   document.body.classList.add("stale");
 }
 
@@ -177,10 +177,10 @@ function sayRefused({ message }) {
   complain("refused", "Not shown", message);
 }
 
-function sayAway(error) {
+function sayUnreachable(error) {
   const reason = error.name === "TimeoutError" ? "It does not answer." : `${error.message.replace(/\.$/, "")}.`;
   const since = lastSeen === null ? "Nothing has been seen yet." : `What you see is from ${clock(lastSeen)}.`;
-  complain("away", "Away", `Telemetry is away. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`);
+  complain("unreachable", "Unreachable", `Telemetry is unreachable. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`);
 }
 
 document.addEventListener("visibilitychange", () => {

@@ -1,4 +1,4 @@
-// One request: its life as events in time, what it took, what it cost, what its client saw.
+// One request: its events in time, what it took, what it cost, what its client saw.
 
 import { KeyNeededError, ask } from "./ask.js";
 import { at, make, statusMark } from "./dom.js";

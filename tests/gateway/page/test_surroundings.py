@@ -112,7 +112,7 @@ async def test_the_operations_page_asks_for_a_key(
         await expect(page.locator("#key .why")).to_have_text("This key may not see that.")
         await page.get_by_label("API key of an administrator").fill("mr-admin")
         await page.get_by_role("button", name="Use this key").click()
-        await expect(page.locator("#away")).to_contain_text("Telemetry is away.")
+        await expect(page.locator("#problem")).to_contain_text("Telemetry is unreachable.")
         await expect(page.locator("#key")).to_be_hidden()
 
 
