@@ -161,7 +161,7 @@ def test_the_engine_outlives_failing_allocations(
     for owner, name in (
         (engine._runner, "launch"),
         (engine._runner.cache, "finite_blocks"),
-        (engine._sampler, "begin"),
+        (engine._sampler, "add"),
         (engine._sampler, "_sample_chunk"),
         (engine._grammars, "start_masks"),
         (engine._grammars, "masks"),
