@@ -11,7 +11,7 @@ import msgspec
 
 from bus import redis_keys
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.config import RedisConfig
 
 TTL_S = 3600

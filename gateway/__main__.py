@@ -28,7 +28,7 @@ from runtime.clock import SystemClock
 from runtime.logs import configure_logging
 from runtime.metrics_server import monitored
 from runtime.process import exit_code_of, stop_event
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import wait_unless_done
 from runtime.tracing_setup import open_tracing

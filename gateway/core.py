@@ -48,7 +48,7 @@ from gateway.tools.runner import ToolRunner
 from gateway.transport.connection_writer import WriteCoalescer
 from registry.tokenizers.prompt_pool import PromptPool, num_characters
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
 from schemas.config import Config
 from schemas.errors import MillraceError

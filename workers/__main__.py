@@ -35,7 +35,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.logs import configure_logging
 from runtime.metrics_server import Monitor, monitored
 from runtime.process import exit_code_of
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.settings import load_config
 from runtime.tasks import first_error, outcome_unless
 from runtime.tracing_setup import open_tracing

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from bus.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.tasks import Tasks
 from schemas.config import StorageConfig
 from schemas.errors import BusUnavailableError, StoreFullError

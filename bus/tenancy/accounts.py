@@ -11,7 +11,7 @@ import msgspec
 
 from bus import redis_keys
 from bus.tenancy.tenants import Stored
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.jobs import Tier
 from schemas.tenants import (
     KeyRecord,

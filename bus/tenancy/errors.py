@@ -13,7 +13,7 @@ from bus.tenancy.accounts import (
     Standing,
     next_month_s,
 )
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.errors import MillraceError
 from schemas.tenants import from_nano
 

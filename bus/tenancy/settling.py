@@ -12,7 +12,7 @@ import msgspec
 
 from bus import redis_keys
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from bus import redis_keys
-from runtime.redis_link import RedisLink, Script
+from runtime.redis.link import RedisLink, Script
 from schemas.jobs import Tier
 from schemas.tenants import (
     KEY_PREFIX,

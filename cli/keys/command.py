@@ -16,7 +16,7 @@ from cli.endpoints import add_data_argument, locate, read_endpoints, running_con
 from schemas.errors import ConfigError, MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from runtime.redis_link import RedisLink
+    from runtime.redis.link import RedisLink
     from schemas.config import Config
     from schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
 
@@ -333,7 +333,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
 
 def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
     """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
-    from runtime.redis_link import RedisLink, RedisUnreachableError
+    from runtime.redis.link import RedisLink, RedisUnreachableError
 
     config = _locate(arguments).redis
 

@@ -9,7 +9,7 @@ import msgspec
 from bus.tenancy.accounts import month_of, read_standing, tenant_account
 from bus.tenancy.tenants import TenantStore
 from gateway.api.limits import AccountLimits, account_limits
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.jobs import Tier
 from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
 

@@ -17,7 +17,7 @@ from gateway.errors import NotFoundError
 from gateway.request.message_fields import check_metadata
 from gateway.request.parsing import decode
 from gateway.transport.http import json_response, read_body
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
 from schemas.errors import MillraceError, ParameterError
 from schemas.files import FilePurpose

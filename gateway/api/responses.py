@@ -36,7 +36,7 @@ from gateway.responses.window import fit_window
 from gateway.tenancy.caller import Caller
 from gateway.transport.http import json_response
 from registry.tokenizers.prompt_pool import PromptPool
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
     Item,

@@ -21,7 +21,7 @@ from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.rendering.chat import CHAT_COMPLETIONS
 from gateway.rendering.text_completions import COMPLETIONS
-from runtime.redis_link import RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)

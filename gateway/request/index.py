@@ -11,7 +11,7 @@ import msgspec
 from bus import redis_keys
 from gateway.generation_request import GenerationRequest
 from gateway.tools.runner import ToolResult
-from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.errors import MillraceError
 from schemas.jobs import Source, Tier
 from schemas.sessions import SessionInfo

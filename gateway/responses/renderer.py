@@ -14,7 +14,7 @@ from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
 from gateway.responses.store import ResponseStore
 from gateway.streams.parts import Part
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.frames import Usage
 from schemas.openai import TextFormat
 from schemas.response_events import (

@@ -9,7 +9,7 @@ import zlib
 import msgspec
 
 from bus import redis_keys
-from runtime.redis_link import Argument, RedisLink, RedisUnreachableError
+from runtime.redis.link import Argument, RedisLink, RedisUnreachableError
 from runtime.retry import retry
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError

@@ -18,7 +18,7 @@ from gateway.sessions.summaries import Generate, Summaries
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import ChatMessage

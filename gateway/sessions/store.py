@@ -17,7 +17,7 @@ import msgspec
 from bus import redis_keys
 from gateway.sessions.context_window import Counted, continue_with, num_leading
 from runtime.clock import Clock
-from runtime.redis_link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier

@@ -13,7 +13,7 @@ from gateway.sessions.context_window import Counted, text_of, turns
 from gateway.sessions.store import Session, SessionStore, Turn
 from gateway.transport.http import new_request_id
 from runtime.clock import Clock
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import ChatMessage, Job, Source, Tier

@@ -14,7 +14,7 @@ from gateway.transport.http import CALLER, Scope
 from gateway.transport.proxies import is_forwarded
 from runtime.addresses import is_loopback
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.tenants import (

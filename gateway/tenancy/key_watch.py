@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 
 from bus.tenancy.tenants import TenantStore
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 
 _log = logging.getLogger(__name__)
 

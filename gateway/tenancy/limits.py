@@ -14,7 +14,7 @@ from gateway.tenancy.identity import AuthenticationError, revoked_key, unknown_k
 from gateway.tenancy.limit_headers import rate_headers
 from gateway.transport.http import Headers
 from runtime.clock import Clock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig
 from schemas.jobs import Tier
 

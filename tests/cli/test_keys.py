@@ -14,7 +14,7 @@ from cli.main import main
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import AuthenticationError, Identity
 from runtime.clock import SystemClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from tests.support.servers import RedisServer, free_port

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from bus import subjects
 from bus.nats.permissions import service_inbox
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.jobs import Tier
 from schemas.records import RequestRecord
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import RedisConfig
 from schemas.errors import (
     ConfigError,

@@ -19,7 +19,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from gateway.core import Backends, Gateway
 from gateway.server import Server, listen
 from runtime.clock import SystemClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import Config, GatewayConfig, NatsConfig, RedisConfig
 from tests.support.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models

@@ -12,7 +12,7 @@ from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import Identity
 from gateway.tenancy.limits import Limiter, Reservation
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier

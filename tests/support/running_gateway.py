@@ -18,7 +18,7 @@ from gateway.tools.catalogue import ToolCatalogue
 from registry.pricing import UNPRICED
 from registry.served import EmbeddingSettings
 from runtime.clock import SystemClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
 from schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from schemas.errors import ContextLengthError, ParameterError

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

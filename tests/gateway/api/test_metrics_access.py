@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, MetricsConfig, RedisConfig
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer

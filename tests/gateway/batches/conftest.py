@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import RedisConfig
 from tests.support.batch_system import (
     BatchGateway,

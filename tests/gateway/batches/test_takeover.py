@@ -6,7 +6,7 @@ from collections import Counter
 
 from bus import redis_keys
 from gateway.batches.runner import RELEASE
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import RedisConfig
 from tests.support.batch_system import (
     Connect,

@@ -16,7 +16,7 @@ from gateway.models import Models
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from runtime.clock import SystemClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.openai import ModelCard
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -21,7 +21,7 @@ from gateway.metrics import Metrics
 from gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
 from gateway.tenancy.caller import Caller
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
 from schemas.frames import Shed

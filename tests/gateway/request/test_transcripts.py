@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.identity import Identity
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import TenantRecord

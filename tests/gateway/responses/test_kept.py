@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (

@@ -12,7 +12,7 @@ import pytest
 
 from bus import redis_keys
 from gateway.responses.store import ResponseStore, conversation_of
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import PayloadTooLargeError
 from schemas.openai import TextFormat

@@ -14,7 +14,7 @@ from gateway.tenancy.identity import Identity
 from registry.served import ServedModel
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock, SystemClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig, SessionContexts
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard

@@ -16,7 +16,7 @@ from gateway.tenancy.caller import LOCAL
 from registry.served import ServedModel
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import ManualClock, SystemClock
-from runtime.redis_link import RedisUnreachableError
+from runtime.redis.link import RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.jobs import ChatMessage
 from schemas.sampling import SamplingParams

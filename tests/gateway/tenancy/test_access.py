@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

@@ -21,7 +21,7 @@ from gateway.tenancy.identity import (
     token_of,
 )
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord

@@ -16,7 +16,7 @@ from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.limits import Limiter
 from runtime.clock import ManualClock
-from runtime.redis_link import RedisLink, RedisUnreachableError
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier

@@ -17,7 +17,7 @@ from bus.tenancy.errors import (
 )
 from gateway.tenancy.caller import LOCAL, Caller
 from gateway.tenancy.limits import Limiter
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import RedisConfig
 from schemas.jobs import Tier
 from tests.support.limit_bench import LimitBench, header, reserve, used

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from bus.tenancy.tenants import TenantStore
 from gateway.api.socket_session import SocketSession
 from gateway.tenancy import identity, key_watch
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import TenantRecord

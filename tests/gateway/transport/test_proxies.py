@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 from bus.tenancy.tenants import TenantStore
 from gateway.transport.http import Event, Receive, Scope, Send
 from gateway.transport.proxies import ProxyReader, is_forwarded
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from runtime.settings import load_config
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import ConfigError

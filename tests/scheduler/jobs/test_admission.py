@@ -13,7 +13,7 @@ from bus.tenancy.keeper import LimitKeeper
 from bus.tenancy.settling import Settlement, Settlements
 from gateway.tenancy.caller import Caller
 from registry.pricing import PriceBook
-from runtime.redis_link import RedisLink
+from runtime.redis.link import RedisLink
 from scheduler.jobs.admission import JobAdmission
 from scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from schemas.config import RedisConfig

@@ -12,7 +12,7 @@ from typing import Any, cast
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from runtime.clock import Clock, SystemClock
-from runtime.redis_client import open_redis, why_refused
+from runtime.redis.client import open_redis, why_refused
 from schemas.config import RedisConfig
 from schemas.errors import MillraceError
 
