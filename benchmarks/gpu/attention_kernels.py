@@ -20,6 +20,7 @@ from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Cost, Work, measu
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import Timing
 from workers.kernels.gpu.attention import PagedAttention
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.reference.attention import attend
 
 LLAMA_HEADS = Heads(32, 8, 128)
@@ -127,11 +128,13 @@ def paged_attention(
 ) -> PagedAttention:
     """The kernels of a model of one layer."""
     return PagedAttention(
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        block_size=heads.block_size,
-        windows=[None],
+        AttentionShape(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            block_size=heads.block_size,
+            windows=[None],
+        ),
         max_sequences=num_sequences,
         num_programs=num_programs(device),
         device=device,

@@ -16,6 +16,7 @@ from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.device.operations import DeviceMetadata, DeviceOperations
 from workers.engine.kv.cache import KVCache
 from workers.kernels.gpu import jit
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.blocks import copy_blocks
 from workers.kernels.gpu.device_batch import DeviceBatch
 from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels
@@ -137,11 +138,13 @@ class _Engine:
             experts=stacked_experts(kernels.experts, product, fixed=deterministic),
         )
         attention = kernels.attention(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            block_size=_BLOCK_SIZE,
-            windows=config.windows,
+            AttentionShape(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                block_size=_BLOCK_SIZE,
+                windows=config.windows,
+            ),
             max_sequences=_NUM_ROWS - 1,
             num_programs=_NUM_PROGRAMS,
             device=_META,

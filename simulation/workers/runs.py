@@ -13,7 +13,7 @@ from schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Starte
 from schemas.jobs import Tier
 from schemas.records import RequestRecord, Status
 from simulation.outcomes import RequestOutcome
-from workers.simulated.batch import SimulatedSequence
+from workers.simulated.batch import GenerationLimits, SimulatedSequence
 
 # As the real worker ranks tiers for its engine.
 PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}
@@ -46,7 +46,7 @@ class Run:
             run.sequence = SimulatedSequence(
                 job.request_id,
                 (*(job.prompt_token_ids or ()), *dispatch.resume_token_ids),
-                num_to_make=num_to_make,
+                limits=GenerationLimits(num_to_make=num_to_make),
                 seed=outcome.first_answer_token,
                 num_resumed=num_resumed,
                 priority=PRIORITIES[job.tier],

@@ -33,12 +33,21 @@ class State(Enum):
     OVER = auto()
 
 
+class GenerationLimits(NamedTuple):
+    """``num_to_make``: how many tokens this run makes at most. A token of ``stop_token_ids`` ends
+    it once there are ``min_tokens``."""
+
+    num_to_make: int
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+
 class SimulatedSequence:
     """A request in the batch.
 
     ``token_ids`` are those of the prompt and of the completion so far; the first
     ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
-    have the indices 0 to ``num_resumed - 1``. ``num_to_make`` is how many this run makes at most.
+    have the indices 0 to ``num_resumed - 1``.
     The driver may put what it needs into ``tag``, and count in ``device_s`` what the sequence takes
     of the steps' time.
     """
@@ -74,11 +83,9 @@ class SimulatedSequence:
         request_id: str,
         prompt_token_ids: Sequence[int],
         *,
-        num_to_make: int,
+        limits: GenerationLimits,
         seed: int,
         num_resumed: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        min_tokens: int = 0,
         priority: int = 0,
         salt: str = "",
         tag: object = None,
@@ -87,10 +94,10 @@ class SimulatedSequence:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_resumed = num_resumed
-        self.num_total_tokens = self.num_prompt_tokens + num_to_make
+        self.num_total_tokens = self.num_prompt_tokens + limits.num_to_make
         self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.min_tokens = min_tokens
+        self.stop_token_ids = limits.stop_token_ids
+        self.min_tokens = limits.min_tokens
         self.priority = priority
         self.salt = salt
         self.tag = tag

@@ -28,7 +28,7 @@ from workers.engine.types import (
     PrefixChanges,
 )
 from workers.process.engine_process import OnDeviceTimes, OnOutputs, OnPrefixes, ignore
-from workers.simulated.batch import SimulatedBatch, SimulatedSequence, StepOutputs
+from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence, StepOutputs
 from workers.simulated.latency_model import LatencyModel
 from workers.simulated.tokens import SimulatedTokens
 from workers.simulated.words import readable_token_ids
@@ -300,11 +300,13 @@ def _sequence(request: EngineRequest, max_total_tokens: int) -> SimulatedSequenc
     return SimulatedSequence(
         request.request_id,
         known,
-        num_to_make=max_total_tokens - len(known),
+        limits=GenerationLimits(
+            num_to_make=max_total_tokens - len(known),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+        ),
         seed=random.randint(0, MAX_SEED) if seed is None else seed,
         num_resumed=len(resumed),
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        min_tokens=sampling.min_tokens,
         priority=request.priority,
         salt=request.cache_salt,
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schemas.config import SimulationConfig
 from simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
-from workers.simulated.batch import SimulatedBatch, SimulatedSequence
+from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence
 from workers.simulated.latency_model import LatencyModel
 
 LATENCY = LatencyModel(
@@ -37,7 +37,7 @@ def _sequence(number: int, num_prompt: int, num_out: int, priority: int = 0) -> 
     return SimulatedSequence(
         f"r{number}",
         range(1_000 * number, 1_000 * number + num_prompt),
-        num_to_make=num_out,
+        limits=GenerationLimits(num_to_make=num_out),
         seed=1_000 * number + num_prompt,
         priority=priority,
     )

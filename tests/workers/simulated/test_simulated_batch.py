@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from schemas.config import SimulationConfig
 from schemas.errors import ConfigError
-from workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch, SimulatedSequence, State
+from workers.simulated.batch import (
+    MAX_PREEMPTIONS,
+    GenerationLimits,
+    SimulatedBatch,
+    SimulatedSequence,
+    State,
+)
 from workers.simulated.latency_model import LatencyModel
 from workers.simulated.tokens import SimulatedTokens
 
@@ -44,7 +50,11 @@ def _sequence(
     name: str, prompt: Iterable[int], num_to_make: int, priority: int = 0, seed: int = 7
 ) -> SimulatedSequence:
     return SimulatedSequence(
-        name, list(prompt), num_to_make=num_to_make, seed=seed, priority=priority
+        name,
+        list(prompt),
+        limits=GenerationLimits(num_to_make=num_to_make),
+        seed=seed,
+        priority=priority,
     )
 
 
@@ -107,7 +117,11 @@ def test_tokens_follow_from_seed_and_index_whoever_makes_them() -> None:
     assert set(made) <= set(_WORDS)
     for split in range(1, 12):
         rest = SimulatedSequence(
-            "rest", [*range(5), *made[:split]], num_to_make=12 - split, seed=7, num_resumed=split
+            "rest",
+            [*range(5), *made[:split]],
+            limits=GenerationLimits(num_to_make=12 - split),
+            seed=7,
+            num_resumed=split,
         )
         batch.add(rest)
         _run(batch)
@@ -128,10 +142,10 @@ def test_stop_tokens_stop_but_not_before_min_tokens() -> None:
         again = SimulatedSequence(
             "again",
             range(5),
-            num_to_make=12,
+            limits=GenerationLimits(
+                num_to_make=12, stop_token_ids=frozenset({made[3]}), min_tokens=min_tokens
+            ),
             seed=7,
-            stop_token_ids=frozenset({made[3]}),
-            min_tokens=min_tokens,
         )
         batch.add(again)
         _run(batch)
@@ -151,7 +165,9 @@ def test_prefixes_are_found_again_with_what_was_made_behind_them() -> None:
     # Of the 16 before, 15 were computed: three whole blocks.
     assert turn.num_cached_tokens == 12
     assert (batch.prefix_query_tokens, batch.prefix_hit_tokens) == (9 + 18, 12)
-    salted = SimulatedSequence("salted", turn.token_ids, num_to_make=1, seed=1, salt="tenant")
+    salted = SimulatedSequence(
+        "salted", turn.token_ids, limits=GenerationLimits(num_to_make=1), seed=1, salt="tenant"
+    )
     batch.add(salted)
     _run(batch)
     assert salted.num_cached_tokens == 0

@@ -16,6 +16,7 @@ from workers.engine.device.memory import cache_bytes
 from workers.engine.device.operations import DeviceOperations
 from workers.engine.device.runner import Bounds, DeviceRunner
 from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.kernels.gpu.step_inputs import StepShape
 from workers.models.decoder import Decoder, DecoderWeights
@@ -131,11 +132,13 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
         device=where,
     )
     attention = kernels.attention(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        block_size=engine.block_size_tokens,
-        windows=config.windows,
+        AttentionShape(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=engine.block_size_tokens,
+            windows=config.windows,
+        ),
         max_sequences=engine.max_num_sequences,
         num_programs=device.num_programs,
         device=where,

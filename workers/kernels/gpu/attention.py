@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.attention_tiles import (
     decode_tile,
     decode_tokens,
@@ -41,13 +41,11 @@ class AttentionWork(NamedTuple):
 class PagedAttention:
     """Causal attention of a step's rows over their sequences' blocks, in every layer of a model.
 
-    ``windows``: of each layer, how many tokens a token sees, itself the last; None is all.
-    ``softcap``: scores s become softcap * tanh(s / softcap). ``num_programs``: how many programs
-    the decode kernel has, which all run at once: two for each multiprocessor, since its tiles are
-    such that two of them fit; what they have to do is cut into equal shares, one for each, so their
-    number is best a multiple of ``num_kv_heads``. ``deterministic``: a row's result does not depend
-    on the batch around it, nor on how its sequence was cut into steps, bit by bit; single rows of
-    long contexts then take longer.
+    ``num_programs``: how many programs the decode kernel has, which all run at once: two for each
+    multiprocessor, since its tiles are such that two of them fit; what they have to do is cut into
+    equal shares, one for each, so their number is best a multiple of the shape's ``num_kv_heads``.
+    ``deterministic``: a row's result does not depend on the batch around it, nor on how its
+    sequence was cut into steps, bit by bit; single rows of long contexts then take longer.
 
     Owns the memory for partial results, so one stream at a time may use it. Nothing here waits for
     the device or looks at what is there, so all of it may be captured in a graph.
@@ -55,33 +53,21 @@ class PagedAttention:
 
     def __init__(
         self,
+        shape: AttentionShape,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        windows: Sequence[int | None],
-        softcap: float | None = None,
-        scale: float | None = None,
         max_sequences: int,
         num_programs: int,
         device: torch.device,
         deterministic: bool = False,
     ) -> None:
-        scale = head_dim**-0.5 if scale is None else scale
-        if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} heads cannot share {num_kv_heads} key heads evenly")
-        if scale <= 0 or (softcap is not None and softcap <= 0):
-            raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
-        if any(window is not None and window < 1 for window in windows):
-            raise ValueError(f"windows {list(windows)} must be at least one token long")
-        self.num_heads = num_heads
+        scale, softcap, num_kv_heads = shape.score_scale, shape.softcap, shape.num_kv_heads
+        self.num_heads = shape.num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
-        self.windows = tuple(EVERYTHING if window is None else window for window in windows)
+        self.head_dim = shape.head_dim
+        self.block_size = shape.block_size
+        self.windows = tuple(EVERYTHING if window is None else window for window in shape.windows)
         self.deterministic = deterministic
-        self._group = num_heads // num_kv_heads
+        self._group = shape.num_heads // num_kv_heads
         self._max_sequences = max_sequences
         # Scores go to exp2 times ``factor``: plain ones, or tanh(score * cap_factor / log2(e) / 2).
         self._capped = softcap is not None
@@ -92,7 +78,7 @@ class PagedAttention:
         self._window_indices = {window: index for index, window in enumerate(distinct)}
         self._distinct = torch.tensor(distinct, dtype=torch.int32, device=device)
         partial = (self._num_shares, num_kv_heads, 2, self._group)
-        self._totals = torch.empty(*partial, head_dim, dtype=torch.float32, device=device)
+        self._totals = torch.empty(*partial, shape.head_dim, dtype=torch.float32, device=device)
         self._stats = torch.empty(*partial, 2, dtype=torch.float32, device=device)
 
     def prepare(self, batch: DeviceBatch) -> AttentionWork:

@@ -8,6 +8,7 @@ import torch
 
 from tests.workers.kernels.gpu.closeness import poisoned
 from workers.kernels.gpu.attention import PagedAttention
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 from workers.kernels.gpu.reference.attention import attend
 
@@ -117,12 +118,14 @@ def make_attention(
 ) -> PagedAttention:
     """Attention of a model of one layer, its scratch memory poisoned."""
     attention = PagedAttention(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        windows=[shape.window],
-        softcap=shape.softcap,
+        AttentionShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            windows=[shape.window],
+            softcap=shape.softcap,
+        ),
         max_sequences=64,
         num_programs=num_programs,
         device=torch.device("cpu"),

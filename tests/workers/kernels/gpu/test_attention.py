@@ -21,6 +21,7 @@ from tests.workers.kernels.gpu.attention_cases import (
 )
 from tests.workers.kernels.gpu.closeness import assert_close
 from workers.kernels.gpu.attention import PagedAttention
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.reference.attention import ReferenceAttention
 
 
@@ -111,11 +112,13 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 def test_layers_have_windows_of_their_own() -> None:
     windows = [None, 40, None, 3]
     attention = PagedAttention(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        block_size=16,
-        windows=windows,
+        AttentionShape(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            block_size=16,
+            windows=windows,
+        ),
         max_sequences=4,
         num_programs=8,
         device=torch.device("cpu"),
@@ -149,11 +152,13 @@ def test_the_reference_agrees_with_torch(num_tokens: int) -> None:
 
 def test_the_reference_has_the_same_interface() -> None:
     reference = ReferenceAttention(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        block_size=16,
-        windows=[None, 8],
+        AttentionShape(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            block_size=16,
+            windows=[None, 8],
+        ),
         max_sequences=4,
         num_programs=8,
         device=torch.device("cpu"),
@@ -176,9 +181,6 @@ def test_what_no_model_has_is_refused(wrong: dict[str, object]) -> None:
         "head_dim": 64,
         "block_size": 16,
         "windows": [None],
-        "max_sequences": 4,
-        "num_programs": 8,
-        "device": torch.device("cpu"),
     }
     with pytest.raises(ValueError, match=r"heads|positive|windows"):
-        PagedAttention(**(arguments | wrong))  # type: ignore[arg-type]
+        AttentionShape(**(arguments | wrong))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.kernels.gpu.attention import AttentionWork, PagedAttention
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.attention_tiles import decode_tokens
 from workers.kernels.gpu.device_batch import DeviceBatch
 
@@ -33,11 +34,13 @@ def cut(
     lengths: list[int], windows: list[int | None], num_programs: int, num_kv_heads: int = 1
 ) -> AttentionWork:
     attention = PagedAttention(
-        num_heads=num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
-        block_size=16,
-        windows=windows,
+        AttentionShape(
+            num_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=HEAD_DIM,
+            block_size=16,
+            windows=windows,
+        ),
         max_sequences=1000,
         num_programs=num_programs,
         device=torch.device("cpu"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 
 
@@ -65,30 +64,24 @@ def _read(
 
 class ReferenceAttention:
     """What ``PagedAttention`` does, on any device; it looks at the batch's lengths, so a graph
-    cannot capture it. Its results do not depend on the last four arguments."""
+    cannot capture it. Its results depend on the shape alone."""
 
     def __init__(
         self,
+        shape: AttentionShape,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        windows: Sequence[int | None],
-        softcap: float | None = None,
-        scale: float | None = None,
         max_sequences: int,  # noqa: ARG002
         num_programs: int,  # noqa: ARG002
         device: torch.device,  # noqa: ARG002
         deterministic: bool = False,  # noqa: ARG002
     ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
-        self.windows = tuple(windows)
-        self._softcap = softcap
-        self._scale = head_dim**-0.5 if scale is None else scale
+        self.num_heads = shape.num_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.block_size = shape.block_size
+        self.windows = tuple(shape.windows)
+        self._softcap = shape.softcap
+        self._scale = shape.score_scale
 
     def prepare(self, batch: DeviceBatch) -> None:
         """Nothing is the same in all layers but the batch itself."""

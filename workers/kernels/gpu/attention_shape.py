@@ -1,0 +1,39 @@
+"""What attention is of: heads, blocks and windows of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """``windows``: of each layer, how many tokens a token sees, itself the last; None is all.
+    ``softcap``: scores s become softcap * tanh(s / softcap). ``scale``: what scores are multiplied
+    by before; None is head_dim**-0.5. ``block_size``: tokens of a block of the KV cache.
+
+    Raises ValueError for what no model has.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    windows: Sequence[int | None]
+    softcap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly"
+            )
+        if self.score_scale <= 0 or (self.softcap is not None and self.softcap <= 0):
+            raise ValueError(f"scale {self.scale} and softcap {self.softcap} must be positive")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows {list(self.windows)} must be at least one token long")
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
