@@ -9,6 +9,8 @@ rows those are. ``days`` are those that have rows or minutes, since the epoch, t
 
 from __future__ import annotations
 
+from string import Template
+
 import msgspec
 
 # A version is a time in ns, unless the clock went back.
@@ -30,11 +32,74 @@ class Rollup(msgspec.Struct, frozen=True, kw_only=True):
     days: str
 
 
-USAGE = Rollup(
+_ROWS_OF_RANGE = """\
+$at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
+      AND $at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')"""
+_MINUTES_OF_RANGE = """\
+minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
+      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')"""
+_DIFFERING = """
+SELECT toUnixTimestamp(minute), sum(num_rows)
+FROM
+(
+    SELECT
+        toStartOfMinute($at) AS minute,
+        groupBitXor($fingerprint) AS found,
+        0 AS counted,
+        count() AS num_rows
+    FROM $rows FINAL
+    WHERE $rows_of_range
+    GROUP BY minute
+    UNION ALL
+    SELECT minute, 0, groupBitXor(fingerprint), 0
+    FROM $name FINAL
+    WHERE $minutes_of_range
+    GROUP BY minute
+)
+GROUP BY minute
+HAVING sum(found) != sum(counted)
+ORDER BY minute
+"""
+_DAYS = """
+SELECT DISTINCT day
+FROM
+(
+    SELECT intDiv(toUnixTimestamp64Micro($at), 86400000000) AS day FROM $rows
+    UNION ALL
+    SELECT intDiv(toUnixTimestamp(minute), 86400) FROM $name
+)
+WHERE day >= {first_day:Int64}
+ORDER BY day DESC
+"""
+
+
+def _rollup(
+    *, name: str, kept_days: int, rows: str, at: str, fingerprint: str, compute: str
+) -> Rollup:
+    """``rows`` is the table that is counted, ``at`` its column of time, and ``fingerprint`` what
+    tells a row of it and its place in the outbox from every other."""
+    parts = {
+        "name": name,
+        "rows": rows,
+        "at": at,
+        "fingerprint": fingerprint,
+        "rows_of_range": Template(_ROWS_OF_RANGE).substitute(at=at),
+        "minutes_of_range": _MINUTES_OF_RANGE,
+    }
+    compute, differing, days = (
+        Template(one).substitute(parts) for one in (compute, _DIFFERING, _DAYS)
+    )
+    return Rollup(name=name, kept_days=kept_days, compute=compute, differing=differing, days=days)
+
+
+USAGE = _rollup(
     name="usage_by_minute",
     kept_days=398,
+    rows="requests",
+    at="done_at",
+    fingerprint="cityHash64(request_id, outbox_sequence)",
     compute="""
-INSERT INTO usage_by_minute
+INSERT INTO $name
 SELECT
     minute,
     tenant, user, model, adapter, source, tier, currency, price_version,
@@ -75,65 +140,31 @@ FROM
         tpot_us / 1000 AS tpot_ms,
         toUInt32(greatest(completion_tokens, 1) - 1) AS num_gaps,
         if(status = 'done', total_ms, NULL) AS answered_ms,
-        cityHash64(request_id, outbox_sequence) AS hash
-    FROM requests FINAL
-    WHERE done_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
-      AND done_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+        $fingerprint AS hash
+    FROM $rows FINAL
+    WHERE $rows_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
     UNION ALL
     SELECT
         minute, tenant, user, model, adapter, source, tier, currency, price_version,
         0, '', 0, 0, 0, toDecimal128(0, 12), 0, toDecimal128(0, 12), 0, 0,
         NULL, NULL, NULL, 0, NULL, 0
-    FROM usage_by_minute FINAL
-    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
-      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+    FROM $name FINAL
+    WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
 )
 GROUP BY minute, tenant, user, model, adapter, source, tier, currency, price_version
 """,
-    differing="""
-SELECT toUnixTimestamp(minute), sum(num_rows)
-FROM
-(
-    SELECT
-        toStartOfMinute(done_at) AS minute,
-        groupBitXor(cityHash64(request_id, outbox_sequence)) AS found,
-        0 AS counted,
-        count() AS num_rows
-    FROM requests FINAL
-    WHERE done_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
-      AND done_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
-    GROUP BY minute
-    UNION ALL
-    SELECT minute, 0, groupBitXor(fingerprint), 0
-    FROM usage_by_minute FINAL
-    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
-      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
-    GROUP BY minute
-)
-GROUP BY minute
-HAVING sum(found) != sum(counted)
-ORDER BY minute
-""",
-    days="""
-SELECT DISTINCT day
-FROM
-(
-    SELECT intDiv(toUnixTimestamp64Micro(done_at), 86400000000) AS day FROM requests
-    UNION ALL
-    SELECT intDiv(toUnixTimestamp(minute), 86400) FROM usage_by_minute
-)
-WHERE day >= {first_day:Int64}
-ORDER BY day DESC
-""",
 )
 
-WORKERS = Rollup(
+WORKERS = _rollup(
     name="workers_by_minute",
     kept_days=12,
+    rows="worker_samples",
+    at="sampled_at",
+    fingerprint="cityHash64(worker, sampled_at, outbox_sequence)",
     compute="""
-INSERT INTO workers_by_minute
+INSERT INTO $name
 SELECT
     minute, model, worker, currency, device_per_hour,
     max(s.name),
@@ -173,55 +204,18 @@ FROM
         prefix_query_tokens, prefix_hit_tokens, num_running, num_waiting, queue_depth, num_blocks,
         greatest(num_blocks, num_free_blocks) - num_free_blocks AS used_blocks,
         device_share, device_memory_bytes, device_memory_total_bytes,
-        cityHash64(worker, sampled_at, outbox_sequence) AS hash
-    FROM worker_samples FINAL
-    WHERE sampled_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
-      AND sampled_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
+        $fingerprint AS hash
+    FROM $rows FINAL
+    WHERE $rows_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
     UNION ALL
     SELECT
         minute, model, worker, currency, device_per_hour, '', '',
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
-    FROM workers_by_minute FINAL
-    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
-      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
+    FROM $name FINAL
+    WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
 ) AS s
 GROUP BY minute, model, worker, currency, device_per_hour
-""",
-    differing="""
-SELECT toUnixTimestamp(minute), sum(num_rows)
-FROM
-(
-    SELECT
-        toStartOfMinute(sampled_at) AS minute,
-        groupBitXor(cityHash64(worker, sampled_at, outbox_sequence)) AS found,
-        0 AS counted,
-        count() AS num_rows
-    FROM worker_samples FINAL
-    WHERE sampled_at >= fromUnixTimestamp64Micro({begin_us:Int64}, 'UTC')
-      AND sampled_at < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')
-    GROUP BY minute
-    UNION ALL
-    SELECT minute, 0, groupBitXor(fingerprint), 0
-    FROM workers_by_minute FINAL
-    WHERE minute >= toDateTime(intDiv({begin_us:Int64}, 1000000), 'UTC')
-      AND minute < toDateTime(intDiv({end_us:Int64}, 1000000), 'UTC')
-    GROUP BY minute
-)
-GROUP BY minute
-HAVING sum(found) != sum(counted)
-ORDER BY minute
-""",
-    days="""
-SELECT DISTINCT day
-FROM
-(
-    SELECT intDiv(toUnixTimestamp64Micro(sampled_at), 86400000000) AS day FROM worker_samples
-    UNION ALL
-    SELECT intDiv(toUnixTimestamp(minute), 86400) FROM workers_by_minute
-)
-WHERE day >= {first_day:Int64}
-ORDER BY day DESC
 """,
 )
