@@ -192,32 +192,32 @@ async def test_a_record_that_no_broker_would_take_does_not_stop_the_others(
 
 
 async def test_a_handover_waits_for_the_batch_in_hand() -> None:
-    handover = RebalanceListener(SystemClock())
-    await handover.on_partitions_revoked(set())
-    seen = [handover.wanted]
-    await handover.on_partitions_assigned({PARTITION})
-    seen.append(handover.wanted)
+    rebalance = RebalanceListener(SystemClock())
+    await rebalance.on_partitions_revoked(set())
+    seen = [rebalance.is_pending]
+    await rebalance.on_partitions_assigned({PARTITION})
+    seen.append(rebalance.is_pending)
     assert seen == [True, False]
-    with handover.batch():
-        revoking = asyncio.create_task(handover.on_partitions_revoked({PARTITION}))
+    with rebalance.batch():
+        revoking = asyncio.create_task(rebalance.on_partitions_revoked({PARTITION}))
         await asyncio.wait([revoking], timeout=0.05)
         assert not revoking.done()
     await revoking
-    waiting = asyncio.create_task(handover.wait(5.0))
+    waiting = asyncio.create_task(rebalance.wait(5.0))
     await asyncio.wait([waiting], timeout=0.05)
     assert not waiting.done(), "nothing is read before the partitions are shared out anew"
-    await handover.on_partitions_assigned({PARTITION})
+    await rebalance.on_partitions_assigned({PARTITION})
     await waiting
 
 
 async def test_a_group_that_fails_to_share_is_not_waited_for_for_ever() -> None:
     """What went wrong is told to those who read."""
     clock = ManualClock()
-    handover = RebalanceListener(clock)
+    rebalance = RebalanceListener(clock)
     seen = []
     for _ in range(2):
-        await handover.on_partitions_revoked({PARTITION})
-        seen.append(handover.wanted)
+        await rebalance.on_partitions_revoked({PARTITION})
+        seen.append(rebalance.is_pending)
         await clock.advance(60.0)
-        seen.append(handover.wanted)
+        seen.append(rebalance.is_pending)
     assert seen == [True, False, True, False]
