@@ -36,7 +36,7 @@ from schemas.records import Record, RequestRecord
 from tests.support.servers import die_with_parent
 from tests.support.waiting import eventually
 from workers.__main__ import serve
-from workers.host import requests
+from workers.host.endings import finalizer
 
 GOAL_SHARE = 0.01
 _PROMPT = tuple(range(5, 69))
@@ -166,7 +166,7 @@ def _num_ended(service: Service) -> int:
 def _run_worker(file: str) -> None:
     """A worker that stops making and publishing records at SIGUSR1, and begins again at the
     next."""
-    publish, make = NatsOutbox.publish, vars(requests)["request_record"]
+    publish, make = NatsOutbox.publish, vars(finalizer)["request_record"]
     is_on = True
     last: list[RequestRecord] = []
 
@@ -188,7 +188,7 @@ def _run_worker(file: str) -> None:
         await serve(load_config(file, {}))
 
     setattr(NatsOutbox, "publish", publish_or_not)  # noqa: B010  a method that is replaced
-    setattr(requests, "request_record", make_or_not)  # noqa: B010
+    setattr(finalizer, "request_record", make_or_not)  # noqa: B010
     uvloop.run(run())
 
 

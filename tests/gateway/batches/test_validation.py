@@ -86,5 +86,5 @@ async def test_what_is_refused_at_the_door(redis: RedisConfig) -> None:
 
 async def test_without_redis_there_are_none() -> None:
     async with batch_gateway(in_memory(), None) as front:
-        with pytest.raises(openai.InternalServerError, match="away"):
+        with pytest.raises(openai.InternalServerError, match="unreachable"):
             await front.begin([chat_line("a", "x")])

@@ -82,13 +82,17 @@ async def read_on(socket: ClientConnection) -> None:
         await socket.recv()
 
 
-async def begin_and_cut(front: RunningGateway, reading: Reading) -> None:
-    """Generate, read some of it, then lose the connection without a word."""
+async def begin_and_cut(
+    front: RunningGateway, reading: Reading, dripping: asyncio.Task[None]
+) -> None:
+    """Generate, read some of it as it drips, then lose the connection without a word; no token
+    comes after that."""
     front.worker.stop_before = None
     async with opened(front) as socket:
         await send(socket, "generate", id="a", model=MODEL, prompt=TEXT)
         while reading.next_index < 5:
             reading.take(await until(socket, "delta"))
+        dripping.cancel()
         front.worker.gate.clear()
         socket.transport.abort()
         with pytest.raises(ConnectionClosed):

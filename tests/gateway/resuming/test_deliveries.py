@@ -39,8 +39,7 @@ async def records(pair: Pair) -> list[DeliveryRecord]:
 async def test_a_return_to_the_same_gateway(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading)
-    dripping.cancel()
+    await begin_and_cut(pair.first, reading, dripping)
     await go_on(pair, pair.first, reading)
     [record] = await records(pair)
     assert (record.outcome, record.num_resumes, record.num_epochs) == ("done", 1, 1)
@@ -53,8 +52,7 @@ async def test_a_move_to_another_gateway(pair: Pair) -> None:
     begun_s = time.monotonic()
     reading = Reading()
     dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading)
-    dripping.cancel()
+    await begin_and_cut(pair.first, reading, dripping)
     cut_s = time.monotonic()
     await asyncio.sleep(1.05)  # what is measured here is time
     away_ms = (time.monotonic() - cut_s) * 1e3
@@ -99,8 +97,7 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
     """The gateway that held the stream has left a record by then; the last one says it all."""
     reading = Reading()
     dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading)
-    dripping.cancel()
+    await begin_and_cut(pair.first, reading, dripping)
     await eventually(lambda: all(stream.unattended for stream in pair.first.gateway.streams))
     num_seen = [stream.num_seen for stream in pair.first.gateway.streams]
     pair.worker.gate.set()

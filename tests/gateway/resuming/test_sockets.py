@@ -25,8 +25,7 @@ from tests.support.waiting import eventually
 async def test_a_lost_socket_goes_on_at_the_same_gateway(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading)
-    dripping.cancel()
+    await begin_and_cut(pair.first, reading, dripping)
     assert reading.next_index < len(TEXT)
     await go_on(pair, pair.first, reading)
     assert reading.text == TEXT
@@ -38,8 +37,7 @@ async def test_a_lost_socket_goes_on_at_the_same_gateway(pair: Pair) -> None:
 async def test_a_lost_socket_goes_on_at_another_gateway(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading)
-    dripping.cancel()
+    await begin_and_cut(pair.first, reading, dripping)
     async with opened(pair.second) as socket:
         await send(
             socket, "resume", id="b", request_id=reading.request_id, next_index=reading.next_index
