@@ -173,7 +173,7 @@ class NatsJobQueue:
         try:
             await self.ack(lease)
         except BusUnavailableError:
-            logger.warning("a dead job stays in the queue until the server is back")
+            logger.warning("a dead job stays in the queue until NATS is reachable again")
 
     # --- tenant queues ---
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from decimal import Decimal
 
 import pytest
-from redis.asyncio import Redis
 
 from bus.tenancy.errors import (
     ConcurrentRequestsError,
@@ -24,19 +22,7 @@ from schemas.errors import MillraceError
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.limit_bench import LimitBench, header, reserve, used
-from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def bench(redis_server: RedisServer) -> AsyncIterator[LimitBench]:
-    client = Redis.from_url(redis_server.url)
-    await client.flushall()
-    await client.aclose()
-    made = LimitBench(redis_server.url)
-    yield made
-    await made.close()
-
 
 # --- each limit ------------------------------------------------------------------------------
 

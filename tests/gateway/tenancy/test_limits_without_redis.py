@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from decimal import Decimal
 
 import pytest
-from redis.asyncio import Redis
 
 from bus.tenancy.errors import (
     ConcurrentRequestsError,
@@ -23,16 +21,6 @@ from schemas.jobs import Tier
 from tests.support.limit_bench import LimitBench, header, reserve, used
 from tests.support.servers import RedisServer, free_port
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def bench(redis_server: RedisServer) -> AsyncIterator[LimitBench]:
-    client = Redis.from_url(redis_server.url)
-    await client.flushall()
-    await client.aclose()
-    made = LimitBench(redis_server.url)
-    yield made
-    await made.close()
 
 
 async def test_without_redis_limits_are_the_process_own(bench: LimitBench) -> None:
