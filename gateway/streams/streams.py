@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
 
 from bus.api import Bus, Subscription
 from bus.frame_reader import Outcome
@@ -15,6 +13,7 @@ from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import Replays, RunningRequestIndex
 from gateway.streams.stream import Client, OpenStream
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, ResumePoint
 from schemas.errors import MillraceError
@@ -74,8 +73,8 @@ class StreamTable:
         self._copies = StreamCopies()
         self._subscriptions: list[Subscription] = []
         self._proxy_subscriptions: dict[str, dict[str, Subscription]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._sweeper = Tasks()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -99,15 +98,12 @@ class StreamTable:
             await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
         ]
         self._bus.on_reconnect(self._on_reconnect)
-        self._sweeper = asyncio.create_task(self._sweep_forever())
-        self._sweeper.add_done_callback(self._done)
+        self._sweeper.spawn(self._sweep_forever(), "sweep streams")
 
     async def close(self) -> None:
         """Let the last cancels out, then stop."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LAST_CANCELS_S)
+        await self._sweeper.close()
+        await self._tasks.close(_LAST_CANCELS_S)
         stand_ins = [
             s for standing in self._proxy_subscriptions.values() for s in standing.values()
         ]
@@ -115,10 +111,7 @@ class StreamTable:
             await subscription.close()
         self._subscriptions = []
         self._proxy_subscriptions = {}
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def get(self, request_id: str) -> OpenStream | None:
         return self._streams.get(request_id)
@@ -317,7 +310,7 @@ class StreamTable:
             and now_s - max(stream.last_frame_s, stream.replay_after_s) > _LOOK_UP_S
             and self._replays.is_due(stream)
         ):
-            self._spawn(self._replays.look_up(stream))
+            self._tasks.spawn(self._replays.look_up(stream), "look a stream up")
 
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
@@ -352,7 +345,8 @@ class StreamTable:
         self._send_cancel_to_bus(stream, stream.cancel_reason)
 
     def _send_cancel_to_bus(self, stream: OpenStream, reason: CancelReason) -> None:
-        self._spawn(self._publish_cancel(Cancel(request_id=stream.request_id, reason=reason)))
+        cancel = Cancel(request_id=stream.request_id, reason=reason)
+        self._tasks.spawn(self._publish_cancel(cancel), "cancel")
 
     async def _publish_cancel(self, cancel: Cancel) -> None:
         try:
@@ -370,7 +364,7 @@ class StreamTable:
 
     def _ask_replay(self, stream: OpenStream) -> None:
         if self._replays.is_due(stream):
-            self._spawn(self._replays.ask(stream))
+            self._tasks.spawn(self._replays.ask(stream), "ask for a replay")
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -392,13 +386,3 @@ class StreamTable:
             await subscription.close()
         except MillraceError as error:
             _log.warning("a stand-in could not be closed", extra={"why": error.message})
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a background task of the stream table failed", exc_info=error)
