@@ -24,6 +24,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
+from schemas.engines import EngineKind
 from workers.simulated.latency_model import LatencyModel
 
 _Policy = Literal["affine", "least_loaded"]
@@ -35,7 +36,7 @@ _WORKER = WorkerConfig(
     name="simulated",
     max_num_waiting=2,
     engine=EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         max_num_sequences=_NUM_SLOTS,
         max_batch_tokens=1_024,
         num_blocks=_NUM_BLOCKS,

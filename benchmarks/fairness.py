@@ -36,6 +36,7 @@ from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from schemas.engines import EngineKind
 
 _OUTPUT_WEIGHT = 2.0
 _NUM_WORKERS, _NUM_SLOTS = 2, 32
@@ -44,7 +45,7 @@ _WORKER = WorkerConfig(
     name="simulated",
     max_num_waiting=0,
     engine=EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         max_num_sequences=_NUM_SLOTS,
         simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=20.0),
     ),

@@ -26,6 +26,7 @@ from schemas.config import (
     TierPolicy,
     WorkerConfig,
 )
+from schemas.engines import EngineKind
 from schemas.jobs import Tier
 from simulation.outcomes import RequestOutcome
 from simulation.policies import parse_policies
@@ -87,7 +88,7 @@ def settings_for(num_workers: int) -> Settings:
     weights = {"enterprise": TierPolicy(weight=8.0), "pro": TierPolicy(weight=4.0)}
     scheduler = SchedulerConfig(tiers=TierPolicies(**(plain | weights)), lease_extend_s=40.0)
     engine = EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         simulation=_SIMULATION,
         max_num_sequences=_NUM_SLOTS,
         max_batch_tokens=512,

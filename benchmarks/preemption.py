@@ -22,6 +22,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from schemas.engines import EngineKind
 from schemas.jobs import Tier
 
 _NUM_SLOTS = 16
@@ -29,7 +30,7 @@ _WORKER = WorkerConfig(
     name="simulated",
     max_num_waiting=4,
     engine=EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         max_num_sequences=_NUM_SLOTS,
         max_batch_tokens=256,
         simulation=SimulationConfig(

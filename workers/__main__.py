@@ -40,10 +40,12 @@ from runtime.settings import load_config
 from runtime.tasks import first_error, outcome_unless
 from runtime.tracing_setup import open_tracing
 from schemas.config import Config, WorkerConfig
+from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError, NameTakenError
+from workers.engine_like import EngineLike
 from workers.host.metrics import WorkerMetrics
 from workers.host.worker import Worker
-from workers.process.engine_process import EngineClient, EngineLike
+from workers.process.engine_process import EngineClient
 from workers.process.keeper import EngineKeeper
 from workers.simulated.engine import SimulatedEngine
 
@@ -57,7 +59,7 @@ logger = logging.getLogger("workers")
 
 async def serve(config: Config, count: int = 1) -> None:
     """Load, serve and drain ``count`` workers. Raises MillraceError."""
-    if count > 1 and config.worker.engine.kind != "simulated":
+    if count > 1 and config.worker.engine.kind is not EngineKind.SIMULATED:
         raise ConfigError(
             "--count is for simulated engines: a real one takes a process of its own."
         )
@@ -195,7 +197,7 @@ def _engine_starter(
     config: WorkerConfig, served_model: ServedModel, clock: Clock
 ) -> Callable[[], Awaitable[EngineLike]]:
     async def start() -> EngineLike:
-        if config.engine.kind == "simulated":
+        if config.engine.kind is EngineKind.SIMULATED:
             return await SimulatedEngine.start(served_model, config.engine, clock)
         return await EngineClient.start(served_model.path, config.engine)
 
@@ -207,7 +209,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     parser.add_argument(
-        "--engine", choices=("real", "simulated"), help="what the configuration calls engine.kind"
+        "--engine",
+        choices=[kind.value for kind in EngineKind],
+        help="what the configuration calls engine.kind",
     )
     parser.add_argument(
         "--count", type=int, default=1, metavar="N", help="simulated workers in this process"
@@ -219,7 +223,7 @@ def main() -> int:
         if arguments.count < 1:
             raise ConfigError("--count must be at least 1.")
         if arguments.engine is not None:
-            engine = replace(config.worker.engine, kind=arguments.engine)
+            engine = replace(config.worker.engine, kind=EngineKind(arguments.engine))
             config = replace(config, worker=replace(config.worker, engine=engine))
         if not config.worker.name:
             config = replace(config, worker=replace(config.worker, name=new_worker_name()))

@@ -32,6 +32,7 @@ from benchmarks.support.simulated_system import SimulatedSystem, simulated_syste
 from bus.nats.stores import NatsOutbox
 from runtime.settings import load_config
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from schemas.engines import EngineKind
 from schemas.records import Record, RequestRecord
 from tests.support.servers import die_with_parent
 from tests.support.waiting import eventually
@@ -46,7 +47,7 @@ _WORKER = WorkerConfig(
     name="measured",
     max_num_waiting=64,
     engine=EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         max_num_sequences=512,
         max_batch_tokens=4_096,
         simulation=SimulationConfig(prefill_tokens_per_s=200_000.0, step_ms_per_sequence=0.01),

@@ -19,6 +19,7 @@ from cli.local.private_files import make_private
 from cli.local.worker_bounds import parse_bounds
 from runtime.metrics_server import check_exposure
 from runtime.settings import PREFIX, load_config
+from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--engine",
-        choices=("real", "simulated"),
+        choices=[kind.value for kind in EngineKind],
         help="simulated: compute nothing, and take the time that engine.simulation says",
     )
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
@@ -135,7 +136,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
     front = {name: value for name, value in given.items() if value is not None}
     engine = config.worker.engine
     if arguments.engine is not None:
-        engine = msgspec.structs.replace(engine, kind=arguments.engine)
+        engine = msgspec.structs.replace(engine, kind=EngineKind(arguments.engine))
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from schemas.config.section import Section
+from schemas.engines import EngineKind
+from schemas.redaction import Secret
 
 
 class SimulationConfig(Section, frozen=True, kw_only=True):
@@ -33,11 +35,32 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     KV cache on a CPU; 4,096 tokens, 256 sequences and what is left of ``gpu_memory_fraction`` on a
     GPU."""
 
-    kind: Literal["real", "simulated"] = "real"
-    """``simulated`` computes nothing (see ``worker.engine.simulation``)."""
+    kind: EngineKind = EngineKind.REAL
+    """``real`` is Millrace's own engine, ``simulated`` computes nothing (see
+    ``worker.engine.simulation``); the others drive a server of another engine, see
+    docs/engines.md."""
 
     simulation: SimulationConfig = SimulationConfig()
     """Times of the simulated engine."""
+
+    url: str = ""
+    """Where a server of another engine listens already; empty: the worker starts one."""
+
+    command: str = ""
+    """The program that starts such a server; empty: the usual one, from ``.engines`` (``make
+    engines``) or the ``PATH``."""
+
+    arguments: tuple[str, ...] = ()
+    """What its command line has besides, such as ``--tensor-parallel-size 4``."""
+
+    api_key: Secret = ""
+    """What a server at ``url`` wants as bearer token."""
+
+    served_name: str = ""
+    """What a server at ``url`` calls the model; empty: the first one that it lists."""
+
+    start_timeout_s: float = 600.0
+    """How long such a server may take until it answers."""
 
     max_num_sequences: int = 0
     """Sequences that decode at a time; 0: by the device."""

@@ -10,7 +10,7 @@ from schemas.frames import Failed
 from schemas.records import RequestRecord, Status
 from tests.protocol.clients import Asked
 from tests.protocol.system import System
-from workers.process.engine_process import EngineFailedError
+from workers.engine_like import EngineFailedError
 
 # Ends are told by notices; one that was missed is found within half a minute.
 _REST_WITHIN_S = 90.0

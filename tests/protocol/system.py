@@ -28,6 +28,7 @@ from schemas.config import (
     TierPolicy,
     WorkerConfig,
 )
+from schemas.engines import EngineKind
 from schemas.errors import MillraceError
 from schemas.jobs import Job
 from tests.protocol.clients import Asked, Question
@@ -64,7 +65,7 @@ _WORKER = WorkerConfig(
     max_num_waiting=1,
     replay_memory_s=1e6,
     engine=EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=30.0),
         max_num_sequences=3,
         num_blocks=64,

@@ -32,6 +32,7 @@ from schemas.config import (
     WorkerConfig,
 )
 from schemas.control import WorkerStatus
+from schemas.engines import EngineKind
 from telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.nats.users import NatsWithUsers, nats_with_users
 from tests.support.servers import RedisServer, die_with_parent, free_port
@@ -157,7 +158,9 @@ async def guarded_system(directory: Path) -> AsyncIterator[GuardedSystem]:
             ),
             gateway=GatewayConfig(port=free_port()),
             scheduler=SchedulerConfig(models=("demo",)),
-            worker=WorkerConfig(engine=EngineConfig(kind="simulated", simulation=simulation)),
+            worker=WorkerConfig(
+                engine=EngineConfig(kind=EngineKind.SIMULATED, simulation=simulation)
+            ),
         )
         bus = await nats_bus.connect(nats.config_of("operator"), "test", part=Part.OPERATOR)
         stack.push_async_callback(bus.close)

@@ -30,8 +30,8 @@ from schemas.sampling import SamplingParams
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.support.waiting import eventually
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
+from workers.engine_like import EngineFailedError, EngineLike
 from workers.host.worker import Worker
-from workers.process.engine_process import EngineFailedError
 from workers.process.keeper import EngineKeeper
 
 EOS = 1
@@ -71,8 +71,8 @@ def line_of(job: Job) -> TenantQueue:
     return TenantQueue(job.model, job.tier, job.tenant)
 
 
-class ScriptedEngine:
-    """See ``workers.process.engine_process.EngineLike``. ``added`` and ``cancelled`` are what it
+class ScriptedEngine(EngineLike):
+    """``added`` and ``cancelled`` are what it
     was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
     A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
 
@@ -80,14 +80,19 @@ class ScriptedEngine:
         self.added: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.started: set[str] = set()
-        self.stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
-        self.on_outputs: Any = None
-        self.on_prefixes: Any = None
-        self.on_device_times: Any = None
-        self.device_uuid = ""
+        super().__init__()
+        self._stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
         self.took_us: dict[str, float] = {}
         self.silent = False
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: EngineStats) -> None:
+        self._stats = stats
 
     def add(self, request: EngineRequest) -> None:
         self.added[request.request_id] = request

@@ -11,20 +11,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from runtime.logs import configure_logging
 from schemas.config import EngineConfig
-from schemas.errors import MillraceError
-from workers.engine.types import (
-    DeviceTime,
-    EngineOutput,
-    EngineRequest,
-    EngineStats,
-    PrefixChanges,
-)
+from workers.engine.types import EngineRequest, EngineStats
+from workers.engine_like import EngineFailedError, EngineLike
 from workers.process.loop import serve
 from workers.process.wire import (
     Add,
@@ -43,58 +36,17 @@ _CLOSE_TIMEOUT_S = 1.0
 _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
 _ROOT = Path(__file__).resolve().parents[2]
 
-OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
-OnPrefixes = Callable[[PrefixChanges], None]
-OnDeviceTimes = Callable[[list[DeviceTime]], None]
 
-
-class EngineFailedError(MillraceError, code="engine_failed", retryable=True):
-    """The engine's process ended, or could not load the model; the message says why."""
-
-
-class EngineLike(Protocol):
-    """An engine as the worker sees it.
-
-    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
-    ``on_device_times`` what requests have taken of the device: the last word for each that was
-    cancelled, and now and then how things stand. They are called on the event loop, never from
-    ``cancel``, and must not block. ``device_uuid`` is the CUDA device's, empty without one.
-    """
-
-    on_outputs: OnOutputs
-    on_prefixes: OnPrefixes
-    on_device_times: OnDeviceTimes
-
-    @property
-    def device_uuid(self) -> str: ...
-
-    @property
-    def stats(self) -> EngineStats:
-        """As of the last step."""
-
-    def add(self, request: EngineRequest) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    async def wait_closed(self) -> str:
-        """Returns when the engine has ended, with why."""
-
-    async def close(self) -> None: ...
-
-
-class EngineClient:
+class EngineClient(EngineLike):
     """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails."""
 
     def __init__(self, link: _Link, process: asyncio.subprocess.Process) -> None:
+        super().__init__()
         self._link = link
         self._process = process
         self._commands: list[Command] = []
         self._loop = asyncio.get_running_loop()
-        self.on_outputs: OnOutputs = ignore
-        self.on_prefixes: OnPrefixes = ignore
-        self.on_device_times: OnDeviceTimes = ignore
-        self.stats = EngineStats()
-        self.device_uuid = ""
+        self._stats = EngineStats()
         link.client = self
 
     @classmethod
@@ -125,7 +77,8 @@ class EngineClient:
         link.write(pack(Load(str(path), config, shared)))
         try:
             ready = await link.ready
-            client.stats, client.device_uuid = ready.stats, ready.device_uuid
+            client.note_stats(ready.stats)
+            client.device_uuid = ready.device_uuid
         except BaseException:
             await client.close()
             raise
@@ -134,6 +87,15 @@ class EngineClient:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    def note_stats(self, stats: EngineStats) -> None:
+        """What the engine's process said last."""
+        self._stats = stats
 
     def add(self, request: EngineRequest) -> None:
         """Generate for a request from the next step on."""
@@ -202,7 +164,7 @@ class _Link(asyncio.Protocol):
             match report_decoder.decode(payload):
                 case Stepped(outputs, stats, prefixes, device_times):
                     assert self.client is not None
-                    self.client.stats = stats
+                    self.client.note_stats(stats)
                     if prefixes is not None:
                         self.client.on_prefixes(prefixes)
                     self.client.on_outputs(outputs, stats)
@@ -224,10 +186,6 @@ class _Link(asyncio.Protocol):
 
 def _log_level() -> str:
     return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
-
-
-def ignore(*_: object) -> None:
-    """A callback of an engine that has no worker yet."""
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.process.engine_process import EngineFailedError, EngineLike, ignore
+from workers.engine_like import EngineFailedError, EngineLike, ignore
 
 # An engine that ends this often within this time is not worth another start.
 MAX_RESTARTS = 5

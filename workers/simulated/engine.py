@@ -13,10 +13,11 @@ import random
 from registry.served import ServedModel
 from runtime.clock import Clock
 from schemas.config import EngineConfig
-from schemas.errors import MillraceError, ParameterError
+from schemas.engines import EngineKind
+from schemas.errors import MillraceError
 from schemas.frames import FinishReason
 from schemas.prefix import REPORTED_BYTES
-from schemas.sampling import MAX_SEED, SamplingParams
+from schemas.sampling import MAX_SEED
 from workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork
 from workers.engine.outputs import finished_output, refusal
 from workers.engine.scheduling.admission import check_config, finished_before, longest_total_tokens
@@ -27,7 +28,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.process.engine_process import OnDeviceTimes, OnOutputs, OnPrefixes, ignore
+from workers.engine_like import EngineLike, check_supported
 from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence, StepOutputs
 from workers.simulated.latency_model import LatencyModel
 from workers.simulated.tokens import SimulatedTokens
@@ -42,24 +43,11 @@ _MAX_LATE_S = 0.05
 _KV_NUMBER_BYTES = 2
 _US_PER_S = 1e6
 
-# Of what a request may ask for, what there is nothing to answer with, or what its tokens would
-# have to keep to.
-_NOT_SIMULATED = (
-    "grammar",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "bad_words",
-)
-_DEFAULTS = SamplingParams()
-
 logger = logging.getLogger(__name__)
 
 
-class SimulatedEngine:
-    """See ``workers.process.engine_process.EngineLike``.
-
-    Bounds, blocks, prefix cache, priorities and preemptions are those of the real engine, by
+class SimulatedEngine(EngineLike):
+    """Bounds, blocks, prefix cache, priorities and preemptions are those of the real engine, by
     ``workers.simulated.batch``; steps last as ``config.simulation`` says, and are shared among the
     requests as those of the model would be on a GPU. A completion ends by
     ``max_tokens`` or a stop token; sampling parameters choose nothing. Owns the task that steps,
@@ -71,10 +59,7 @@ class SimulatedEngine:
         check_config(config)
         latency = LatencyModel(config.simulation)
         size = config.block_size_tokens
-        self.on_outputs: OnOutputs = ignore
-        self.on_prefixes: OnPrefixes = ignore
-        self.on_device_times: OnDeviceTimes = ignore
-        self.device_uuid = ""
+        super().__init__()
         self._vocab_size = served_model.vocab_size
         self._context_window_tokens = served_model.context_window_tokens
         self._clock = clock
@@ -126,7 +111,7 @@ class SimulatedEngine:
             self.cancel(request.request_id)
         self._work.set()
         try:
-            _check_simulated(request)
+            check_supported(request, EngineKind.SIMULATED)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._vocab_size,
@@ -277,20 +262,6 @@ class SimulatedEngine:
             prefix_hit_tokens=batch.prefix_hit_tokens,
             num_evicted_blocks=blocks.num_evicted,
         )
-
-
-def _check_simulated(request: EngineRequest) -> None:
-    """Raise ParameterError, naming the field, for what an engine without a model cannot do."""
-    if request.pooling is not None:
-        raise ParameterError("pooling", "A simulated engine makes no embeddings.")
-    sampling = request.sampling
-    if sampling.n > 1:
-        raise ParameterError("n", "A simulated engine makes one completion of a request.")
-    for name in _NOT_SIMULATED:
-        if getattr(sampling, name) != getattr(_DEFAULTS, name):
-            raise ParameterError(
-                name, f"A simulated engine has no model that could honour {name}; leave it out."
-            )
 
 
 def _sequence(request: EngineRequest, max_total_tokens: int) -> SimulatedSequence:

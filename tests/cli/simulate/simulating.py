@@ -15,6 +15,7 @@ from schemas.config import (
     SimulationConfig,
     WorkerConfig,
 )
+from schemas.engines import EngineKind
 from simulation.policies import parse_policies
 from simulation.report.measure import policy_report
 from simulation.report.report import PolicyReport
@@ -34,7 +35,7 @@ def make_settings(
     num_workers: int = 2, slots: int = 4, waiting: int = 0, **changes: Any
 ) -> Settings:
     engine = EngineConfig(
-        kind="simulated",
+        kind=EngineKind.SIMULATED,
         simulation=changes.pop("simulation", SIMULATION),
         max_num_sequences=slots,
         max_batch_tokens=4_096,

@@ -15,7 +15,7 @@ from schemas.jobs import Tier
 from schemas.records import Record
 from tests.support.waiting import eventually
 from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
-from workers.process.engine_process import EngineFailedError
+from workers.engine_like import EngineFailedError
 
 
 async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:

@@ -29,8 +29,9 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
+from workers.engine_like import EngineFailedError
 from workers.process import loop as engine_loop
-from workers.process.engine_process import EngineClient, EngineFailedError
+from workers.process.engine_process import EngineClient
 from workers.process.loop import Link, drive
 from workers.process.wire import (
     Add,

@@ -15,7 +15,7 @@ from schemas.jobs import Tier
 from schemas.records import Status
 from tests.workers.scripted import Bench, ScriptedEngine, bench
 from workers.engine.types import EngineOutput, EngineStats
-from workers.process.engine_process import EngineFailedError
+from workers.engine_like import EngineFailedError
 from workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 
 _GAUGES = {

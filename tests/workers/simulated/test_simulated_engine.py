@@ -13,6 +13,7 @@ import pytest
 from registry.served import ServedModel
 from runtime.clock import ManualClock
 from schemas.config import EngineConfig, SimulationConfig
+from schemas.engines import EngineKind
 from schemas.errors import ConfigError
 from schemas.frames import FinishReason
 from schemas.pooling import Pooling
@@ -27,7 +28,7 @@ _SIMULATION = SimulationConfig(
     prefill_tokens_per_s=1_000.0, step_ms=10.0, step_ms_per_sequence=0.0, step_ms_per_kv_token=0.0
 )
 _CONFIG = EngineConfig(
-    kind="simulated",
+    kind=EngineKind.SIMULATED,
     simulation=_SIMULATION,
     max_num_sequences=2,
     num_blocks=32,
@@ -242,7 +243,7 @@ async def test_what_it_cannot_do_is_refused_by_name(
 
 async def test_it_is_there_after_its_start_time(model: ServedModel) -> None:
     clock = ManualClock()
-    config = EngineConfig(kind="simulated", simulation=SimulationConfig(start_s=30.0))
+    config = EngineConfig(kind=EngineKind.SIMULATED, simulation=SimulationConfig(start_s=30.0))
     starting = asyncio.create_task(SimulatedEngine.start(model, config, clock))
     await clock.advance(29.9)
     assert not starting.done()
@@ -265,7 +266,9 @@ async def test_a_listener_that_fails_ends_it_with_why(model: ServedModel) -> Non
 
 
 async def test_bad_settings_are_named(model: ServedModel) -> None:
-    config = EngineConfig(kind="simulated", simulation=SimulationConfig(prefill_tokens_per_s=0))
+    config = EngineConfig(
+        kind=EngineKind.SIMULATED, simulation=SimulationConfig(prefill_tokens_per_s=0)
+    )
     with pytest.raises(ConfigError, match="prefill_tokens_per_s"):
         await SimulatedEngine.start(model, config, ManualClock())
 

@@ -1,0 +1,100 @@
+"""Which engines can run a model, and what each of them can promise."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from schemas.sampling import GrammarKind
+
+
+class EngineKind(StrEnum):
+    """The engine of a worker: ``real`` is Millrace's own, ``simulated`` computes nothing, the
+    others drive a server that somebody else wrote."""
+
+    REAL = "real"
+    SIMULATED = "simulated"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    LLAMACPP = "llamacpp"
+    OPENAI = "openai"
+    TGI = "tgi"
+    TRTLLM = "trtllm"
+
+
+class CostMethod(StrEnum):
+    """How a request's device time is known: each step measured and shared by the work in it, or
+    the time that the server was busy shared by the tokens that it computed meanwhile."""
+
+    STEPS = "steps"
+    TOKENS = "tokens"
+
+
+class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
+    """What streams of an engine can rely on.
+
+    ``exact_token_ids``: token ids and their indexes are the engine's own; otherwise they are made
+    anew from its text. ``continues_sampling``: after the engine died, a sampled stream goes on with
+    the tokens that it would have had; otherwise with others, at the same index.
+    ``continues_grammars``: and one with a grammar goes on within it. ``unsupported`` are the fields
+    of the sampling parameters, and ``pooling``, that it refuses; ``grammars`` those kinds that it
+    takes.
+    """
+
+    exact_token_ids: bool = True
+    continues_sampling: bool = False
+    continues_grammars: bool = False
+    cost_method: CostMethod = CostMethod.TOKENS
+    unsupported: frozenset[str] = frozenset()
+    grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
+
+
+_JSON = frozenset({GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA})
+_TEXT_ONLY = frozenset(
+    {
+        "pooling",
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "typical_p",
+        "bad_words",
+        "min_tokens",
+        "ignore_eos",
+    }
+)
+
+PROMISES: dict[EngineKind, EnginePromises] = {
+    EngineKind.REAL: EnginePromises(
+        continues_sampling=True, continues_grammars=True, cost_method=CostMethod.STEPS
+    ),
+    EngineKind.SIMULATED: EnginePromises(
+        continues_sampling=True,
+        cost_method=CostMethod.STEPS,
+        unsupported=frozenset(
+            {"pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias", "bad_words"}
+        ),
+        grammars=frozenset(),
+    ),
+    EngineKind.VLLM: EnginePromises(unsupported=frozenset({"pooling", "n", "typical_p"})),
+    EngineKind.SGLANG: EnginePromises(
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"})
+    ),
+    EngineKind.LLAMACPP: EnginePromises(
+        unsupported=frozenset({"pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"}),
+        grammars=_JSON,
+    ),
+    EngineKind.OPENAI: EnginePromises(
+        exact_token_ids=False,
+        unsupported=_TEXT_ONLY | {"top_k", "min_p", "repetition_penalty", "logit_bias"},
+        grammars=_JSON,
+    ),
+    EngineKind.TGI: EnginePromises(
+        exact_token_ids=False,
+        unsupported=_TEXT_ONLY | {"min_p", "presence_penalty", "logit_bias"},
+        grammars=_JSON,
+    ),
+    EngineKind.TRTLLM: EnginePromises(
+        exact_token_ids=False, unsupported=_TEXT_ONLY | {"logit_bias"}, grammars=_JSON
+    ),
+}

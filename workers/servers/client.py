@@ -1,0 +1,141 @@
+"""The HTTP connection to one inference server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from schemas.errors import MillraceError
+
+_ANSWER_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+_SHOWN_CHARACTERS = 500
+_BOUNDARY = b"\n\n"
+_DATA = b"data:"
+_MAX_EVENT_BYTES = 16 << 20
+
+
+class ServerUnreachableError(MillraceError, code="engine_unreachable", retryable=True):
+    """Nothing answers there, or not in time."""
+
+
+class AnswerError(MillraceError, code="engine_failed"):
+    """The server answered with an error or with something else than was asked for. ``status`` is
+    the answer's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """Asks a server at ``url``, or behind the Unix socket ``socket``. Owns its connections until
+    ``close``."""
+
+    def __init__(self, url: str, *, socket: Path | None = None, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        connector: aiohttp.BaseConnector = (
+            aiohttp.TCPConnector(limit=0)
+            if socket is None
+            else aiohttp.UnixConnector(str(socket), limit=0)
+        )
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            # Nothing of a proxy's or of a netrc file's: the address is the server's own.
+            trust_env=False,
+        )
+
+    async def get(self, path: str) -> bytes:
+        """The body of a GET. Raises ServerUnreachableError or AnswerError."""
+        return await self._request("GET", path)
+
+    async def get_json(self, path: str) -> Any:
+        """Raises ServerUnreachableError or AnswerError."""
+        return _decoded(path, await self._request("GET", path))
+
+    async def post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """Raises ServerUnreachableError or AnswerError."""
+        return _decoded(path, await self._request("POST", path, body))
+
+    async def is_healthy(self, path: str) -> bool:
+        """Whether a GET is answered with success."""
+        try:
+            await self._request("GET", path)
+        except MillraceError:
+            return False
+        return True
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The data of each server-sent event that answers a POST. Closing the iterator ends the
+        request at the server. Raises ServerUnreachableError when the connection breaks, AnswerError
+        for an answer that is no stream."""
+        try:
+            async with self._session.post(
+                self.url + path,
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
+            ) as response:
+                if response.status != HTTPStatus.OK:
+                    raise _answer_error(path, response.status, await response.read())
+                rest = b""
+                async for chunk in response.content.iter_any():
+                    *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(_BOUNDARY)
+                    for event in events:
+                        data = _data_of(event)
+                        if data:
+                            yield data
+                    if len(rest) > _MAX_EVENT_BYTES:
+                        raise AnswerError(f"{path} sent an event without an end.", response.status)
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(self.url, error) from error
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=None if body is None else msgspec.json.encode(body),
+                headers={"Content-Type": "application/json"} if body is not None else {},
+                timeout=aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S),
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _unreachable(self.url, error) from error
+        if response.status != HTTPStatus.OK:
+            raise _answer_error(path, response.status, answer)
+        return answer
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = [line[len(_DATA) :].strip() for line in event.split(b"\n") if line.startswith(_DATA)]
+    return b"\n".join(lines)
+
+
+def _decoded(path: str, answer: bytes) -> Any:
+    try:
+        return msgspec.json.decode(answer)
+    except msgspec.DecodeError as error:
+        raise AnswerError(f"{path} answered no JSON: {_shown(answer)}", HTTPStatus.OK) from error
+
+
+def _answer_error(path: str, status: int, answer: bytes) -> AnswerError:
+    return AnswerError(f"{path} answered with status {status}: {_shown(answer)}", status)
+
+
+def _shown(answer: bytes) -> str:
+    return answer[:_SHOWN_CHARACTERS].decode(errors="replace").strip() or "nothing"
+
+
+def _unreachable(url: str, error: BaseException) -> ServerUnreachableError:
+    return ServerUnreachableError(f"The server at {url} cannot be reached: {error or 'time is up'}")

@@ -1,0 +1,131 @@
+"""How one kind of inference server is started, asked and read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+
+from registry.served import ServedModel
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import MillraceError
+from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.types import EngineRequest
+from workers.servers.client import ServerClient
+
+
+class Command(NamedTuple):
+    """What starts a server: the program, its arguments, and variables beside our own."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself once it is ready; None and 0: it does not say.
+
+    ``context_window_tokens`` is the longest sequence, ``kv_capacity_tokens`` what its KV cache
+    holds of all of them together, ``max_num_sequences`` how many it runs at a time.
+    """
+
+    version: str = ""
+    model: str = ""
+    context_window_tokens: int | None = None
+    vocab_size: int | None = None
+    kv_capacity_tokens: int = 0
+    max_num_sequences: int = 0
+
+
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's own figures: ``kv_usage`` is the share of its KV cache in use, the others count
+    from its start. What it does not say is 0."""
+
+    kv_usage: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+
+class Call(NamedTuple):
+    """One streaming POST."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Part(NamedTuple):
+    """What one event of a stream says: tokens in order, and how they ended, if they did.
+    ``num_cached_tokens`` of the prompt, once it is known."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+
+
+class ServerStreamError(MillraceError, code="engine_failed", retryable=True):
+    """A server's answer to one request broke off, or said that the server failed."""
+
+
+class RefusedByServerError(MillraceError, code="invalid_parameter", http_status=400):
+    """The server takes this request for a mistake of the caller."""
+
+
+class Reader(ABC):
+    """Reads the events of one answer, in order."""
+
+    @abstractmethod
+    def read(self, event: bytes) -> Part | None:
+        """What the data of one server-sent event says; None behind the last one. Raises
+        ServerStreamError for one that is malformed or reports that the server failed, and
+        RefusedByServerError for one that blames the request."""
+
+
+class Dialect(ABC):
+    """One kind of server.
+
+    ``package`` is what to install where the server's program is missing, ``program`` its usual
+    name, ``oldest_version`` the first that speaks as is expected here. ``owned``: the worker starts
+    the server itself and so knows its flags.
+    """
+
+    kind: ClassVar[EngineKind]
+    package: ClassVar[str]
+    program: ClassVar[str]
+    oldest_version: ClassVar[tuple[int, ...]] = ()
+    health_path: ClassVar[str] = "/health"
+    takes_cache_salt: ClassVar[bool] = False
+    """Whether prompts of one salt are kept apart from those of others in its prefix cache; if not,
+    a request with a salt is sent so that it shares nothing."""
+
+    def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
+        self.model = model
+        self.config = config
+        self.owned = owned
+
+    @abstractmethod
+    def command(self, program: Path, socket: Path) -> Command:
+        """What starts the server so that it listens on the Unix socket at ``socket``. Raises
+        ConfigError for a setting that it does not have."""
+
+    @abstractmethod
+    async def read_facts(self, client: ServerClient) -> ServerFacts:
+        """Ask a server that is healthy. Raises EngineFailedError for one that answers something
+        else."""
+
+    @abstractmethod
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        """Its figures as of now. Raises ServerUnreachableError."""
+
+    @abstractmethod
+    def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
+        """What is sent to continue ``request``, of which ``token_ids`` were made (those delivered
+        before and since). Raises ParameterError for what the server cannot do."""
+
+    @abstractmethod
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+        """What reads the answer to that call."""

@@ -1,0 +1,58 @@
+"""``python guardian.py FD COMMAND …``: runs a command, and ends it with all that it
+started as soon as the pipe ``FD`` is closed, which it is when the worker dies, however it dies.
+
+Exits as the command does. It imports nothing of ours, since the command's packages are its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+_ENDS_WITHIN_S = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run until the command or the worker ends."""
+    fd = int(arguments[0])
+    os.set_inheritable(fd, False)
+    # The worker decides when the server ends; a signal for the whole terminal is for the worker.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    process = subprocess.Popen(  # noqa: S603  (the worker's own command)
+        arguments[1:],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+    ended = os.pidfd_open(process.pid)
+    ready, _, _ = select.select([fd, ended], [], [])
+    if ended not in ready:
+        _signal_group(process.pid, signal.SIGTERM)
+        select.select([ended], [], [], _ENDS_WITHIN_S)
+    # What it started itself may have outlived it.
+    _signal_group(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _die_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""A request that an inference server has."""
+
+from __future__ import annotations
+
+import asyncio
+
+from schemas.frames import FinishReason
+from workers.engine.types import EngineRequest
+from workers.servers.dialect import Part, ServerStreamError
+
+
+class LiveRequest:
+    """What is known of it: ``token_ids`` are all of its completion, those delivered before it came
+    here included, and ``max_total_tokens`` bounds prompt and completion."""
+
+    def __init__(self, request: EngineRequest, max_total_tokens: int, added_s: float) -> None:
+        self.request = request
+        self.token_ids = list(request.output_token_ids)
+        self.added_s = added_s
+        self.first_token_s: float | None = None
+        self.last_token_s = added_s
+        self.num_cached_tokens = 0
+        self.task: asyncio.Task[None] | None = None
+        self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
+        sampling = request.sampling
+        self._ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends |= frozenset(request.eos_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What the server has to know before the next token."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    @property
+    def num_uncached_prompt_tokens(self) -> int:
+        """Of these, what it had to compute."""
+        return max(0, self.num_prompt_tokens - self.num_cached_tokens)
+
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Still to be computed, if nothing stops early."""
+        prefill = 0 if self.first_token_s is not None else self.num_prompt_tokens
+        return prefill + self._max_tokens - len(self.token_ids)
+
+    def accept(self, part: Part) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The tokens of a part that belong to the completion, and how it ends by them. A server may
+        stop later than was asked for, never earlier: raises ServerStreamError then."""
+        if part.num_cached_tokens is not None:
+            self.num_cached_tokens = part.num_cached_tokens
+        accepted: list[int] = []
+        for token_id in part.token_ids:
+            accepted.append(token_id)
+            self.token_ids.append(token_id)
+            num_tokens = len(self.token_ids)
+            if token_id in self._ends and num_tokens > self.request.sampling.min_tokens:
+                return tuple(accepted), FinishReason.STOP
+            if num_tokens >= self._max_tokens:
+                return tuple(accepted), FinishReason.LENGTH
+        if part.finish_reason is FinishReason.LENGTH:
+            raise ServerStreamError(
+                f"The engine's server ended the answer after {len(self.token_ids)} of "
+                f"{self._max_tokens} tokens."
+            )
+        if part.finish_reason is FinishReason.STOP and not self.request.sampling.ignore_eos:
+            # Many servers keep the token by which a sequence ends to themselves.
+            end = self.request.eos_token_ids[:1]
+            self.token_ids.extend(end)
+            return (*accepted, *end), FinishReason.STOP
+        return tuple(accepted), part.finish_reason

@@ -1,0 +1,318 @@
+"""An engine that is a server of somebody else's, driven over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import cast
+
+import msgspec
+
+from runtime.clock import Clock
+from runtime.tasks import Tasks, wait_or_sleep
+from schemas.errors import MillraceError
+from workers.engine.outputs import finished_output, refusal
+from workers.engine.scheduling.admission import finished_before, longest_total_tokens
+from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats, PrefixChanges
+from workers.engine_like import EngineLike, check_supported
+from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
+from workers.servers.dialect import (
+    Dialect,
+    Part,
+    RefusedByServerError,
+    ServerFacts,
+    ServerStreamError,
+)
+from workers.servers.live_request import LiveRequest
+from workers.servers.prefix_estimate import PrefixEstimate
+from workers.servers.server_process import ServerProcess
+from workers.servers.server_stats import ServerStats
+from workers.servers.token_shares import TokenShares
+
+# Of a server that says neither.
+_NUM_SEQUENCES, _CACHE_TOKENS = 64, 1 << 16
+_LOAD_INTERVAL_S = 1.0
+_IDLE_CHECK_INTERVAL_S = 10.0
+_MAX_FAILED_CHECKS = 3
+# A connection breaks a moment before the process that held it is seen to be gone.
+_DYING_S = 1.0
+_MAX_BREAKS = 3
+_US_PER_S = 1e6
+
+logger = logging.getLogger(__name__)
+
+
+class ServerEngine(EngineLike):
+    """Sends each request as one streaming call, and reads the streams into outputs.
+
+    All that came in one turn of the event loop is handed over together. A stream that breaks off
+    while the server lives is asked for again from where it stopped. The server is watched while it
+    has requests; one that was not started here also now and then while it has none. Owns the client
+    and, if there is one, the process, until ``close``.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        client: ServerClient,
+        facts: ServerFacts,
+        process: ServerProcess | None,
+        clock: Clock,
+    ) -> None:
+        super().__init__()
+        self.facts = facts
+        config, model = dialect.config, dialect.model
+        self._dialect = dialect
+        self._client = client
+        self._process = process
+        self._clock = clock
+        self._vocab_size = model.vocab_size
+        self._context_window_tokens = model.context_window_tokens
+        self._capacity_tokens = facts.kv_capacity_tokens or self._context_window_tokens
+        self._live: dict[str, LiveRequest] = {}
+        self._shares = TokenShares()
+        self._prefixes = PrefixEstimate(
+            config.block_size_tokens, facts.kv_capacity_tokens or _CACHE_TOKENS
+        )
+        self._stats = ServerStats(
+            max_num_sequences=config.max_num_sequences or facts.max_num_sequences or _NUM_SEQUENCES,
+            num_blocks=(facts.kv_capacity_tokens or _CACHE_TOKENS) // config.block_size_tokens,
+            max_tokens_per_request=min(self._context_window_tokens, self._capacity_tokens),
+        )
+        self._outputs: list[EngineOutput] = []
+        self._device_times: list[DeviceTime] = []
+        self._handing_over = False
+        self._has_work = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._closed: asyncio.Future[str] = self._loop.create_future()
+        self._tasks = Tasks()
+        self._tasks.spawn(self._watch_load(), "watch the server")
+        if process is not None:
+            self._tasks.spawn(self._watch_process(process), "watch the server's process")
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of now; the server's own figures as of the last second in which it had requests."""
+        return self._stats.of(self._live.values(), self._shares)
+
+    def add(self, request: EngineRequest) -> None:
+        """Send a request; one that cannot be served is answered with an error."""
+        if request.request_id in self._live:
+            self.cancel(request.request_id)
+        try:
+            check_supported(request, self._dialect.kind)
+            max_total_tokens = longest_total_tokens(
+                request,
+                vocab_size=self._vocab_size,
+                context_window_tokens=self._context_window_tokens,
+                capacity_tokens=self._capacity_tokens,
+            )
+            reason = finished_before(request, max_total_tokens)
+            if reason is not None:
+                self._put(finished_output(request, reason))
+                return
+            live = LiveRequest(request, max_total_tokens, self._clock.monotonic())
+            self._dialect.call(request, live.token_ids)
+        except MillraceError as error:
+            self._put(refusal(request, error))
+            return
+        self._live[request.request_id] = live
+        self._shares.begin(request.request_id, self._clock.monotonic())
+        live.task = self._tasks.spawn(self._serve(live), f"stream {request.request_id}")
+        self._has_work.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Close the request's connection, which frees its slot at the server."""
+        self._outputs = [one for one in self._outputs if one.request_id != request_id]
+        live, device_us = self._live.get(request_id), 0.0
+        if live is not None:
+            device_us = self._drop(live)
+            if live.task is not None:
+                live.task.cancel()
+        self._device_times.append(DeviceTime(request_id, 0, device_us, over=True))
+        self._hand_over_soon()
+
+    async def wait_closed(self) -> str:
+        """Returns when the server has ended or does not answer any more, with why."""
+        return await asyncio.shield(self._closed)
+
+    async def close(self) -> None:
+        """End every stream, and the server if it was started here."""
+        self._end("the engine was closed")
+        await self._tasks.close()
+        await self._client.close()
+        if self._process is not None:
+            await self._process.close()
+
+    # --- one request ---
+
+    async def _serve(self, live: LiveRequest) -> None:
+        request_id = live.request.request_id
+        try:
+            for _ in range(1 + _MAX_BREAKS):
+                if await self._read_stream(live):
+                    return
+            self._fail(live, ServerStreamError("The engine's server breaks off the answer."))
+        except MillraceError as error:
+            self._fail(live, error)
+        except Exception as error:
+            logger.exception("a stream could not be read", extra={"request_id": request_id})
+            kind = type(error).__name__
+            self._fail(live, ServerStreamError(f"The engine's server sent nonsense ({kind})."))
+
+    async def _read_stream(self, live: LiveRequest) -> bool:
+        """Whether the request is over; if not, the connection broke and the server lives. Raises
+        MillraceError for what is wrong with this request alone."""
+        request = live.request
+        call = self._dialect.call(request, live.token_ids)
+        reader = self._dialect.reader(request, live.token_ids)
+        events = cast("AsyncGenerator[bytes]", self._client.stream(call.path, call.body))
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    part = reader.read(event)
+                    if part is None:
+                        break
+                    if self._accept(live, part):
+                        return True
+        except AnswerError as error:
+            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise RefusedByServerError(error.message) from error
+            await self._check_alive()
+        except (ServerUnreachableError, ServerStreamError):
+            await self._check_alive()
+        return False
+
+    async def _check_alive(self) -> None:
+        """Returns once the server is known to live. If it does not, the engine ends, and with it
+        the task that calls this."""
+        await self._clock.sleep(_DYING_S)
+        if not await self._client.is_healthy(self._dialect.health_path):
+            self._end("the server does not answer any more")
+            await asyncio.Event().wait()
+
+    def _accept(self, live: LiveRequest, part: Part) -> bool:
+        """Take what an event says; whether the request is over by it."""
+        token_ids, reason = live.accept(part)
+        if not token_ids and reason is None and not part.prompt_logprobs:
+            return False
+        request, now_s = live.request, self._clock.monotonic()
+        is_first = live.first_token_s is None
+        if is_first:
+            self._stats.note_first_token(live, now_s)
+            self._shares.note(request.request_id, live.num_uncached_prompt_tokens)
+            self._note_prefix(live)
+        self._shares.note(request.request_id, len(token_ids))
+        self._stats.note_tokens(live, len(token_ids), now_s)
+        live.first_token_s = now_s if is_first else live.first_token_s
+        self._put(
+            EngineOutput(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                logprobs=part.logprobs[: len(token_ids)],
+                prompt_logprobs=part.prompt_logprobs,
+                num_cached_tokens=live.num_cached_tokens,
+                started=is_first,
+                finish_reason=reason,
+                device_us=0.0 if reason is None else self._drop(live),
+            )
+        )
+        return reason is not None
+
+    def _fail(self, live: LiveRequest, error: MillraceError) -> None:
+        request = live.request
+        if self._live.get(request.request_id) is live:
+            device_us = self._drop(live)
+            self._put(msgspec.structs.replace(refusal(request, error), device_us=device_us))
+
+    def _drop(self, live: LiveRequest) -> float:
+        """The server has it no more; what it took of the server, in us."""
+        request_id = live.request.request_id
+        del self._live[request_id]
+        self._stats.note_prompt(live)
+        self._note_prefix(live)
+        return self._shares.end(request_id, self._clock.monotonic()) * _US_PER_S
+
+    def _note_prefix(self, live: LiveRequest) -> None:
+        request = live.request
+        if request.cache_salt and not self._dialect.takes_cache_salt:
+            return
+        token_ids = (*request.prompt_token_ids, *live.token_ids)
+        changes = self._prefixes.note(token_ids, request.cache_salt)
+        if changes is not None:
+            self._loop.call_soon(self._report_prefixes, changes)
+
+    def _report_prefixes(self, changes: PrefixChanges) -> None:
+        if not self._closed.done():
+            self.on_prefixes(changes)
+
+    # --- handing over ---
+
+    def _put(self, output: EngineOutput) -> None:
+        self._outputs.append(output)
+        self._hand_over_soon()
+
+    def _hand_over_soon(self) -> None:
+        if not self._handing_over:
+            self._handing_over = True
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        self._handing_over = False
+        outputs, self._outputs = self._outputs, []
+        device_times, self._device_times = self._device_times, []
+        if self._closed.done():
+            return
+        if outputs:
+            self.on_outputs(outputs, self.stats)
+        if device_times:
+            self.on_device_times(device_times)
+
+    # --- the server ---
+
+    def _end(self, why: str) -> None:
+        """The engine is over; nothing is said of it any more."""
+        if not self._closed.done():
+            self._closed.set_result(why)
+        for live in self._live.values():
+            if live.task is not None:
+                live.task.cancel()
+        self._live.clear()
+
+    async def _watch_process(self, process: ServerProcess) -> None:
+        code = await process.wait()
+        self._end(f"the server's process ended with exit code {code}")
+
+    async def _watch_load(self) -> None:
+        num_failed = 0
+        while not self._closed.done():
+            if not self._live:
+                await self._wait_for_work()
+            try:
+                self._stats.load = await self._dialect.read_load(self._client)
+                num_failed = 0
+            except MillraceError as error:
+                num_failed += 1
+                if num_failed >= _MAX_FAILED_CHECKS:
+                    self._end(f"the server does not answer any more: {error.message}")
+            self._report_shares()
+            await self._clock.sleep(_LOAD_INTERVAL_S)
+
+    async def _wait_for_work(self) -> None:
+        """A process of our own says when it ends; another server has to be asked."""
+        self._has_work.clear()
+        if self._process is not None:
+            await self._has_work.wait()
+        else:
+            await wait_or_sleep(self._has_work, self._clock, _IDLE_CHECK_INTERVAL_S)
+
+    def _report_shares(self) -> None:
+        totals = self._shares.settle(self._clock.monotonic())
+        self._device_times += [
+            DeviceTime(name, 0, total_s * _US_PER_S) for name, total_s in totals.items()
+        ]
+        if totals:
+            self._hand_over_soon()

@@ -1,0 +1,136 @@
+"""Starts an inference server, or finds one that runs, and makes sure that it serves the model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from registry.served import ServedModel
+from runtime.clock import Clock
+from runtime.tasks import outcome_unless
+from schemas.config import EngineConfig
+from schemas.errors import ConfigError, MillraceError
+from workers.engine_like import EngineFailedError
+from workers.servers.client import ServerClient
+from workers.servers.dialect import Dialect, ServerFacts
+from workers.servers.server_engine import ServerEngine
+from workers.servers.server_process import ServerProcess, find_program
+
+_POLL_S = 0.1
+# The host of a URL is of no meaning on a Unix socket.
+_SOCKET_URL = "http://localhost"
+
+
+async def start_server_engine(
+    dialects: dict[str, type[Dialect]], model: ServedModel, config: EngineConfig, clock: Clock
+) -> ServerEngine:
+    """An engine of ``config.kind`` that is ready. Raises ConfigError for settings that the server
+    does not have, for one that serves another model and for a program that is not there, and
+    EngineFailedError for a server that dies or does not get ready in time."""
+    dialect = dialects[config.kind](model, config, owned=not config.url)
+    if config.url:
+        return await _attach(dialect, clock)
+    return await _launch(dialect, clock)
+
+
+async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
+    config = dialect.config
+    if not config.url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"worker.engine.url is {config.url!r}; it starts with http:// or https://."
+        )
+    client = ServerClient(config.url, api_key=config.api_key)
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            await _until_healthy(dialect, client, clock)
+        return ServerEngine(dialect, client, await _checked_facts(dialect, client), None, clock)
+    except TimeoutError:
+        await client.close()
+        raise EngineFailedError(
+            f"No {dialect.kind} server answers at {config.url}{dialect.health_path} within "
+            f"{config.start_timeout_s:g} s."
+        ) from None
+    except BaseException:
+        await client.close()
+        raise
+
+
+async def _launch(dialect: Dialect, clock: Clock) -> ServerEngine:
+    config = dialect.config
+    program = find_program(dialect.program, config.command, dialect.package)
+    process = ServerProcess.prepare()
+    client = ServerClient(_SOCKET_URL, socket=process.socket)
+    try:
+        await process.start(dialect.command(program, process.socket))
+        await _until_loaded(dialect, client, process, clock)
+        facts = await _checked_facts(dialect, client)
+        process.is_ready()
+        return ServerEngine(dialect, client, facts, process, clock)
+    except BaseException:
+        await client.close()
+        await process.close()
+        raise
+
+
+async def _until_loaded(
+    dialect: Dialect, client: ServerClient, process: ServerProcess, clock: Clock
+) -> None:
+    timeout_s = dialect.config.start_timeout_s
+    exited = asyncio.Event()
+    waiting = asyncio.ensure_future(process.wait())
+    waiting.add_done_callback(lambda _: exited.set())
+    try:
+        async with asyncio.timeout(timeout_s):
+            await outcome_unless(exited, _until_healthy(dialect, client, clock))
+    except TimeoutError:
+        raise _failed(process, f"is not ready after {timeout_s:g} s") from None
+    finally:
+        waiting.cancel()
+    if exited.is_set():
+        raise _failed(process, "ended before the model was loaded")
+
+
+def _failed(process: ServerProcess, what: str) -> EngineFailedError:
+    return EngineFailedError(f"The engine's server {what}. Its last words:\n{process.tail}")
+
+
+async def _until_healthy(dialect: Dialect, client: ServerClient, clock: Clock) -> None:
+    while not await client.is_healthy(dialect.health_path):
+        await clock.sleep(_POLL_S)
+
+
+async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
+    """Raises ConfigError, or EngineFailedError for a server that is none of this kind."""
+    kind, model = dialect.kind, dialect.model
+    try:
+        facts = await dialect.read_facts(client)
+    except EngineFailedError:
+        raise
+    except MillraceError as error:
+        raise EngineFailedError(
+            f"What listens at {client.url} is no {kind} server: {error.message}"
+        ) from error
+    if facts.version and version_of(facts.version) < dialect.oldest_version:
+        oldest = ".".join(map(str, dialect.oldest_version))
+        raise ConfigError(
+            f"The {kind} server is of version {facts.version}; {oldest} or newer is needed."
+        )
+    if facts.vocab_size is not None and facts.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"The {kind} server's model has {facts.vocab_size} token ids, the catalogue's "
+            f"{model.entry.name} has {model.vocab_size}: they are not the same model."
+        )
+    window = facts.context_window_tokens
+    if window is not None and window < model.context_window_tokens:
+        raise ConfigError(
+            f"The {kind} server's context window is {window} tokens, the catalogue's "
+            f"{model.entry.name} has {model.context_window_tokens}. Start the server with a larger "
+            f"one, or set context_window_tokens of the model to {window}."
+        )
+    return facts
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version."""
+    found = re.match(r"[^\d]*(\d+(?:\.\d+)*)", text)
+    return tuple(map(int, found.group(1).split("."))) if found else ()
