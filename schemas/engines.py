@@ -6,7 +6,12 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.sampling import GrammarKind
+from schemas.errors import ParameterError
+from schemas.pooling import Pooling
+from schemas.sampling import GrammarKind, SamplingParams
+
+_DEFAULTS = SamplingParams()
+_REASONS = {"pooling": "makes no embeddings", "n": "makes one completion of a request"}
 
 
 class EngineKind(StrEnum):
@@ -98,3 +103,26 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         exact_token_ids=False, unsupported=_TEXT_ONLY | {"logit_bias"}, grammars=_JSON
     ),
 }
+
+
+def check_supported(sampling: SamplingParams, pooling: Pooling | None, kind: EngineKind) -> None:
+    """Raise ParameterError, naming the field, for what an engine of this kind cannot do."""
+    promises = PROMISES[kind]
+    given = {
+        name
+        for name in promises.unsupported - {"pooling"}
+        if getattr(sampling, name) != getattr(_DEFAULTS, name)
+    }
+    if pooling is not None and "pooling" in promises.unsupported:
+        given.add("pooling")
+    if given:
+        name = min(given)
+        why = _REASONS.get(name, f"cannot honour {name}")
+        raise ParameterError(name, f"The {kind} engine of this model {why}; leave {name} out.")
+    grammar = sampling.grammar
+    if grammar is not None and grammar.kind not in promises.grammars:
+        raise ParameterError(
+            "grammar",
+            f"The {kind} engine of this model takes no grammar of kind {grammar.kind}; it takes "
+            f"{', '.join(sorted(promises.grammars)) or 'none'}.",
+        )

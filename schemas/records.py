@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
+from schemas.engines import CostMethod
 from schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls. A field that is missing has its default.
@@ -48,7 +49,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     ``device_us`` is the request's share of the time that the worker's device was busy, of all
     attempts together: each step is shared among its sequences by the work they did in it.
     ``device_cost`` is what that time costs us, in ``currency``, by the same price book.
-    ``trace_id`` is that of its distributed trace, empty where none is recorded.
+    ``cost_method`` says how ``device_us`` is known. ``resampled``: it was continued, after a crash,
+    by an engine that draws other tokens then than it would have, so its seed alone does not give
+    this completion again. ``trace_id`` is that of its distributed trace, empty where none is
+    recorded.
     """
 
     request_id: str
@@ -86,6 +90,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     device_cost: Decimal = Decimal(0)
     lives: tuple[Attempt, ...] = ()
     trace_id: str = ""
+    cost_method: CostMethod = CostMethod.STEPS
+    resampled: bool = False
     version: int = RECORD_VERSION
 
 

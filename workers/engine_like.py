@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from schemas.engines import PROMISES, EngineKind
-from schemas.errors import MillraceError, ParameterError
-from schemas.sampling import SamplingParams
+from schemas.errors import MillraceError
 from workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -19,9 +17,6 @@ from workers.engine.types import (
 OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
 OnPrefixes = Callable[[PrefixChanges], None]
 OnDeviceTimes = Callable[[list[DeviceTime]], None]
-
-_DEFAULTS = SamplingParams()
-_REASONS = {"pooling": "makes no embeddings", "n": "makes one completion of a request"}
 
 
 class EngineFailedError(MillraceError, code="engine_failed", retryable=True):
@@ -82,29 +77,6 @@ class EngineLike(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End the engine; what runs in it is lost."""
-
-
-def check_supported(request: EngineRequest, kind: EngineKind) -> None:
-    """Raise ParameterError, naming the field, for what an engine of this kind cannot do."""
-    promises, sampling = PROMISES[kind], request.sampling
-    given = {
-        name
-        for name in promises.unsupported - {"pooling"}
-        if getattr(sampling, name) != getattr(_DEFAULTS, name)
-    }
-    if request.pooling is not None and "pooling" in promises.unsupported:
-        given.add("pooling")
-    if given:
-        name = min(given)
-        why = _REASONS.get(name, f"cannot honour {name}")
-        raise ParameterError(name, f"The {kind} engine of this model {why}; leave {name} out.")
-    grammar = sampling.grammar
-    if grammar is not None and grammar.kind not in promises.grammars:
-        raise ParameterError(
-            "grammar",
-            f"The {kind} engine of this model takes no grammar of kind {grammar.kind}; it takes "
-            f"{', '.join(sorted(promises.grammars)) or 'none'}.",
-        )
 
 
 def ignore(*_: object) -> None:

@@ -220,6 +220,8 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("epoch", "UInt32", lambda r: r.epoch),
         Column("lives", _LIVES, _lives),
         Column("trace_id", "String", lambda r: r.trace_id),
+        Column("cost_method", _STRING, lambda r: r.cost_method.value),
+        Column("resampled", "Bool", lambda r: r.resampled),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
         Column("record_version", "UInt16", lambda r: r.version),
     ),

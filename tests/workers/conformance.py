@@ -156,8 +156,8 @@ class EngineConformance:
         engine.add(request("over", output_token_ids=tuple(range(30, 42))))
         engine.add(request("stopped", output_token_ids=(31,), stop_token_ids=(31,)))
         await heard.ended("over", "stopped")
-        reasons = [output.finish_reason for output in heard.outputs]
-        assert sorted(reasons) == sorted([FinishReason.LENGTH, FinishReason.STOP])
+        ends = {output.request_id: output.finish_reason for output in heard.outputs}
+        assert ends == {"over": FinishReason.LENGTH, "stopped": FinishReason.STOP}
         assert heard.tokens("over") == heard.tokens("stopped") == []
 
     async def test_a_stop_token_ends_it(self, engine: EngineLike) -> None:

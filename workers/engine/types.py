@@ -47,7 +47,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     output, or with one error of choice 0 if it was refused; a cancelled request has no last output,
     only a ``DeviceTime``. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
     1 is the caller's) comes in the last output of a request with ``pooling``, which makes no
-    tokens.
+    tokens. ``resampled``: from here on other tokens are drawn than the seed would have given.
     """
 
     request_id: str
@@ -64,6 +64,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     embedding: tuple[float, ...] = ()
     device_us: float = 0.0
     owes: bool = False
+    resampled: bool = False
 
     @property
     def finished(self) -> bool:

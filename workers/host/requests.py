@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from bus.tenancy.settling import Settlements
 from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
+from schemas.engines import PROMISES
 from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import Tier
@@ -66,6 +67,7 @@ class Requests:
         self._completions = completions
         self._on_capacity = on_capacity
         self._traces = traces
+        self._promises = PROMISES[config.engine.kind]
         self._capacity = Capacity(config.engine.max_num_sequences + config.max_num_waiting)
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
@@ -282,6 +284,9 @@ class Requests:
         self._on_capacity()
 
     def _admit(self, generation: Generation) -> None:
+        is_sampled = generation.job.sampling.temperature > 0
+        if generation.token_ids and is_sampled and not self._promises.continues_sampling:
+            generation.resampled = True
         salt = generation.job.tenant if self._context.config.prefix_scope == "tenant" else ""
         self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 

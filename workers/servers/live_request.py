@@ -20,12 +20,18 @@ class LiveRequest:
         self.first_token_s: float | None = None
         self.last_token_s = added_s
         self.num_cached_tokens = 0
+        self.is_resampled = False
         self.task: asyncio.Task[None] | None = None
         self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
         sampling = request.sampling
         self._ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._ends |= frozenset(request.eos_token_ids)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its tokens are drawn."""
+        return self.request.sampling.temperature > 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -13,11 +13,12 @@ import msgspec
 
 from runtime.clock import Clock
 from runtime.tasks import Tasks, wait_or_sleep
+from schemas.engines import check_supported
 from schemas.errors import MillraceError
 from workers.engine.outputs import finished_output, refusal
 from workers.engine.scheduling.admission import finished_before, longest_total_tokens
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats, PrefixChanges
-from workers.engine_like import EngineLike, check_supported
+from workers.engine_like import EngineLike
 from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from workers.servers.dialect import (
     Dialect,
@@ -103,7 +104,7 @@ class ServerEngine(EngineLike):
         if request.request_id in self._live:
             self.cancel(request.request_id)
         try:
-            check_supported(request, self._dialect.kind)
+            check_supported(request.sampling, request.pooling, self._dialect.kind)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._vocab_size,
@@ -155,6 +156,7 @@ class ServerEngine(EngineLike):
             for _ in range(1 + _MAX_BREAKS):
                 if await self._read_stream(live):
                     return
+                live.is_resampled = live.first_token_s is not None and live.is_sampled
             self._fail(live, ServerStreamError("The engine's server breaks off the answer."))
         except MillraceError as error:
             self._fail(live, error)
@@ -216,6 +218,7 @@ class ServerEngine(EngineLike):
                 prompt_logprobs=part.prompt_logprobs,
                 num_cached_tokens=live.num_cached_tokens,
                 started=is_first,
+                resampled=live.is_resampled,
                 finish_reason=reason,
                 device_us=0.0 if reason is None else self._drop(live),
             )

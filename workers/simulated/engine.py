@@ -13,7 +13,7 @@ import random
 from registry.served import ServedModel
 from runtime.clock import Clock
 from schemas.config import EngineConfig
-from schemas.engines import EngineKind
+from schemas.engines import EngineKind, check_supported
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason
 from schemas.prefix import REPORTED_BYTES
@@ -28,7 +28,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_like import EngineLike, check_supported
+from workers.engine_like import EngineLike
 from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence, StepOutputs
 from workers.simulated.latency_model import LatencyModel
 from workers.simulated.tokens import SimulatedTokens
@@ -111,7 +111,7 @@ class SimulatedEngine(EngineLike):
             self.cancel(request.request_id)
         self._work.set()
         try:
-            check_supported(request, EngineKind.SIMULATED)
+            check_supported(request.sampling, request.pooling, EngineKind.SIMULATED)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._vocab_size,

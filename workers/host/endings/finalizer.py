@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from bus.tenancy.settling import Settlement, Settlements
 from runtime.retry import doubling_delays, retry
+from schemas.engines import PROMISES
 from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
 from schemas.records import RequestRecord
@@ -112,7 +113,10 @@ class Finalizer:
                     await self._store_transcript(generation)
                 await self._device_times.wait_reported(generation)
                 record = request_record(
-                    generation, self._context.worker_id, self._context.model.entry.prices
+                    generation,
+                    self._context.worker_id,
+                    self._context.model.entry.prices,
+                    PROMISES[self._context.config.engine.kind].cost_method,
                 )
                 await self._retry(
                     lambda: self._bus.outbox.publish(record, _RECORD_LINGER_S), generation

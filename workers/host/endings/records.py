@@ -10,6 +10,7 @@ import msgspec
 from bus.jobs.decoding import owner_of
 from bus.jobs.ends import record_of, result_of
 from registry.pricing import PriceBook, cost, device_cost
+from schemas.engines import CostMethod
 from schemas.jobs import JobResult
 from schemas.records import Attempt, RequestRecord, Status
 from workers.host.generations.generation import Generation
@@ -18,7 +19,9 @@ _NS_PER_MS = 1e6
 _NS_PER_US = 1e3
 
 
-def request_record(generation: Generation, worker_id: str, prices: PriceBook) -> RequestRecord:
+def request_record(
+    generation: Generation, worker_id: str, prices: PriceBook, cost_method: CostMethod
+) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known."""
@@ -52,6 +55,8 @@ def request_record(generation: Generation, worker_id: str, prices: PriceBook) ->
         device_us=device_us,
         device_cost=device_cost(prices, device_us),
         lives=lives,
+        cost_method=cost_method,
+        resampled=generation.resampled,
     )
 
 

@@ -82,8 +82,9 @@ class Generation:
     for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
     each of the prompt. ``embedding`` is little-endian float32, empty until it is computed. With
     ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
-    are missing. ``lives`` are the attempts before this one, by epoch; it is this attempt from
-    ``first_epoch`` on, under whatever later ones. When the job is dispatched here again after
+    are missing. ``resampled``: it was continued by an engine that draws other tokens then than its
+    seed would have given. ``lives`` are the attempts before this one, by epoch; it is this attempt
+    from ``first_epoch`` on, under whatever later ones. When the job is dispatched here again after
     ``outcome`` is set, only epoch, lease and delivery change.
     """
 
@@ -110,6 +111,7 @@ class Generation:
         "pieces",
         "prompt_logprobs",
         "prompt_token_ids",
+        "resampled",
         "timing",
         "token_ids",
         "trace",
@@ -135,6 +137,7 @@ class Generation:
         self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
+        self.resampled = False
         self.device_use = DeviceUse()
         self._is_charged = False
         self.phase = Phase.QUEUED
@@ -227,6 +230,11 @@ class Generation:
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
+        elif output.num_cached_tokens > self._num_found_tokens:
+            # Some servers say it at the end only.
+            self._num_found_tokens = output.num_cached_tokens
+            self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
+        self.resampled |= output.resampled
         self.num_preemptions += output.num_preemptions
         if output.device_us:
             self.device_use.note(output.device_us)
