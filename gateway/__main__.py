@@ -34,7 +34,7 @@ from runtime.tasks import wait_unless_done
 from runtime.tracing_setup import open_tracing
 from schemas.config import Config, GatewayConfig, TierPolicies
 from schemas.errors import MillraceError
-from schemas.openai import ModelCard
+from schemas.openai import EngineCard, ModelCard
 
 _log = logging.getLogger("gateway")
 
@@ -145,6 +145,7 @@ def _card(entry: ModelEntry) -> ModelCard:
         created=int(midnight.timestamp()),
         max_model_len=entry.context_window_tokens,
         description=entry.description,
+        engine=EngineCard.of(entry.engine_kind),
     )
 
 

@@ -13,7 +13,8 @@ import yaml
 
 from registry.pricing import UNPRICED, PriceBook
 from registry.routing.router import Route, Router
-from schemas.config import TierPolicies
+from schemas.config import EngineConfig, TierPolicies
+from schemas.engines import EngineKind
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
 from schemas.pooling import Pooling
@@ -26,6 +27,17 @@ _NAME = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _LONG_AGO = datetime.date(1970, 1, 1)
 
 
+class CatalogueEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What runs a model where that is not Millrace's own engine; as ``worker.engine`` of the
+    configuration, which it goes before."""
+
+    kind: EngineKind
+    url: str = ""
+    command: str = ""
+    arguments: tuple[str, ...] = ()
+    served_name: str = ""
+
+
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     description: str = ""
@@ -35,6 +47,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tiers: tuple[Tier, ...] = tuple(Tier)
     tool_format: ToolFormat | None = None
     prices: PriceBook = UNPRICED
+    engine: CatalogueEngine | None = None
 
     def __post_init__(self) -> None:
         if self.context_window_tokens is not None and self.context_window_tokens < 2:
@@ -51,6 +64,23 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     name: str
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What runs it, as far as the catalogue says."""
+        return EngineKind.REAL if self.engine is None else self.engine.kind
+
+    def engine_config(self, config: EngineConfig) -> EngineConfig:
+        """The worker's settings, with what the catalogue says of this model's engine. A worker that
+        was told of another kind than Millrace's own keeps to that."""
+        if self.engine is None or config.kind is not EngineKind.REAL:
+            return config
+        given = {
+            name: value
+            for name in self.engine.__struct_fields__
+            if (value := getattr(self.engine, name))
+        }
+        return msgspec.structs.replace(config, **given)
 
     @property
     def is_local(self) -> bool:
@@ -105,6 +135,14 @@ class Catalogue:
         the same name."""
         entry = self.entry_for(path_or_name)
         return Catalogue(self._entries | {entry.name: entry}, self.routes)
+
+    def with_engine(self, engine: CatalogueEngine) -> Catalogue:
+        """This catalogue, all of whose models are run by ``engine``."""
+        entries = {
+            name: msgspec.structs.replace(entry, engine=engine)
+            for name, entry in self._entries.items()
+        }
+        return Catalogue(entries, self.routes)
 
     def router(self, policies: TierPolicies | None = None) -> Router:
         """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or

@@ -15,6 +15,7 @@ from registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from schemas.engines import check_supported
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
@@ -67,12 +68,14 @@ class ServedModel:
         ``max_tokens`` set (to what the context window leaves, if it was not) and a seed. What is
         prepared already stays as it is. A job with ``pooling`` has ``max_tokens`` 1.
 
-        Raises ParameterError naming the field for a tier that may not use the model, a completion
+        Raises ParameterError naming the field for a tier that may not use the model, what the
+        model's engine cannot do, a completion
         of a model that makes embeddings only, an embedding with what only completions have, an
         empty prompt, a refused conversation, token ids that the model does not have, or several
         choices if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
+        check_supported(job.sampling, job.pooling, self.entry.engine_kind)
         if job.tools and job.messages is None:
             raise ParameterError("tools", "tools go with messages only")
         if job.pooling is not None:

@@ -13,6 +13,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from decimal import Decimal
+from enum import StrEnum
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -119,6 +120,8 @@ def _kind(kind: Any) -> str:
         return "secret text"
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind) if choice) or "text"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return " or ".join(f"`{choice}`" for choice in kind)
     if get_origin(kind) in {Union, types.UnionType}:
         return " or ".join(map(_kind, get_args(kind)))
     names = {str: "text", bool: "true or false", int: "whole number", float: "number"}

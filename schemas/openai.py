@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from schemas.engines import PROMISES, EngineKind
 from schemas.sessions import SessionInfo
 
 
@@ -327,10 +328,34 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
 
 
+class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine of a model, and what its streams can rely on: see ``EnginePromises``.
+    ``unsupported`` are the parameters that a request may not set."""
+
+    kind: EngineKind
+    exact_token_ids: bool
+    continues_sampling: bool
+    continues_grammars: bool
+    unsupported: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kind: EngineKind) -> EngineCard:
+        """That of every engine of this kind."""
+        promises = PROMISES[kind]
+        return cls(
+            kind=kind,
+            exact_token_ids=promises.exact_token_ids,
+            continues_sampling=promises.continues_sampling,
+            continues_grammars=promises.continues_grammars,
+            unsupported=tuple(sorted(promises.unsupported)),
+        )
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
     ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
-    ``adapters`` are those that can be asked for with it."""
+    ``adapters`` are those that can be asked for with it; ``engine`` is what runs it (null for a
+    route, which leads to other models)."""
 
     id: str
     created: int
@@ -338,6 +363,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tier_context_tokens: dict[str, int | None] = {}
     adapters: tuple[str, ...] = ()
     description: str = ""
+    engine: EngineCard | None = None
     object: Literal["model"] = "model"
     owned_by: str = "millrace"
 

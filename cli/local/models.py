@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from registry.catalogue import load_catalogue
+from registry.catalogue import CatalogueEngine, load_catalogue
 from registry.checkpoints.checkpoint import read_model_config
 from registry.source import resolve
 
 
-def catalogue_for(catalogue: str, models: Sequence[str], file: Path) -> tuple[str, tuple[str, ...]]:
+def catalogue_for(
+    catalogue: str, models: Sequence[str], file: Path, engine: CatalogueEngine | None = None
+) -> tuple[str, tuple[str, ...]]:
     """The catalogue file for all parts and the names of ``models``, each a name, a folder or a hub
-    id.
+    id. With ``engine`` it is that which runs them.
 
     The catalogue that is written to ``file`` holds these models and no other, and the routes among
     them, so that none is offered which no worker serves. Fetches what is not on this machine, so
@@ -23,5 +25,6 @@ def catalogue_for(catalogue: str, models: Sequence[str], file: Path) -> tuple[st
     chosen = {entry.name: entry for entry in map(known.entry_for, models)}
     for entry in chosen.values():
         read_model_config(resolve(entry))
-    known.only(chosen).write(file)
+    only = known.only(chosen)
+    (only if engine is None else only.with_engine(engine)).write(file)
     return str(file), tuple(chosen)

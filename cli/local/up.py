@@ -10,13 +10,14 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from cli.endpoints import add_data_argument
 from cli.local.private_files import make_private
 from cli.local.worker_bounds import parse_bounds
+from registry.catalogue import CatalogueEngine
 from runtime.metrics_server import check_exposure
 from runtime.settings import PREFIX, load_config
 from schemas.engines import EngineKind
@@ -25,7 +26,7 @@ from schemas.errors import ConfigError, MillraceError
 if TYPE_CHECKING:
     from cli.endpoints import Endpoints
     from cli.local.stack import Plan
-    from schemas.config import AutoscaleConfig, Config, SchedulerConfig
+    from schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -63,7 +64,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="simulated: compute nothing, and take the time that engine.simulation says",
+        help="what runs the models: Millrace's own engine (real), nothing that computes "
+        "(simulated), or a server of another engine, which is started here (default: real)",
+    )
+    parser.add_argument(
+        "--engine-url", metavar="URL", help="a server of that engine that runs already"
+    )
+    parser.add_argument(
+        "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
+    )
+    parser.add_argument(
+        "--engine-arguments",
+        metavar="TEXT",
+        help='more of its command line, such as "--tensor-parallel-size 4"',
     )
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
     parser.add_argument(
@@ -109,7 +122,10 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
 
     config = _settings(arguments)
     catalogue, models = catalogue_for(
-        config.catalogue, arguments.model or ["demo"], data / "run" / "models.yaml"
+        config.catalogue,
+        arguments.model or ["demo"],
+        data / "run" / "models.yaml",
+        _engine(config.worker.engine),
     )
     return Plan(
         data=data,
@@ -134,9 +150,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
     check_exposure(config.metrics)
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
-    engine = config.worker.engine
-    if arguments.engine is not None:
-        engine = msgspec.structs.replace(engine, kind=EngineKind(arguments.engine))
+    engine = msgspec.structs.replace(config.worker.engine, **_engine_arguments(arguments))
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,
@@ -144,6 +158,34 @@ def _settings(arguments: argparse.Namespace) -> Config:
         gateway=msgspec.structs.replace(config.gateway, **front),
         scheduler=_scheduler(config.scheduler, arguments.autoscale),
         worker=msgspec.structs.replace(config.worker, engine=engine),
+    )
+
+
+def _engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "kind": arguments.engine and EngineKind(arguments.engine),
+        "url": arguments.engine_url,
+        "command": arguments.engine_command,
+        "arguments": arguments.engine_arguments and tuple(shlex.split(arguments.engine_arguments)),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
+        names = ", ".join(f"--engine-{name}" for name in given if name != "kind")
+        if names:
+            raise ConfigError(f"{names} goes with --engine and the name of another engine.")
+    return given
+
+
+def _engine(config: EngineConfig) -> CatalogueEngine | None:
+    """What the catalogue of this system says of the engine, so that every part knows it."""
+    if config.kind is EngineKind.REAL:
+        return None
+    return CatalogueEngine(
+        kind=config.kind,
+        url=config.url,
+        command=config.command,
+        arguments=config.arguments,
+        served_name=config.served_name,
     )
 
 
