@@ -168,6 +168,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
     and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
+    ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
+    not say), since a stream moves only among the same ones.
     ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
     go on sooner at a worker with room.
     """
@@ -190,6 +192,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
     prefix_salted: bool = False
+    weights: str | None = None
     draining: bool = False
     engine_down: bool = False
     retired: bool = False

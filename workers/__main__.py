@@ -44,9 +44,12 @@ from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError, NameTakenError
 from workers.engine_like import EngineLike
 from workers.host.metrics import WorkerMetrics
+from workers.host.weights import check_weights
 from workers.host.worker import Worker
 from workers.process.engine_process import EngineClient
 from workers.process.keeper import EngineKeeper
+from workers.servers.kinds import DIALECTS
+from workers.servers.starting import start_server_engine
 from workers.simulated.engine import SimulatedEngine
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
@@ -91,6 +94,8 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     catalogue = load_catalogue(config.catalogue).with_model(config.worker.model)
     name = catalogue.entry_for(config.worker.model).name
     served_model = await asyncio.to_thread(ServedModel.load, catalogue, name)
+    engine_config = served_model.entry.engine_config(config.worker.engine)
+    config = replace(config, worker=replace(config.worker, engine=engine_config))
     tracing = open_tracing(config.tracing, "worker", config.worker.name)
     bus, index = await enter(config, config.worker.name, Part.WORKER)
     clock = SystemClock()
@@ -101,7 +106,8 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     redis = RedisLink(config.redis)
     settlements = Settlements(redis, clock)
 
-    def make_worker(settings: WorkerConfig, engine: EngineKeeper) -> Worker:
+    async def make_worker(settings: WorkerConfig, engine: EngineKeeper) -> Worker:
+        await check_weights(bus, name, engine.weights)
         return Worker(bus, settings, served_model, engine, clock, index, tracing, settlements)
 
     try:
@@ -158,7 +164,7 @@ def _worker_configs(config: WorkerConfig, count: int) -> list[WorkerConfig]:
 async def _run_worker(
     config: WorkerConfig,
     served_model: ServedModel,
-    make_worker: Callable[[WorkerConfig, EngineKeeper], Worker],
+    make_worker: Callable[[WorkerConfig, EngineKeeper], Awaitable[Worker]],
     stop: _ShutdownRequest,
     metrics: WorkerMetrics,
     own_name: WorkerName,
@@ -171,7 +177,7 @@ async def _run_worker(
     engine = EngineKeeper(first, start, clock)
     try:
         await own_name.held.wait()
-        worker = make_worker(config, engine)
+        worker = await make_worker(config, engine)
         stop.workers.append(worker)
         metrics.watch(config.name, served_model.entry.name, engine, worker)
         gc.collect()
@@ -199,6 +205,8 @@ def _engine_starter(
     async def start() -> EngineLike:
         if config.engine.kind is EngineKind.SIMULATED:
             return await SimulatedEngine.start(served_model, config.engine, clock)
+        if config.engine.kind in DIALECTS:
+            return await start_server_engine(served_model, config.engine, clock)
         return await EngineClient.start(served_model.path, config.engine)
 
     return start

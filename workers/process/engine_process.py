@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
+from registry.checkpoints.fingerprint import weights_fingerprint
 from runtime.logs import configure_logging
 from schemas.config import EngineConfig
 from workers.engine.types import EngineRequest, EngineStats
@@ -79,6 +80,7 @@ class EngineClient(EngineLike):
             ready = await link.ready
             client.note_stats(ready.stats)
             client.device_uuid = ready.device_uuid
+            client.weights = await asyncio.to_thread(weights_fingerprint, path)
         except BaseException:
             await client.close()
             raise

@@ -92,6 +92,11 @@ class EngineKeeper:
         return "" if self._engine is None else self._engine.device_uuid
 
     @property
+    def weights(self) -> str | None:
+        """The fingerprint of what the last engine ran."""
+        return self._weights
+
+    @property
     def is_down(self) -> bool:
         """An engine has ended, and the next one is not there yet."""
         return self._engine is None
@@ -140,6 +145,7 @@ class EngineKeeper:
 
     def _take_over(self, engine: EngineLike) -> None:
         self._seen = engine.stats
+        self._weights = engine.weights
         engine.on_outputs = self._on_outputs
         engine.on_prefixes = lambda changes: self.on_prefixes(changes)
         engine.on_device_times = lambda times: self.on_device_times(times)

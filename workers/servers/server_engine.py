@@ -216,7 +216,8 @@ class ServerEngine(EngineLike):
                 token_ids=token_ids,
                 logprobs=part.logprobs[: len(token_ids)],
                 prompt_logprobs=part.prompt_logprobs,
-                num_cached_tokens=live.num_cached_tokens,
+                # Of a request that goes on here, what counts was said by whoever had it first.
+                num_cached_tokens=0 if request.output_token_ids else live.num_cached_tokens,
                 started=is_first,
                 resampled=live.is_resampled,
                 finish_reason=reason,

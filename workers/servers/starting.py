@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
+from registry.checkpoints.fingerprint import weights_fingerprint
 from registry.served import ServedModel
 from runtime.clock import Clock
 from runtime.tasks import outcome_unless
@@ -13,6 +15,7 @@ from schemas.errors import ConfigError, MillraceError
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
 from workers.servers.dialect import Dialect, ServerFacts
+from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
 from workers.servers.server_process import ServerProcess, find_program
 
@@ -22,15 +25,26 @@ _SOCKET_URL = "http://localhost"
 
 
 async def start_server_engine(
-    dialects: dict[str, type[Dialect]], model: ServedModel, config: EngineConfig, clock: Clock
+    model: ServedModel, config: EngineConfig, clock: Clock
 ) -> ServerEngine:
     """An engine of ``config.kind`` that is ready. Raises ConfigError for settings that the server
     does not have, for one that serves another model and for a program that is not there, and
     EngineFailedError for a server that dies or does not get ready in time."""
-    dialect = dialects[config.kind](model, config, owned=not config.url)
+    dialect = DIALECTS[config.kind](model, config, owned=not config.url)
     if config.url:
-        return await _attach(dialect, clock)
-    return await _launch(dialect, clock)
+        engine = await _attach(dialect, clock)
+        # What a server that was started elsewhere has loaded, nobody here can tell.
+        engine.weights = ""
+    else:
+        weights = await asyncio.to_thread(_weights_of, model)
+        engine = await _launch(dialect, clock)
+        engine.weights = weights
+    return engine
+
+
+def _weights_of(model: ServedModel) -> str:
+    source = Path(model.entry.source)
+    return weights_fingerprint(source if source.is_file() else model.path)
 
 
 async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:

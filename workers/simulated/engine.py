@@ -60,6 +60,7 @@ class SimulatedEngine(EngineLike):
         latency = LatencyModel(config.simulation)
         size = config.block_size_tokens
         super().__init__()
+        self.weights = EngineKind.SIMULATED.value
         self._vocab_size = served_model.vocab_size
         self._context_window_tokens = served_model.context_window_tokens
         self._clock = clock

@@ -230,8 +230,8 @@ class Generation:
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
-        elif output.num_cached_tokens > self._num_found_tokens:
-            # Some servers say it at the end only.
+        elif output.num_cached_tokens > self._num_found_tokens and not output.started:
+            # Some servers say it at the end only. Another engine's start says what it found anew.
             self._num_found_tokens = output.num_cached_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.resampled |= output.resampled

@@ -102,6 +102,7 @@ class StatusReporter:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
             prefix_salted=self._config.prefix_scope == "tenant",
+            weights=self._engine.weights,
             draining=self._draining,
             engine_down=self._engine.is_down,
             retired=retired,

@@ -1,0 +1,70 @@
+"""Workers of one model serve the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bus.memory import MemoryBroker, MemoryBus
+from registry.checkpoints.fingerprint import weights_fingerprint
+from runtime.clock import ManualClock
+from schemas.control import WorkerStatus
+from tests.support.engine.checkpoints_made import write_checkpoint
+from workers.host.weights import WeightsDifferError, check_weights
+
+_OTHER = WorkerStatus(worker_id="w1-a", name="w1", model="demo", max_num_sequences=4, weights="aa")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "bb"},
+        {"weights": None},
+        {"model": "another"},
+        {"retired": True},
+    ],
+)
+async def test_those_who_agree_say_nothing_or_serve_another_model_do_not_matter(
+    change: dict[str, object],
+) -> None:
+    bus = MemoryBus(MemoryBroker(ManualClock()))
+    await bus.workers.announce(msgspec.structs.replace(_OTHER, **change))
+    await check_weights(bus, "demo", "bb")
+
+
+@pytest.mark.parametrize("weights", ["bb", ""])
+async def test_other_weights_are_refused_by_name(weights: str) -> None:
+    bus = MemoryBus(MemoryBroker(ManualClock()))
+    await bus.workers.announce(_OTHER)
+    with pytest.raises(WeightsDifferError, match="worker w1 serves the model demo"):
+        await check_weights(bus, "demo", weights)
+    await check_weights(bus, "demo", None)
+
+
+async def test_a_worker_that_fell_silent_does_not_matter() -> None:
+    clock = ManualClock()
+    bus = MemoryBus(MemoryBroker(clock))
+    await bus.workers.announce(_OTHER)
+    await clock.advance(3.5)
+    await check_weights(bus, "demo", "bb")
+
+
+def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path) -> None:
+    first = write_checkpoint(tmp_path / "first")
+    fingerprint = weights_fingerprint(first)
+    assert len(fingerprint) == 16
+    copy = shutil.copytree(first, tmp_path / "copy")
+    (copy / "tokenizer_config.json").unlink()
+    assert weights_fingerprint(copy) == fingerprint
+    file = copy / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    changed = weights_fingerprint(copy)
+    assert changed not in (fingerprint, "")
+    alone = shutil.copy(file, tmp_path / "alone.gguf")
+    assert weights_fingerprint(Path(alone)) == weights_fingerprint(Path(alone))
+    assert weights_fingerprint(tmp_path / "nowhere") == ""
