@@ -15,8 +15,9 @@ _REASONS = {"pooling": "makes no embeddings", "n": "makes one completion of a re
 
 
 class EngineKind(StrEnum):
-    """The engine of a worker: ``real`` is Millrace's own, ``simulated`` computes nothing, the
-    others drive a server that somebody else wrote."""
+    """The engine of a worker: ``real`` is Millrace's own, ``simulated`` computes nothing,
+    ``custom`` is a class that the user wrote, the others drive a server that somebody else
+    wrote."""
 
     REAL = "real"
     SIMULATED = "simulated"
@@ -26,6 +27,7 @@ class EngineKind(StrEnum):
     OPENAI = "openai"
     TGI = "tgi"
     TRTLLM = "trtllm"
+    CUSTOM = "custom"
 
 
 class CostMethod(StrEnum):
@@ -99,15 +101,23 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=_TEXT_ONLY | {"min_p", "presence_penalty", "logit_bias"},
         grammars=_JSON,
     ),
+    # Such an engine refuses by itself what it cannot do.
+    EngineKind.CUSTOM: EnginePromises(),
     EngineKind.TRTLLM: EnginePromises(
         exact_token_ids=False, unsupported=_TEXT_ONLY | {"logit_bias"}, grammars=_JSON
     ),
 }
 
 
-def check_supported(sampling: SamplingParams, pooling: Pooling | None, kind: EngineKind) -> None:
-    """Raise ParameterError, naming the field, for what an engine of this kind cannot do."""
-    promises = PROMISES[kind]
+def check_supported(
+    sampling: SamplingParams,
+    pooling: Pooling | None,
+    kind: EngineKind,
+    promises: EnginePromises | None = None,
+) -> None:
+    """Raise ParameterError, naming the field, for what an engine of this kind cannot do, or what it
+    does not promise where it has ``promises`` of its own."""
+    promises = promises or PROMISES[kind]
     given = {
         name
         for name in promises.unsupported - {"pooling"}

@@ -42,6 +42,7 @@ from runtime.tracing_setup import open_tracing
 from schemas.config import Config, WorkerConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError, NameTakenError
+from workers.custom_engine import load_engine_class
 from workers.engine_like import EngineLike
 from workers.host.metrics import WorkerMetrics
 from workers.host.weights import check_weights
@@ -205,6 +206,9 @@ def _engine_starter(
     async def start() -> EngineLike:
         if config.engine.kind is EngineKind.SIMULATED:
             return await SimulatedEngine.start(served_model, config.engine, clock)
+        if config.engine.kind is EngineKind.CUSTOM:
+            engine_class = load_engine_class(config.engine.command)
+            return await engine_class.start(served_model, config.engine, clock)
         if config.engine.kind in DIALECTS:
             return await start_server_engine(served_model, config.engine, clock)
         return await EngineClient.start(served_model.path, config.engine)

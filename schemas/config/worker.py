@@ -48,7 +48,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     command: str = ""
     """The program that starts such a server; empty: the usual one, from ``.engines`` (``make
-    engines``) or the ``PATH``."""
+    engines``) or the ``PATH``. Of a custom engine its class, as ``module:Class`` or
+    ``file.py:Class``."""
 
     arguments: tuple[str, ...] = ()
     """What its command line has besides, such as ``--tensor-parallel-size 4``."""

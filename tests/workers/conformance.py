@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from schemas.engines import PROMISES, EngineKind
+from schemas.engines import PROMISES, EngineKind, EnginePromises
 from schemas.frames import FinishReason
 from schemas.pooling import Pooling
 from schemas.prefix import REPORTED_BYTES, extend_keys, root_key
@@ -122,6 +122,8 @@ class EngineConformance:
     """See the module."""
 
     kind: ClassVar[EngineKind]
+    promises: ClassVar[EnginePromises | None] = None
+    has_prefix_cache: ClassVar[bool] = True
 
     async def test_it_is_ready(self, engine: EngineLike) -> None:
         stats = engine.stats
@@ -255,7 +257,7 @@ class EngineConformance:
         end = heard.end("r")
         assert end is not None
         if name == "grammar":
-            is_taken = GrammarKind.JSON_OBJECT in PROMISES[self.kind].grammars
+            is_taken = GrammarKind.JSON_OBJECT in self._promised().grammars
         else:
             is_taken = self._can(name)
         if is_taken:
@@ -275,6 +277,8 @@ class EngineConformance:
         assert (end.error is None) is self._can("pooling")
 
     async def test_prefixes_that_it_may_have_are_told(self, engine: EngineLike) -> None:
+        if not self.has_prefix_cache:
+            pytest.skip("it has no prefix cache")
         heard = Heard(engine)
         prompt = tuple(range(70, 70 + 48))
         engine.add(request("p", prompt=prompt))
@@ -301,7 +305,10 @@ class EngineConformance:
         assert 0 < charged_us <= busy_us * 1.001 + 1
 
     def _can(self, name: str) -> bool:
-        return name not in PROMISES[self.kind].unsupported
+        return name not in self._promised().unsupported
+
+    def _promised(self) -> EnginePromises:
+        return self.promises or PROMISES[self.kind]
 
     @staticmethod
     async def _at_rest(engine: EngineLike) -> None:

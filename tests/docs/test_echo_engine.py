@@ -1,0 +1,53 @@
+"""The engine that docs/engines.md shows keeps what every engine has to, and is reached by the command
+that it names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from runtime.clock import SystemClock
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError
+from tests.workers.conformance import EngineConformance, running
+from tests.workers.scripted import served_model
+from workers.custom_engine import load_engine_class
+from workers.engine_like import EngineLike
+
+_FILE = Path(__file__).parents[2] / "docs" / "examples" / "echo_engine.py"
+_NAME = f"{_FILE}:EchoEngine"
+_ENGINE_CLASS = load_engine_class(_NAME)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineLike]:
+    model = served_model(tmp_path_factory.mktemp("model"))
+    config = EngineConfig(kind=EngineKind.CUSTOM, command=_NAME, max_num_sequences=4)
+    async with running(await _ENGINE_CLASS.start(model, config, SystemClock())) as engine:
+        yield engine
+
+
+class TestEchoEngine(EngineConformance):
+    kind = EngineKind.CUSTOM
+    promises = _ENGINE_CLASS.promises  # type: ignore[attr-defined]
+    has_prefix_cache = False
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "module:Class"),
+        ("no_such_module:Engine", "cannot be imported: ModuleNotFoundError"),
+        ("nowhere.py:Engine", "cannot be imported: ImportError"),
+        (f"{_FILE}:Missing", "has no class Missing"),
+        (f"{_FILE}:Clock", "derives from EngineLike"),
+        ("workers.engine_like:EngineLike", "no class method"),
+    ],
+)
+def test_a_name_that_leads_to_no_engine_is_explained(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_engine_class(name)
