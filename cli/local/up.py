@@ -165,7 +165,7 @@ def _engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         "kind": arguments.engine and EngineKind(arguments.engine),
         "url": arguments.engine_url,
-        "command": arguments.engine_command,
+        "command": arguments.engine_command and _absolute(arguments.engine_command),
         "arguments": arguments.engine_arguments and tuple(shlex.split(arguments.engine_arguments)),
     }
     given = {name: value for name, value in given.items() if value is not None}
@@ -174,6 +174,11 @@ def _engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         if names:
             raise ConfigError(f"{names} goes with --engine and the name of another engine.")
     return given
+
+
+def _absolute(command: str) -> str:
+    """A program that is named by its path, or a class by its file, is looked for from here."""
+    return str(Path(command).expanduser().resolve()) if "/" in command else command
 
 
 def _engine(config: EngineConfig) -> CatalogueEngine | None:

@@ -1,5 +1,4 @@
-"""The engine that docs/engines.md shows keeps what every engine has to, and is reached by the command
-that it names."""
+"""The engine that docs/engines.md shows keeps what every engine has to."""
 
 from __future__ import annotations
 
