@@ -1,0 +1,141 @@
+"""An engine's server behind the bus beside itself, with one client, in one run.
+
+    python -m benchmarks.engines --engine vllm|llamacpp [--model PATH] [--save]
+
+The server is started once, with the arguments that a worker gives it, and measured in turns: asked
+directly over HTTP, and through ``millrace up --engine KIND --engine-url``. Then ``millrace up``
+starts one of its own, which is killed with -9 under 20 streams: the time from the moment that the
+next one is ready to each stream's next token is the gap.
+
+The model is a Llama of 100M parameters with random weights: a folder for vLLM, a GGUF file in bf16
+for llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.checkpoints import write_llama
+from benchmarks.engines.killed import KilledFigures, measure_kill
+from benchmarks.engines.servers import serving
+from benchmarks.peers.loads import LOADS
+from benchmarks.peers.servers import measure_server
+from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.figures import Figures, medians
+from benchmarks.support.gguf_files import write_gguf
+from registry.checkpoints.checkpoint import read_model_config
+from schemas.engines import EngineKind
+from tests.support.servers import free_port
+from tests.support.system import System
+
+_RESULTS = Path(__file__).parents[1] / "results" / "engines"
+_KINDS = (EngineKind.VLLM, EngineKind.LLAMACPP)
+_LOADS = tuple(load for load in LOADS if not load.num_shared_tokens)
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One load, both ways: medians over the rounds, and the ratio of tokens a second."""
+
+    load: str
+    direct: Figures
+    behind_the_bus: Figures
+
+    @property
+    def share(self) -> float:
+        """Tokens a second behind the bus over those of the server alone."""
+        return self.behind_the_bus.tokens_per_s / self.direct.tokens_per_s
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What a run measured."""
+
+    engine: EngineKind
+    cpu: str
+    loads: list[LoadResult] = []
+    killed: KilledFigures | None = None
+
+
+def _measure_both(arguments: argparse.Namespace, model: Path, vocab_size: int) -> list[LoadResult]:
+    """In turns, so that a slow minute of the machine is in both."""
+    rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
+        load.name: ([], []) for load in _LOADS
+    }
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        url = stack.enter_context(serving(arguments.engine, model, Path(folder)))
+        system = System(
+            Path(folder) / "data",
+            (
+                *("--port", str(free_port()), "--model", str(model)),
+                *("--engine", arguments.engine, "--engine-url", url),
+            ),
+        ).start()
+        stack.callback(system.stop)
+        for _ in range(arguments.runs):
+            for load in _LOADS:
+                direct, behind = rounds[load.name]
+                direct.append(measure_server(url, load, 1, vocab_size))
+                behind.append(measure_server(system.http, load, 1, vocab_size))
+    return [
+        LoadResult(load=name, direct=medians(direct), behind_the_bus=medians(behind))
+        for name, (direct, behind) in rounds.items()
+    ]
+
+
+def _print(result: Result) -> None:
+    print(f"{result.engine} on {result.cpu}")
+    for one in result.loads:
+        direct, behind = one.direct, one.behind_the_bus
+        print(
+            f"  {one.load:32} {direct.tokens_per_s:7.1f} tokens/s alone, "
+            f"{behind.tokens_per_s:7.1f} behind the bus: {one.share:.3f}; TTFT p50 "
+            f"{direct.ttft_p50_ms:.1f} and {behind.ttft_p50_ms:.1f}, p99 "
+            f"{direct.ttft_p99_ms:.1f} and {behind.ttft_p99_ms:.1f} ms"
+        )
+    if result.killed is not None:
+        gaps_s = result.killed.gaps_s
+        print(
+            f"  killed under {len(gaps_s)} streams: the next was ready after "
+            f"{result.killed.ready_after_s:.1f} s, and the streams' next tokens came "
+            f"{gaps_s[len(gaps_s) // 2]:.2f} (p50) and {gaps_s[-1]:.2f} s (longest) behind that"
+        )
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if "model name" in line), "unknown")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if everything was measured."""
+    parser = command_parser("engines", __doc__)
+    parser.add_argument("--engine", choices=[kind.value for kind in _KINDS], required=True)
+    parser.add_argument("--model", type=Path, help="instead of one that is made for the run")
+    parser.add_argument("--runs", type=int, default=3, help="rounds; the medians count")
+    parser.add_argument("--only", choices=("loads", "kill"), help="only this part")
+    parser.add_argument("--save", action="store_true", help="write results/engines/ENGINE.json")
+    parsed = parser.parse_args(arguments)
+    result = Result(engine=EngineKind(parsed.engine), cpu=_cpu())
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_llama(Path(folder) / "llama-100m")
+        model = parsed.model or checkpoint
+        if result.engine is EngineKind.LLAMACPP and parsed.model is None:
+            model = write_gguf(Path(folder) / "llama-100m.gguf", checkpoint)
+        if parsed.only != "kill":
+            vocab_size = read_model_config(checkpoint).vocab_size
+            result.loads = _measure_both(parsed, model, vocab_size)
+        if parsed.only != "loads":
+            result.killed = measure_kill(result.engine, model, Path(folder) / "killed")
+    _print(result)
+    write_json(_RESULTS / f"{result.engine}.json" if parsed.save else None, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
