@@ -23,7 +23,8 @@ from nats.aio.msg import Msg
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99
 from benchmarks.support.processes import ProcessUsage
-from bus.api import Bus, LeasedJob, TenantQueue
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.frames import Delta, Frame

@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
 from bus import nats
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.running_requests import RunningRequest
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel

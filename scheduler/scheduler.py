@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from bus.api import Bus, Subscription, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.tenancy.keeper import LimitKeeper
+from bus.transport import Subscription
 from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
 from runtime.tasks import Tasks, wait_unless_done

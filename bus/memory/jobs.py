@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 
 from bus import codec, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
+from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs import decoding as intake
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
 from bus.storage import NATS
-from bus.transport import Transport
+from bus.transport import Subscription, Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job
 
@@ -23,7 +23,7 @@ RETRY_AFTER_FULL_S = 5.0
 
 
 class MemoryJobQueue:
-    """See ``bus.api.JobQueue``."""
+    """See ``bus.job_queue.JobQueue``."""
 
     def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
         self._broker = broker

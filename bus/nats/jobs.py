@@ -10,8 +10,8 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import codec, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
 from bus.codec import CONTENT_TYPE
+from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs import decoding as intake
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
@@ -22,6 +22,7 @@ from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
+from bus.transport import Subscription
 from runtime.clock import Clock
 from runtime.tracing import HEADER as TRACEPARENT
 from schemas.config import NatsConfig
@@ -81,7 +82,7 @@ class _OpenQueue:
 
 
 class NatsJobQueue:
-    """See ``bus.api.JobQueue``."""
+    """See ``bus.job_queue.JobQueue``."""
 
     def __init__(
         self,

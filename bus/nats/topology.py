@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from bus import subjects
-from bus.api import TenantQueue
 from bus.fleet.directory import ENTRY_TTL_S
+from bus.job_queue import TenantQueue
 from bus.nats import jetstream
 from bus.nats.connection import Connection
 from bus.nats.jetstream import JetStreamError, Json, nanoseconds

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.config import WorkerConfig
 from schemas.control import (

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from bus import codec
-from bus.api import Bus, LeasedJob, TenantQueue
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
 from schemas.errors import PayloadTooLargeError, QueueFullError
 from schemas.frames import Failed, Frame
 from schemas.jobs import DeadJob, Job, Tier

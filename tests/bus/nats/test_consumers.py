@@ -10,7 +10,8 @@ import pytest
 from nats.aio.client import Client
 
 from bus import subjects
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.nats import connect, topology
 from schemas.config import NatsConfig
 from schemas.jobs import Job
