@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from bus import codec, subjects
 from bus.codec import CONTENT_TYPE
 from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
-from bus.jobs import decoding as intake
+from bus.jobs import decoding
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream, shedding, topology
@@ -146,7 +146,7 @@ class NatsJobQueue:
         content_type = headers.get(CONTENT_TYPE)
         subject, payload = message.subject, message.data
         try:
-            job = intake.read_job(
+            job = decoding.read_job(
                 subject, payload, content_type, delivery.stored_ns, headers.get(TRACEPARENT)
             )
         except MalformedMessageError as error:
@@ -245,7 +245,7 @@ class NatsJobQueue:
             content_type = message.header(CONTENT_TYPE)
             stored_ns = jetstream.epoch_ns(message.time)
             try:
-                job = intake.read_job(message.subject, message.payload, content_type, stored_ns)
+                job = decoding.read_job(message.subject, message.payload, content_type, stored_ns)
             except MalformedMessageError as error:
                 delivery = Delivery(0, message.seq, stored_ns)
                 await self._dead_letters.refuse_unreadable(

@@ -253,7 +253,7 @@ class TestDepthAndShedding:
 
 
 class TestDeadLetters:
-    async def test_bury(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_job_is_dead_lettered(self, bus: Bus, broker: Broker) -> None:
         await bus.jobs.publish(job(1))
         leased = await pull_one(bus)
         dead = DeadJob(

@@ -155,4 +155,4 @@ async def test_lines_beyond_a_default_of_the_server(api: Api, bus: Bus) -> None:
     info = await api.call("STREAM.INFO.JOBS")
     config = info["config"]
     assert isinstance(config, dict)
-    assert config["max_consumers"] == topology.MAX_LINES
+    assert config["max_consumers"] == topology.MAX_JOBS_CONSUMERS
