@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import uvloop
 
-from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
@@ -83,7 +83,7 @@ class _Conversations:
         self._service = service
         self._load = load
         chance = random.Random(3)
-        self._systems = [_tokens(chance, _SYSTEM_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
+        self._systems = [random_prompt(chance, _SYSTEM_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
 
     async def run(self, duration_s: float) -> None:
         talking = [
@@ -104,17 +104,13 @@ class _Conversations:
         while True:
             known = chance.choice(self._systems)
             for _ in range(chance.randint(2, _MAX_TURNS)):
-                prompt = known + _tokens(chance, _QUESTION_TOKENS)
+                prompt = known + random_prompt(chance, _QUESTION_TOKENS)
                 answer = await self._service.send("talkers", prompt, _ANSWER_TOKENS)
                 self.answers.append(answer)
                 self.num_repeated_tokens[answer] = len(known) // _BLOCK_TOKENS * _BLOCK_TOKENS
                 await answer.ended
                 known = prompt + tuple(answer.token_ids)
                 await asyncio.sleep(chance.expovariate(1 / pause_s))
-
-
-def _tokens(chance: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(chance.choices(range(5, 4_000), k=count))
 
 
 async def _run(policy: _Policy, load: _Load, duration_s: float) -> _Result:

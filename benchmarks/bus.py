@@ -16,13 +16,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import nats
-import psutil
 import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from benchmarks.support.command import command_parser
-from bus.api import Bus, LeasedJob, TenantQueue
+from benchmarks.support.figures import p50_p99
+from benchmarks.support.processes import ProcessUsage
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
 from bus.nats import connect
 from schemas.config import NatsConfig
 from schemas.frames import Delta, Frame
@@ -35,18 +37,8 @@ PROMPT = tuple(range(256))
 _BATCH = 64
 
 
-def percentiles(samples_s: list[float]) -> str:
-    """p50 and p99 in ms."""
-    ordered = sorted(samples_s)
-    return f"p50 {ordered[len(ordered) // 2] * 1e3:6.2f} ms   p99 {_p99(ordered) * 1e3:6.2f} ms"
-
-
-def _p99(ordered: list[float]) -> float:
-    return ordered[min(len(ordered) - 1, round(len(ordered) * 0.99))]
-
-
 async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
-    """Seconds from the call of publish to the job in the puller's hands, one job at a time."""
+    """Milliseconds from the call of publish to the job in the puller's hands, one job at a time."""
     samples: list[float] = []
     for number in range(num_jobs):
         pulling = asyncio.ensure_future(receiver.jobs.pull(LINE, 8, 5.0))
@@ -55,7 +47,7 @@ async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
         job = Job(request_id=f"bench-{number}", model=MODEL, prompt_token_ids=PROMPT)
         publishing = asyncio.ensure_future(sender.jobs.publish(job))
         (leased,) = await pulling
-        samples.append(time.perf_counter() - started_s)
+        samples.append((time.perf_counter() - started_s) * 1e3)
         await publishing
         await receiver.jobs.ack(leased.lease)
     return samples
@@ -74,7 +66,7 @@ async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[
         started_s = time.perf_counter()
         publishing = asyncio.ensure_future(stream.publish("bare.x", payload))
         (message,) = await pulling
-        samples.append(time.perf_counter() - started_s)
+        samples.append((time.perf_counter() - started_s) * 1e3)
         await publishing
         await message.ack_sync()
     return samples
@@ -201,8 +193,8 @@ async def measure(
     bare_samples = await bare_latency(bare_sender, bare_receiver, num_jobs)
     samples = await job_latency(sender, receiver, num_jobs)
     print(f"publish to pull, one job at a time, {num_jobs} jobs")
-    print(f"  nats-py fetch   {percentiles(bare_samples)}")
-    print(f"  job queue       {percentiles(samples)}")
+    print(f"  nats-py fetch   {p50_p99(bare_samples, '6.2f')}")
+    print(f"  job queue       {p50_p99(samples, '6.2f')}")
     bare = await bare_rate(bare_sender, bare_receiver, num_frames)
     single = await frame_rate(sender, receiver, num_frames, batch=False)
     batched = await frame_rate(sender, receiver, num_frames, batch=True)
@@ -226,21 +218,11 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=50_000)
     parser.add_argument("--lines", type=int, default=200)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        server = NatsServer(Path(directory))
-        server.start()
-        try:
-            process = psutil.Process(server.pid)
-            measuring = measure(
-                server.url,
-                arguments.jobs,
-                arguments.frames,
-                arguments.lines,
-                lambda: process.memory_info().rss,
-            )
-            uvloop.run(measuring)
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory)) as server:
+        memory_bytes = ProcessUsage(server.pid).rss_bytes
+        uvloop.run(
+            measure(server.url, arguments.jobs, arguments.frames, arguments.lines, memory_bytes)
+        )
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from collections import deque
 from pathlib import Path
 
 from benchmarks.support.command import command_parser
-from benchmarks.support.figures import percentile
+from benchmarks.support.figures import p50_p99, percentile
 from bus import nats
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.running_requests import RunningRequest
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
@@ -156,9 +157,7 @@ async def measure(model: str, num_streams: int, num_cancels: int) -> list[tuple[
     config = WorkerConfig(
         model=name, engine=EngineConfig(max_num_sequences=num_streams, prefix_cache=False)
     )
-    with tempfile.TemporaryDirectory() as folder:
-        server = NatsServer(Path(folder))
-        server.start()
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
         nats_config = NatsConfig(url=server.url)
         bus, peer = await nats.connect(nats_config, "worker"), await nats.connect(nats_config, "gw")
         client = await EngineClient.start(served.path, config.engine)
@@ -171,19 +170,18 @@ async def measure(model: str, num_streams: int, num_cancels: int) -> list[tuple[
             keeper = EngineKeeper(client, start, clock)
             worker = Worker(bus, config, served, keeper, clock, NoIndex())
             stopping = asyncio.Event()
-            life = asyncio.create_task(worker.run(stopping))
+            running = asyncio.create_task(worker.run(stopping))
             await worker.ready.wait()
             watch = Watch(client)
             bench = Bench(peer, worker, watch, name, served.tokenizer.vocab_size)
             figures = await _rounds(bench, num_streams, num_cancels)
             stopping.set()
-            await life
+            await running
             return figures
         finally:
             await client.close()
             await peer.close()
             await bus.close()
-            server.stop()
 
 
 async def _rounds(bench: Bench, num_streams: int, num_cancels: int) -> list[tuple[float, float]]:
@@ -214,8 +212,7 @@ def main() -> None:
     )
     print(f"{arguments.streams} streams, {len(figures)} cancels")
     for title, values in rows:
-        p50_ms, p99_ms = percentile(values, 0.5), percentile(values, 0.99)
-        print(f"{title:32}  p50 {p50_ms:7.2f} ms   p99 {p99_ms:7.2f} ms")
+        print(f"{title:32}  {p50_p99(values, '7.2f')}")
     print(f"goal: no more than one step + {_GOAL_MS:g} ms")
 
 

@@ -28,15 +28,17 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import uvloop
 
-from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
-from benchmarks.support.figures import percentile
+from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from bus import nats
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 from schemas.engines import EngineKind
+from simulation.report.fairness import jain as jain_index
 
 _OUTPUT_WEIGHT = 2.0
 _NUM_WORKERS, _NUM_SLOTS = 2, 32
@@ -84,12 +86,6 @@ _BACKLOGGED = (
 _AT_DOORS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
 
 
-def jain_index(shares: Sequence[float]) -> float:
-    """1 when all are equal, 1/n when one has everything."""
-    squares = sum(share * share for share in shares)
-    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
-
-
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
     """Of what was served to two, sampled at the same times: by how much one got more than the
     other over whichever part of the time."""
@@ -104,18 +100,8 @@ def vtc_bound(loads: Sequence[_Load]) -> float:
     return 2 * max(*(load.prompt_tokens for load in loads), _OUTPUT_WEIGHT * running_tokens)
 
 
-class _Prompts:
-    """Prompts that share nothing."""
-
-    def __init__(self) -> None:
-        self._chance = random.Random(7)
-
-    def make(self, num_tokens: int) -> tuple[int, ...]:
-        return tuple(self._chance.choices(range(5, 4_000), k=num_tokens))
-
-
 async def _offer(
-    service: Service, prompts: _Prompts, load: _Load, duration_s: float
+    service: Service, prompts: random.Random, load: _Load, duration_s: float
 ) -> list[Answer]:
     chance = random.Random(load.tenant)
     due_s = time.perf_counter()
@@ -126,13 +112,13 @@ async def _offer(
         if due_s > end_s:
             break
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        prompt = prompts.make(load.prompt_tokens)
+        prompt = random_prompt(prompts, load.prompt_tokens)
         max_tokens = chance.randint(load.mean_tokens // 2, load.mean_tokens * 3 // 2)
         sending.append(asyncio.create_task(service.send(load.tenant, prompt, max_tokens)))
     return await asyncio.gather(*sending)
 
 
-async def _ask_quietly(service: Service, prompts: _Prompts, duration_s: float) -> list[float]:
+async def _ask_quietly(service: Service, prompts: random.Random, duration_s: float) -> list[float]:
     """The TTFT of every answer to the quiet, ms."""
     end_s = time.perf_counter() + duration_s
 
@@ -140,7 +126,9 @@ async def _ask_quietly(service: Service, prompts: _Prompts, duration_s: float) -
         chance, ttfts_ms = random.Random(tenant), list[float]()
         await asyncio.sleep(chance.random())
         while time.perf_counter() < end_s:
-            answer = await service.send(tenant, prompts.make(_QUIET_PROMPT), _QUIET_TOKENS)
+            answer = await service.send(
+                tenant, random_prompt(prompts, _QUIET_PROMPT), _QUIET_TOKENS
+            )
             ttfts_ms += await _ttfts_ms([answer])
             pause_s = chance.uniform(*_QUIET_PAUSE_S)
             await asyncio.sleep(max(0.0, min(pause_s, end_s - time.perf_counter())))
@@ -179,7 +167,7 @@ class _Watch:
 
 async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
     """Whether the goals were kept."""
-    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
     await service.open()
     await _ask_quietly(service, prompts, 1.0)
     alone_ms = await _ask_quietly(service, prompts, duration_s)
@@ -194,7 +182,7 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
     await asyncio.gather(*offering)
     gained, bound = watch.gained(), vtc_bound(_BACKLOGGED)
     gap = max(largest_gap(watch.served[a], watch.served[b]) for a, b in combinations(gained, 2))
-    jain = jain_index(list(gained.values()))
+    jain = jain_index(np.array(list(gained.values())))
     ratio = percentile(beside_ms, 0.99) / max(percentile(alone_ms, 0.99), 1e-9)
     print(f"{len(_BACKLOGGED)} backlogged tenants beside {_NUM_QUIET} quiet ones, {duration_s:g} s")
     for load in _BACKLOGGED:
@@ -206,8 +194,8 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
     print(f"  fewest jobs that one of them had waiting: {watch.fewest_waiting}")
     print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
     print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
-    print(f"  TTFT of the quiet alone:  {_latency(alone_ms)}")
-    print(f"  TTFT of the quiet beside: {_latency(beside_ms)}")
+    print(f"  TTFT of the quiet alone:  {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT of the quiet beside: {p50_p99(beside_ms, '7.1f')}")
     print(f"  p99 {ratio:.2f} times that of alone (goal: at most {_TTFT_GOAL})")
     backlogged = watch.fewest_waiting > 0
     if not backlogged:
@@ -239,7 +227,7 @@ async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
             f"  {phase:<16}{share:6.1%} of the work to the one (equal: 50.0%), "
             f"gap {gap:,.0f} (VTC's bound: {bound:,.0f})"
         )
-    jain = jain_index([sum(of_tenant) for of_tenant in zip(*shares, strict=True)])
+    jain = jain_index(np.array(shares).sum(axis=0))
     print(f"  Jain index of all phases together {jain:.4f} (goal: at least {_JAIN_GOAL})")
     return jain >= _JAIN_GOAL and max(gaps) <= bound
 
@@ -248,7 +236,7 @@ async def _shares_of_phases(
     system: SimulatedSystem, doors: Sequence[Service], duration_s: float
 ) -> list[tuple[float, float]]:
     """The work that each of the two was given in each phase."""
-    prompts, tenants = _Prompts(), [load.tenant for load in _AT_DOORS]
+    prompts, tenants = random.Random(7), [load.tenant for load in _AT_DOORS]
     warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
     at_one, at_both = _AT_DOORS
     ways = [(doors[0], at_one), (doors[0], at_both), (doors[1], at_both)]
@@ -274,19 +262,19 @@ async def _shares_of_phases(
 
 
 async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
-    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), _Prompts()
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
     await service.open()
 
     async def firsts(name: str) -> list[float]:
         waits_ms: list[float] = []
         for number in range(_NUM_FIRSTS):
-            answer = await service.send(f"{name}-{number}", prompts.make(64), 4)
+            answer = await service.send(f"{name}-{number}", random_prompt(prompts, 64), 4)
             waits_ms += await _ttfts_ms([answer])
         return waits_ms
 
     alone_ms = await firsts("alone")
     begun_s = time.perf_counter()
-    await service.send_many("hoarder", [prompts.make(64)] * num_jobs, (32, 96))
+    await service.send_many("hoarder", [random_prompt(prompts, 64)] * num_jobs, (32, 96))
     published_s = time.perf_counter() - begun_s
     waiting = service.num_unstarted["hoarder"]
     beside_ms = await firsts("beside")
@@ -294,13 +282,8 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
         f"the first job of {_NUM_FIRSTS} tenants behind {waiting:,} jobs of another "
         f"({num_jobs:,} published in {published_s:.0f} s)"
     )
-    print(f"  TTFT alone:  {_latency(alone_ms)}")
-    print(f"  TTFT behind: {_latency(beside_ms)}")
-
-
-def _latency(latencies_ms: Sequence[float]) -> str:
-    p50, p99 = percentile(latencies_ms, 0.5), percentile(latencies_ms, 0.99)
-    return f"p50 {p50:7.1f} ms   p99 {p99:7.1f} ms"
+    print(f"  TTFT alone:  {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT behind: {p50_p99(beside_ms, '7.1f')}")
 
 
 async def _measure(arguments: argparse.Namespace) -> bool:

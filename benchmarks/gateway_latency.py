@@ -174,11 +174,11 @@ async def _measure(gateway: GatewayProcess, rate_per_s: float, seconds: float) -
         direct.ttft_ms.clear()
         through.exchanges.clear()
         probe.start()
-        cpu_s = gateway.cpu_s()
+        cpu_s = gateway.usage.cpu_s()
         for _ in range(max(1, round(seconds / _TURN_S))):
             for way in (direct, through):
                 await _turn(way, rate_per_s, _TURN_S, next(numbers))
-        cpu_s, client = gateway.cpu_s() - cpu_s, probe.stop()
+        cpu_s, client = gateway.usage.cpu_s() - cpu_s, probe.stop()
     finally:
         through.close()
         await bus.close()

@@ -14,7 +14,6 @@ a bare uvloop server.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-import psutil
 import uvloop
 
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_clients import HANDSHAKE, socket_request, sse_request
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
-from benchmarks.support.raw_stack import REPLY, raw_stack, request_id
+from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
+from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import LockstepWorker, take_jobs
 from bus import nats
 from bus.nats import NatsBus
@@ -44,7 +43,6 @@ _TOKEN_BYTES = 200
 _TIMEOUT_S = 60.0
 _FLOOR = "floor"
 _GOALS = {"uncoalesced": 60_000, "coalesced": 100_000}
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,20 +144,6 @@ def _run_clients(port: int, path: str, num_clients: int, ended: Queue[int]) -> N
     uvloop.run(run())
 
 
-class _Measured:
-    """What serves the clients, and its CPU time."""
-
-    def __init__(self, system: str, port: int, cpu_s: Callable[[], float]) -> None:
-        self.system = system
-        self.port = port
-        self.cpu_s = cpu_s
-
-
-def _cpu_s(pid: int | None) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
 # The measurements.
 
 
@@ -171,90 +155,71 @@ class _Relay:
         self._num_steps = num_steps
 
     async def gateway(self, path: str, mode: str) -> Figures:
-        measured = _Measured("gateway", self._gateway.port, self._gateway.cpu_s)
-
         async def streams() -> LockstepWorker:
             jobs = await take_jobs(self._bus, self._num_clients)
             return LockstepWorker(self._bus, GATEWAY_ID, [job.request_id for job in jobs])
 
-        return await self._run(measured, path, mode, streams)
+        return await self._run("gateway", self._gateway, path, mode, streams)
 
     async def raw(self, path: str, mode: str) -> Figures:
         with raw_stack(self._gateway.nats_url) as stack:
-            measured = _Measured("raw stack", stack.port, lambda: _cpu_s(stack.pid))
 
             async def streams() -> LockstepWorker:
                 await stack.wait_streams(self._num_clients)
                 ids = [request_id(number) for number in range(self._num_clients)]
                 return LockstepWorker(self._bus, REPLY, ids)
 
-            return await self._run(measured, path, mode, streams)
+            return await self._run("raw stack", stack, path, mode, streams)
 
     async def _run(
         self,
-        measured: _Measured,
+        system: str,
+        server: GatewayProcess | RawStack,
         path: str,
         mode: str,
         streams: Callable[[], Awaitable[LockstepWorker]],
     ) -> Figures:
-        ended: Queue[int] = _SPAWN.Queue()
-        clients = _SPAWN.Process(
-            target=_run_clients, args=(measured.port, path, self._num_clients, ended), daemon=True
-        )
-        clients.start()
-        worker = await streams()
-        await worker.start()
-        await worker.steps(_WARM_UP_STEPS, _PACE_STEPS_PER_S)
-        cpu_s, start_s = measured.cpu_s(), time.perf_counter()
-        num_steps = self._num_steps * (_COALESCED_FACTOR if mode == "coalesced" else 1)
-        await worker.steps(num_steps, _PACE_STEPS_PER_S if mode == "uncoalesced" else None)
-        await worker.end()
-        await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
-        wall_s, cpu_s = time.perf_counter() - start_s, measured.cpu_s() - cpu_s
-        clients.join()
+        ended: Queue[int] = SPAWN.Queue()
+        with spawned(_run_clients, server.port, path, self._num_clients, ended):
+            worker = await streams()
+            await worker.start()
+            await worker.steps(_WARM_UP_STEPS, _PACE_STEPS_PER_S)
+            cpu_s, start_s = server.usage.cpu_s(), time.perf_counter()
+            num_steps = self._num_steps * (_COALESCED_FACTOR if mode == "coalesced" else 1)
+            await worker.steps(num_steps, _PACE_STEPS_PER_S if mode == "uncoalesced" else None)
+            await worker.end()
+            await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
+            wall_s, cpu_s = time.perf_counter() - start_s, server.usage.cpu_s() - cpu_s
         num_tokens = num_steps * self._num_clients
-        return _figures(measured.system, path, mode, self._num_clients, num_tokens, wall_s, cpu_s)
+        return _figures(system, path, mode, self._num_clients, num_tokens, wall_s, cpu_s)
 
     async def write_floor(self) -> Figures:
-        numbers: Queue[int] = _SPAWN.Queue()
-        ended: Queue[int] = _SPAWN.Queue()
-        writer = _SPAWN.Process(
-            target=_run_writer, args=(numbers, self._num_clients, self._num_steps), daemon=True
-        )
-        writer.start()
-        port = await asyncio.to_thread(numbers.get, True, _TIMEOUT_S)
-        clients = _SPAWN.Process(
-            target=_run_clients, args=(port, "sse", self._num_clients, ended), daemon=True
-        )
-        clients.start()
-        start_s = time.perf_counter()
-        cpu_s = await asyncio.to_thread(numbers.get, True, _TIMEOUT_S) / 1e9
-        wall_s = time.perf_counter() - start_s
-        await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
-        clients.join()
-        writer.kill()
-        writer.join()
+        numbers: Queue[int] = SPAWN.Queue()
+        ended: Queue[int] = SPAWN.Queue()
+        with spawned(_run_writer, numbers, self._num_clients, self._num_steps):
+            port = await asyncio.to_thread(numbers.get, True, _TIMEOUT_S)
+            with spawned(_run_clients, port, "sse", self._num_clients, ended):
+                start_s = time.perf_counter()
+                cpu_s = await asyncio.to_thread(numbers.get, True, _TIMEOUT_S) / 1e9
+                wall_s = time.perf_counter() - start_s
+                await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
         num_tokens = self._num_clients * self._num_steps
         return _figures(
             "write only", "", "uncoalesced", self._num_clients, num_tokens, wall_s, cpu_s
         )
 
     async def read_floor(self) -> Figures:
-        seen: Queue[int] = _SPAWN.Queue()
+        seen: Queue[int] = SPAWN.Queue()
         num_tokens = self._num_clients * self._num_steps
-        reader = _SPAWN.Process(
-            target=_run_reader, args=(self._gateway.nats_url, seen, num_tokens), daemon=True
-        )
-        reader.start()
-        await asyncio.to_thread(seen.get, True, _TIMEOUT_S)
-        ids = [f"chatcmpl-{number:024x}" for number in range(self._num_clients)]
-        worker = LockstepWorker(self._bus, _FLOOR, ids)
-        cpu_s, start_s = _cpu_s(reader.pid), time.perf_counter()
-        await worker.steps(self._num_steps, _PACE_STEPS_PER_S)
-        await asyncio.to_thread(seen.get, True, _TIMEOUT_S)
-        wall_s, cpu_s = time.perf_counter() - start_s, _cpu_s(reader.pid) - cpu_s
-        reader.kill()
-        reader.join()
+        with spawned(_run_reader, self._gateway.nats_url, seen, num_tokens) as reader:
+            usage = ProcessUsage(reader.pid)
+            await asyncio.to_thread(seen.get, True, _TIMEOUT_S)
+            ids = [f"chatcmpl-{number:024x}" for number in range(self._num_clients)]
+            worker = LockstepWorker(self._bus, _FLOOR, ids)
+            cpu_s, start_s = usage.cpu_s(), time.perf_counter()
+            await worker.steps(self._num_steps, _PACE_STEPS_PER_S)
+            await asyncio.to_thread(seen.get, True, _TIMEOUT_S)
+            wall_s, cpu_s = time.perf_counter() - start_s, usage.cpu_s() - cpu_s
         return _figures(
             "receive only", "", "uncoalesced", self._num_clients, num_tokens, wall_s, cpu_s
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -19,10 +18,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 
 from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.processes import SPAWN, ProcessUsage
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
@@ -73,13 +72,13 @@ async def refused(
 ) -> Measured:
     """Send so many at once, on connections of their own and from a process of their own."""
     payload = json.dumps({"model": MODEL, **body}).encode()
-    process = psutil.Process(gateway.pid)
-    mb_before = mb_most = _mb(process)
+    usage = gateway.usage
+    mb_before = mb_most = _mb(usage)
 
     async def probe(client: httpx.AsyncClient) -> None:
         nonlocal mb_most
         (await client.get("/healthz")).raise_for_status()
-        mb_most = max(mb_most, _mb(process))
+        mb_most = max(mb_most, _mb(usage))
 
     async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as client:
         await probe(client)
@@ -90,7 +89,7 @@ async def refused(
         worst_ms = await worst_of(lambda: probe(client), sending)
         took_s = time.perf_counter() - begin_s
     await asyncio.sleep(_SETTLE_S)
-    return Measured(took_s, worst_ms, mb_before, mb_most, _mb(process), sending.result())
+    return Measured(took_s, worst_ms, mb_before, mb_most, _mb(usage), sending.result())
 
 
 def send_all(url: str, payload: bytes, num_bodies: int) -> tuple[int, ...]:
@@ -120,8 +119,8 @@ async def worst_of(probe: Callable[[], Awaitable[None]], until: asyncio.Future[A
 async def jobs(system: SimulatedSystem) -> Measured:
     """Publish long texts for the scheduler, and short jobs of another tenant, one after the
     other."""
-    process = psutil.Process(system.schedulers[0].pid)
-    mb_before = mb_most = _mb(process)
+    usage = ProcessUsage(system.schedulers[0].pid)
+    mb_before = mb_most = _mb(usage)
     text = "What is a millrace? " * (_JOB_BYTES // 20)
     number = 0
 
@@ -129,7 +128,7 @@ async def jobs(system: SimulatedSystem) -> Measured:
         nonlocal number, mb_most
         number += 1
         await answered(system, _job(f"short-{number}", "short", "quick"))
-        mb_most = max(mb_most, _mb(process))
+        mb_most = max(mb_most, _mb(usage))
 
     await short_job()
     begin_s = time.perf_counter()
@@ -138,7 +137,7 @@ async def jobs(system: SimulatedSystem) -> Measured:
     worst_ms = await worst_of(short_job, sending)
     took_s = time.perf_counter() - begin_s
     await asyncio.sleep(_SETTLE_S)
-    return Measured(took_s, worst_ms, mb_before, mb_most, _mb(process), ())
+    return Measured(took_s, worst_ms, mb_before, mb_most, _mb(usage), ())
 
 
 async def answered(system: SimulatedSystem, job: Job) -> None:
@@ -162,8 +161,8 @@ def _job(request_id: str, text: str, tenant: str) -> Job:
     )
 
 
-def _mb(process: psutil.Process) -> float:
-    return float(process.memory_info().rss / 1e6)
+def _mb(usage: ProcessUsage) -> float:
+    return usage.rss_bytes() / 1e6
 
 
 def _print(name: str, found: Measured) -> None:
@@ -178,8 +177,7 @@ def _print(name: str, found: Measured) -> None:
 
 
 async def _main(num_bodies: int, mb: float) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with running_gateway() as gateway, ProcessPoolExecutor(1, mp_context=spawn) as senders:
+    with running_gateway() as gateway, ProcessPoolExecutor(1, mp_context=SPAWN) as senders:
         print(f"gateway: {num_bodies} bodies of {mb:g} MB at once; /healthz meanwhile")
         await refused(gateway, senders, "/v1/completions", {"prompt": "warm", "n": 0}, 1)
         for name, path, body in bodies(mb):

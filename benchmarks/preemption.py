@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import uvloop
 
-from benchmarks.support.bus_client import Answer, Service
+from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
-from benchmarks.support.figures import percentile
+from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import simulated_system
 from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 from schemas.engines import EngineKind
@@ -69,7 +68,7 @@ class _FreeTenants:
 
     async def _ask(self, tenant: str) -> None:
         while True:
-            prompt = _tokens(self._chance, _FREE_PROMPT)
+            prompt = random_prompt(self._chance, _FREE_PROMPT)
             length = self._chance.randint(*_FREE_TOKENS)
             answer = await self._service.send(tenant, prompt, length)
             await answer.ended
@@ -82,10 +81,6 @@ class _FreeTenants:
                 raise ended
 
 
-def _tokens(chance: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(chance.choices(range(5, 4_000), k=count))
-
-
 async def _ask_now_and_then(service: Service, duration_s: float) -> list[float]:
     """TTFTs, ms, of requests that do not wait for one another."""
     chance = random.Random(13)
@@ -94,7 +89,7 @@ async def _ask_now_and_then(service: Service, duration_s: float) -> list[float]:
         answers.append(
             await service.send(
                 "enterprise",
-                _tokens(chance, _ENTERPRISE_PROMPT),
+                random_prompt(chance, _ENTERPRISE_PROMPT),
                 _ENTERPRISE_TOKENS,
                 tier=Tier.ENTERPRISE,
             )
@@ -130,8 +125,8 @@ async def _measure(duration_s: float) -> bool:
     p99_ms = percentile(result.ttfts_ms, 0.99)
     slots = f"{_NUM_SLOTS} slots, {_NUM_SLOTS + _NUM_WAITING} free streams at a time"
     print(f"{slots}; {len(result.ttfts_ms)} enterprise requests of {_ENTERPRISE_TOKENS} tokens")
-    print(f"  TTFT on the idle worker:      {_latency(alone_ms)}")
-    print(f"  TTFT beside the free streams: {_latency(result.ttfts_ms)}")
+    print(f"  TTFT on the idle worker:      {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT beside the free streams: {p50_p99(result.ttfts_ms, '7.1f')}")
     print(f"  the first of them, ms: {', '.join(f'{ms:.0f}' for ms in result.ttfts_ms[:12])}")
     print(
         f"  free tokens/s: {result.free_tokens_per_s:,.0f} beside the other, "
@@ -139,11 +134,6 @@ async def _measure(duration_s: float) -> bool:
     )
     print(f"  p99 {p99_ms:.0f} ms (goal: at most {_TTFT_GOAL_MS:g})")
     return p99_ms <= _TTFT_GOAL_MS
-
-
-def _latency(latencies_ms: Sequence[float]) -> str:
-    p50, p99 = percentile(latencies_ms, 0.5), percentile(latencies_ms, 0.99)
-    return f"p50 {p50:7.1f} ms   p99 {p99:7.1f} ms"
 
 
 def main() -> int:

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from bus import codec, subjects
-from bus.api import Subscription
 from bus.codec import Codec, T
-from bus.transport import Message, Transport
+from bus.transport import Message, Subscription, Transport
 from runtime.tasks import Tasks
 from schemas.control import (
     Cancel,

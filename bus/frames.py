@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from bus import codec, subjects
-from bus.api import Subscription
-from bus.transport import Message, Transport
+from bus.transport import Message, Subscription, Transport
 from schemas.errors import MalformedMessageError, PayloadTooLargeError
 from schemas.frames import Addressed, Frame, FrameBatch
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import re
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from schemas.jobs import Tier
 from schemas.records import (
     DeliveryRecord,

@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from bus.api import Subscription
+
+class Subscription(Protocol):
+    """Something that delivers to a callback until it is closed."""
+
+    async def close(self) -> None: ...
 
 
 class Message(NamedTuple):

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
 from bus.storage import NATS, REDIS
 from bus.store.watch import StoreMetrics, StoreWatch
+from bus.transport import Subscription
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.request.admission import Admission

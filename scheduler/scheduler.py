@@ -8,16 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from bus.api import Bus, Subscription, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.tenancy.keeper import LimitKeeper
+from bus.transport import Subscription
 from registry.routing.router import ModelState, Router
 from runtime.clock import Clock
 from runtime.tasks import Tasks, wait_unless_done
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.dispatch.health_monitor import HealthMonitor
+from scheduler.dispatch.lease_recovery import LeaseRecovery
 from scheduler.dispatch.queue_estimate import QueueEstimate
-from scheduler.dispatch.takeover import Takeover
 from scheduler.fleet.fleet import Departed, Departure
 from scheduler.intake.model_cache import ModelCache, Preparer
 from scheduler.intake.model_choice import ModelChooser
@@ -119,7 +121,9 @@ class Scheduler:
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
-        self._takeover = Takeover(self.context, self._on_silent, self._on_leases_released)
+        self._lease_recovery = LeaseRecovery(
+            self.context, self._on_silent, self._on_leases_released
+        )
         self._warmed: set[str] = set()
 
     def _pull_unrouted(self, chooser: ModelChooser, preparation: Preparation) -> None:
@@ -148,7 +152,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._orphan_reaper.run(), "reap orphans"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
-            self._services.spawn(self._takeover.run(), "take over")
+            self._services.spawn(self._lease_recovery.run(), "recover leases")
             self.ready.set()
             await wait_unless_done(stopping, loops)
             for dispatcher in self.dispatchers.values():
@@ -177,7 +181,7 @@ class Scheduler:
                 logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
                 await self.context.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
-                self._takeover.started()
+                self._lease_recovery.started()
                 return
 
     async def _release_undispatched(self) -> None:
@@ -199,7 +203,7 @@ class Scheduler:
 
     def _on_status(self, status: WorkerStatus) -> None:
         context = self.context
-        self._takeover.note(status)
+        self._lease_recovery.note(status)
         known = context.fleet.get(status.worker_id) is not None
         departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
         if not known and context.fleet.get(status.worker_id) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.control import Cancel, CancelReason, QueueStatus, ResumePoint
 from schemas.errors import QueueFullError

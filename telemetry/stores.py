@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
 from bus.storage import CLICKHOUSE, KAFKA
 from bus.store.watch import StoreWatch
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.config import StorageConfig
 from schemas.control import WorkerStatus

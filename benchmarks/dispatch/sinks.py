@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 
 from benchmarks.support.simulated_system import MODEL
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from schemas.control import Dispatch, Ended, Served, WorkerCommand, WorkerReply, WorkerStatus
 from tests.support.waiting import eventually
 

@@ -12,7 +12,6 @@ tenth after the warm-up, a fifth of the whole. When all clients are gone, the ga
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import statistics
 import sys
@@ -28,6 +27,7 @@ import msgspec
 from benchmarks.gateway_soak.clients import run_soak_clients
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.support.simulated_worker import simulated_worker
 
 _TOKENS_PER_S = 20.0
@@ -43,7 +43,6 @@ _SPARE_FILES = 4
 _GAUGE = re.compile(
     r"^(millrace_(?:open|kept|running)_\w+|millrace_tasks) ([0-9.e+]+)$", re.MULTILINE
 )
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,19 +86,12 @@ def _soak(minutes: float, num_clients: int, seed: int) -> SoakFigures:
     ):
         time.sleep(_SAMPLE_S)
         before = _state(gateway)
-        counts: Queue[dict[str, int]] = _SPAWN.Queue()
-        clients = _SPAWN.Process(
-            target=run_soak_clients,
-            args=(gateway.port, num_clients, minutes * 60, seed, counts),
-            daemon=True,
-        )
-        clients.start()
-        try:
+        counts: Queue[dict[str, int]] = SPAWN.Queue()
+        with spawned(
+            run_soak_clients, gateway.port, num_clients, minutes * 60, seed, counts
+        ) as clients:
             samples = _watch(gateway, clients, minutes * 60)
             did = counts.get(timeout=_LAST_ANSWERS_S)
-            clients.join()
-        finally:
-            clients.kill()
         left, settled_s = _settle(gateway, before)
     warm_up_s = minutes * 60 * _WARM_UP_SHARE
     tenth_s = minutes * 6
@@ -128,8 +120,8 @@ def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> lis
             raise RuntimeError("the clients' process has ended; its error is above")
         sample = Sample(
             at_s=at_s,
-            rss_bytes=gateway.rss_bytes(),
-            num_files=gateway.num_files(),
+            rss_bytes=gateway.usage.rss_bytes(),
+            num_files=gateway.usage.num_files(),
             open_streams=int(gateway.health()["open_streams"]),
         )
         samples.append(sample)
@@ -149,7 +141,7 @@ def _state(gateway: GatewayProcess) -> dict[str, float]:
     with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=10.0) as answer:
         text = answer.read().decode()
     gauges = {name: float(value) for name, value in _GAUGE.findall(text)}
-    return {**gauges, "open files": gateway.num_files()}
+    return {**gauges, "open files": gateway.usage.num_files()}
 
 
 def _settle(gateway: GatewayProcess, before: dict[str, float]) -> tuple[dict[str, float], float]:

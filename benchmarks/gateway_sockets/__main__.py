@@ -22,14 +22,13 @@ from typing import cast
 
 import msgspec
 import numpy as np
-import psutil
 import uvloop
 
 from bench.files import allow_many_files
 from bench.health import ProcessHealth
 from benchmarks.gateway_sockets.clients import MAX_TOKENS, ClientProcesses
 from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.gateway_process import running_gateway
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
 from bus import nats
@@ -62,52 +61,36 @@ class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
     clients: tuple[ProcessHealth, ...]
 
 
-class _System:
-    """A server of the sockets, seen from outside."""
-
-    def __init__(self, name: str, pid: int, port: int) -> None:
-        self.name = name
-        self.port = port
-        self._process = psutil.Process(pid)
-
-    def rss_bytes(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def cpu_s(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
-
-
 async def _measure(
-    system: _System,
-    num_sockets: int,
-    seconds: float,
-    num_processes: int,
-    on_asked: Callable[[], object],
+    name: str,
+    server: GatewayProcess | RawStack,
+    arguments: argparse.Namespace,
+    on_asked: Callable[[], object] = lambda: None,
 ) -> SocketFigures:
-    clients = ClientProcesses(system.port, num_sockets, num_processes)
+    num_sockets, seconds, usage = arguments.sockets, arguments.seconds, server.usage
+    clients = ClientProcesses(server.port, num_sockets, arguments.processes)
     try:
-        before_bytes = system.rss_bytes()
+        before_bytes = usage.rss_bytes()
         await clients.step(0.0)
         await asyncio.sleep(_SETTLE_S)
-        idle_bytes = (system.rss_bytes() - before_bytes) / num_sockets
+        idle_bytes = (usage.rss_bytes() - before_bytes) / num_sockets
         asking = asyncio.create_task(clients.step(0.0))
         on_asked()
         await asking
         await asyncio.sleep(_SETTLE_S)
-        cpu_s, start_s = system.cpu_s(), time.perf_counter()
+        cpu_s, start_s = usage.cpu_s(), time.perf_counter()
         answers = await clients.step(seconds)
-        cpu_s, wall_s = system.cpu_s() - cpu_s, time.perf_counter() - start_s
+        cpu_s, wall_s = usage.cpu_s() - cpu_s, time.perf_counter() - start_s
     finally:
         clients.stop()
     told = cast("list[tuple[bytes, ProcessHealth, int]]", answers)
     if lost := sum(one[2] for one in told):
-        raise ConnectionError(f"{system.name}: {lost} sockets were closed")
+        raise ConnectionError(f"{name}: {lost} sockets were closed")
     latencies = np.concatenate([np.frombuffer(one[0], dtype=np.float32) for one in told])
     due = num_sockets * _TOKENS_PER_S * seconds
     p50, p99 = np.percentile(latencies, [50, 99])
     return SocketFigures(
-        system=system.name,
+        system=name,
         num_sockets=num_sockets,
         idle_bytes=idle_bytes,
         latency_p50_ms=float(p50),
@@ -128,12 +111,7 @@ async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
         ready = asyncio.Event()
         working = asyncio.create_task(worker.run(ready.set))
         await ready.wait()
-        system = _System("gateway", gateway.pid, gateway.port)
-        results.append(
-            await _measure(
-                system, arguments.sockets, arguments.seconds, arguments.processes, lambda: None
-            )
-        )
+        results.append(await _measure("gateway", gateway, arguments))
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         if not arguments.no_raw:
@@ -170,11 +148,8 @@ async def _measure_raw(
     def on_asked() -> None:
         tasks.append(asyncio.create_task(feed()))
 
-    system = _System("raw stack", stack.pid, stack.port)
     try:
-        return await _measure(
-            system, arguments.sockets, arguments.seconds, arguments.processes, on_asked
-        )
+        return await _measure("raw stack", stack, arguments, on_asked)
     finally:
         for task in tasks:
             task.cancel()

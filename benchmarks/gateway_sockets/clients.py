@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from bench.clients.socket_client import frame
 from bench.files import allow_many_files
 from bench.health import HealthProbe
 from benchmarks.support.gateway_clients import HANDSHAKE, socket_request
+from benchmarks.support.processes import SPAWN
 from tests.support.waiting import eventually
 
 MAX_TOKENS = 2_000
@@ -27,7 +27,6 @@ _TIMEOUT_S = 90.0
 _FIRST_TOKENS_S = 60.0
 _PING, _PONG = 0x89, 0xA
 _STAMP = re.compile(rb" (\d{19})")
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class _Socket(asyncio.Protocol):
@@ -167,9 +166,9 @@ class ClientProcesses:
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(num_processes):
-            ours, theirs = _SPAWN.Pipe()
+            ours, theirs = SPAWN.Pipe()
             share = num_sockets // num_processes + (rank < num_sockets % num_processes)
-            process = _SPAWN.Process(target=_run_clients, args=(port, share, theirs), daemon=True)
+            process = SPAWN.Process(target=_run_clients, args=(port, share, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

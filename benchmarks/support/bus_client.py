@@ -17,6 +17,11 @@ REPLY = "benchmark"
 _AT_ONCE = 64
 
 
+def random_prompt(chance: random.Random, num_tokens: int) -> tuple[int, ...]:
+    """A prompt that shares nothing with any other."""
+    return tuple(chance.choices(range(5, 4_000), k=num_tokens))
+
+
 class Answer:
     """One request. Times are of ``time.perf_counter``; 0: it has not come to that."""
 

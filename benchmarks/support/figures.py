@@ -37,6 +37,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
 
+def p50_p99(values_ms: Sequence[float], form: str) -> str:
+    """Both percentiles in ms, each in the given form, as a part of a line to print."""
+    p50_ms, p99_ms = percentile(values_ms, 0.5), percentile(values_ms, 0.99)
+    return f"p50 {p50_ms:{form}} ms   p99 {p99_ms:{form}} ms"
+
+
 def figures_of(requests: Sequence[RequestTimes]) -> Figures:
     """The figures of one run, timed from the first request sent to the last token."""
     begin_s = min(request.sent_s for request in requests)

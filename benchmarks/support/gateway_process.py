@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.support.processes import ProcessUsage
 from tests.support.servers import NatsServer, RedisServer, die_with_parent, free_port
 
 GATEWAY_ID = "bench"
@@ -47,7 +46,7 @@ class GatewayProcess:
                 stderr=out,
                 preexec_fn=die_with_parent,
             )
-        self._seen = psutil.Process(self._process.pid)
+        self.usage = ProcessUsage(self._process.pid)
 
     @property
     def url(self) -> str:
@@ -74,18 +73,6 @@ class GatewayProcess:
             health: dict[str, Any] = json.load(answer)
             return health
 
-    def cpu_s(self) -> float:
-        """CPU time so far."""
-        times = self._seen.cpu_times()
-        return float(times.user + times.system)
-
-    def rss_bytes(self) -> int:
-        return int(self._seen.memory_info().rss)
-
-    def num_files(self) -> int:
-        """Open files, sockets among them."""
-        return int(self._seen.num_fds())
-
     def stop(self) -> None:
         self._process.terminate()
         try:
@@ -100,12 +87,8 @@ def running_gateway(**settings: object) -> Iterator[GatewayProcess]:
     """NATS, Redis and a gateway, for as long as the block lasts."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ends:
         folder = Path(name)
-        nats_server = NatsServer(folder / "nats")
-        nats_server.start()
-        ends.callback(nats_server.stop)
-        redis_server = RedisServer(folder / "redis")
-        redis_server.start()
-        ends.callback(redis_server.stop)
+        nats_server = ends.enter_context(NatsServer(folder / "nats"))
+        redis_server = ends.enter_context(RedisServer(folder / "redis"))
         gateway = GatewayProcess(
             nats_server.url, redis_server.url, folder / "gateway.log", **settings
         )

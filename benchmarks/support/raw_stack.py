@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import socket
 from collections.abc import Iterator
 from multiprocessing.queues import Queue
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from bench.files import allow_many_files
+from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
 from bus import subjects
 from gateway.server import tune_gc
 from schemas.frames import Delta, Done, FrameBatch
@@ -32,7 +32,6 @@ from schemas.websocket import SUBPROTOCOL
 from tests.support.waiting import eventually
 
 REPLY = "raw"
-_SPAWN = multiprocessing.get_context("spawn")
 _BACKLOG = 4_096
 _START_TIMEOUT_S = 30.0
 _SSE_HEAD = (
@@ -56,16 +55,10 @@ def request_id(number: int) -> str:
 class RawStack:
     """A process that serves every request with the stream ``request_id(n)``, n counting them."""
 
-    def __init__(self, nats_url: str) -> None:
-        self._ports: Queue[int] = _SPAWN.Queue()
-        self._num_streams = _SPAWN.Value("i", 0)
-        self._process = _SPAWN.Process(
-            target=_serve, args=(nats_url, self._ports, self._num_streams), daemon=True
-        )
-        self._process.start()
-        self.port = self._ports.get(timeout=_START_TIMEOUT_S)
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+    def __init__(self, pid: int | None, port: int, num_streams: Synchronized[int]) -> None:
+        self.port = port
+        self.usage = ProcessUsage(pid)
+        self._num_streams = num_streams
 
     async def wait_streams(self, count: int) -> None:
         """Return once that many are open. Raises AssertionError if they do not come."""
@@ -73,19 +66,14 @@ class RawStack:
             lambda: self._num_streams.value >= count, _START_TIMEOUT_S, "the opening of streams"
         )
 
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-
 
 @contextlib.contextmanager
 def raw_stack(nats_url: str) -> Iterator[RawStack]:
     """One for as long as the block lasts."""
-    stack = RawStack(nats_url)
-    try:
-        yield stack
-    finally:
-        stack.stop()
+    ports: Queue[int] = SPAWN.Queue()
+    num_streams = SPAWN.Value("i", 0)
+    with spawned(_serve, nats_url, ports, num_streams) as process:
+        yield RawStack(process.pid, ports.get(timeout=_START_TIMEOUT_S), num_streams)
 
 
 class _Stream:

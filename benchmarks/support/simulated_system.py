@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import yaml
 
+from benchmarks.support.processes import ProcessUsage
 from bus import nats
 from bus.api import Bus
 from schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
@@ -73,8 +73,7 @@ class SimulatedSystem:
 
     def scheduler_cpu_s(self) -> float:
         """Processor time of all schedulers so far."""
-        times = [psutil.Process(process.pid).cpu_times() for process in self.schedulers]
-        return sum(time.user + time.system for time in times)
+        return sum(ProcessUsage(process.pid).cpu_s() for process in self.schedulers)
 
     def _start(
         self, package: str, number: int, options: tuple[str, ...]
@@ -107,17 +106,12 @@ async def simulated_system(
     logs go when it ends."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         directory = Path(folder)
-        servers = (
-            NatsServer(directory / "nats", "max_payload: 8MB"),
-            RedisServer(directory / "redis"),
-        )
-        for server in servers:
-            server.start()
-            stack.callback(server.stop)
+        nats_server = stack.enter_context(NatsServer(directory / "nats", "max_payload: 8MB"))
+        redis_server = stack.enter_context(RedisServer(directory / "redis"))
         config = Config(
             log_level="warning",
-            nats=NatsConfig(url=servers[0].url, max_stored_jobs=_MAX_QUEUED),
-            redis=RedisConfig(url=f"{servers[1].url}/0"),
+            nats=NatsConfig(url=nats_server.url, max_stored_jobs=_MAX_QUEUED),
+            redis=RedisConfig(url=f"{redis_server.url}/0"),
             scheduler=msgspec.structs.replace(
                 scheduler or SchedulerConfig(), models=(MODEL,), max_queued_jobs=_MAX_QUEUED
             ),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 
 import uvloop
 
+from benchmarks.support.processes import SPAWN, spawned
 from bus import nats
 from bus.api import Bus
 from bus.nats import NatsBus
@@ -35,7 +35,6 @@ _PULL_S = 0.5
 _HEARTBEAT_S = 0.5
 _TAKE_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 30.0
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 def stamp() -> str:
@@ -235,19 +234,13 @@ class SimulatedWorker:
 
 
 @contextlib.contextmanager
-def simulated_worker(nats_url: str, tokens_per_s: float) -> Iterator[int]:
+def simulated_worker(nats_url: str, tokens_per_s: float) -> Iterator[None]:
     """One in a process of its own, for as long as the block lasts."""
-    ready = _SPAWN.Event()
-    process = _SPAWN.Process(target=_run_worker, args=(nats_url, tokens_per_s, ready), daemon=True)
-    process.start()
-    try:
+    ready = SPAWN.Event()
+    with spawned(_run_worker, nats_url, tokens_per_s, ready):
         if not ready.wait(_START_TIMEOUT_S):
             raise RuntimeError("the simulated worker did not start")
-        assert process.pid is not None
-        yield process.pid
-    finally:
-        process.kill()
-        process.join()
+        yield
 
 
 def _run_worker(nats_url: str, tokens_per_s: float, ready: Event) -> None:

@@ -157,24 +157,19 @@ def _differences(counts: Counts, published: Published) -> list[str]:
 
 async def drill(name: str, plan: Plan, directory: Path) -> bool:
     """Whether every record is there once."""
-    nats = NatsServer(directory / "nats")
-    nats.start()
-    try:
-        with running_kafka(name, directory) as kafka:
-            process = TelemetryProcess(directory, nats.url, kafka.config)
-            process.start()
-            try:
-                await process.answers()
-                with record_load(nats.url, plan.rate) as load:
-                    one = Drill(plan, kafka, process)
-                    await one._moves("")
-                    await one.run()
-                    published = load.end()
-                    counts = await one.settle(published)
-            finally:
-                process.kill()
-    finally:
-        nats.stop()
+    with NatsServer(directory / "nats") as nats, running_kafka(name, directory) as kafka:
+        process = TelemetryProcess(directory, nats.url, kafka.config)
+        process.start()
+        try:
+            await process.answers()
+            with record_load(nats.url, plan.rate) as load:
+                one = Drill(plan, kafka, process)
+                await one._moves("")
+                await one.run()
+                published = load.end()
+                counts = await one.settle(published)
+        finally:
+            process.kill()
     wrong = _differences(counts, published)
     missing = max(0, published.requests - counts.distinct)
     missing += max(0, published.deliveries - counts.distinct_deliveries)

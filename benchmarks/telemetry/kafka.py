@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ CHOICES = ("apache", "embedded")
 
 
 class Kafka(Protocol):
-    """One life after the other of a Kafka."""
+    """A Kafka that can be killed and started again."""
 
     forgets: bool
 
@@ -30,23 +30,14 @@ class Kafka(Protocol):
         """``kill -9``."""
 
 
-class ApacheKafka:
+class ApacheKafka(KafkaBroker):
     """A broker that comes back with what it had, at the same address."""
 
     forgets = False
 
-    def __init__(self, directory: Path) -> None:
-        self._broker = KafkaBroker(directory)
-
     @property
     def config(self) -> KafkaConfig:
-        return KafkaConfig(bootstrap_servers=self._broker.bootstrap_servers)
-
-    def start(self) -> None:
-        self._broker.start()
-
-    def kill(self) -> None:
-        self._broker.kill()
+        return KafkaConfig(bootstrap_servers=self.bootstrap_servers)
 
 
 class EmbeddedKafkaProcess:
@@ -89,11 +80,7 @@ def available() -> list[str]:
 @contextmanager
 def running_kafka(name: str, directory: Path) -> Iterator[Kafka]:
     """Started, and killed at the end of the block."""
-    make: dict[str, Callable[[], Kafka]] = {
-        "apache": lambda: ApacheKafka(directory / "kafka"),
-        "embedded": EmbeddedKafkaProcess,
-    }
-    kafka = make[name]()
+    kafka = EmbeddedKafkaProcess() if name == "embedded" else ApacheKafka(directory / "kafka")
     kafka.start()
     try:
         yield kafka

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from benchmarks.support.command import command_parser
+from benchmarks.telemetry.kafka import running_kafka
 from bus import codec, subjects
 from runtime.clock import SystemClock
 from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
@@ -47,20 +47,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help=f"of {_ROUND_ROWS} rows")
     parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
     given = parser.parse_args()
-    kafka = subprocess.Popen(
-        [sys.executable, "-m", "telemetry.kafka.embedded"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert kafka.stdout is not None
-        address = kafka.stdout.readline().strip()
+    with tempfile.TemporaryDirectory() as folder, running_kafka("embedded", Path(folder)) as kafka:
         # The engine's threads are started later, so they are on this core as well.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        asyncio.run(
-            measure(KafkaConfig(bootstrap_servers=address), 1 if given.smoke else given.rounds)
-        )
-    finally:
-        kafka.terminate()
-        kafka.wait()
+        asyncio.run(measure(kafka.config, 1 if given.smoke else given.rounds))
 
 
 async def measure(kafka: KafkaConfig, rounds: int) -> None:

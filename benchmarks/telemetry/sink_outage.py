@@ -137,16 +137,13 @@ class Outage:
 
 async def measure(name: str, plan: Plan, directory: Path) -> bool:
     """Whether the lag was gone in time, and every record there once."""
-    server = NatsServer(directory / "nats")
-    server.start()
-    store = await Store.open(ClickHouseConfig(path=str(directory / "store")))
-    try:
-        await migrate(store)
-        with running_kafka(name, directory) as kafka:
+    with NatsServer(directory / "nats") as server, running_kafka(name, directory) as kafka:
+        store = await Store.open(ClickHouseConfig(path=str(directory / "store")))
+        try:
+            await migrate(store)
             outage, took_s, counts = await _one(plan, server.url, kafka.config, store)
-    finally:
-        await store.close()
-        server.stop()
+        finally:
+            await store.close()
     print(
         f"{name}: {plan.outage_s:g} s away at {plan.rate:g} records/s, {outage.most_behind:,} "
         f"behind at most; caught up in {took_s:.1f} s (goal {GOAL_S:g} s), a record took "

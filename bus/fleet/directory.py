@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bus import codec, subjects
-from bus.api import HeldName, Subscription
-from bus.transport import Message, Transport
+from bus.api import HeldName
+from bus.transport import Message, Subscription, Transport
 from schemas.control import NameLease, PrefixReport, WorkerStatus
 from schemas.errors import MalformedMessageError
 

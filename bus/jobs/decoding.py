@@ -13,7 +13,7 @@ from schemas.tenants import LOCAL_TENANT
 
 MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
-NOT_A_LINE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
+NOT_A_TENANT_QUEUE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
 FOREIGN_TENANT = (
     "The subject says whose a job is, and this job names another tenant. Publish it under "
     "jobs.<model>.<tier>.<tenant>."
@@ -70,7 +70,7 @@ def read_job(
     try:
         tenant_queue = subjects.tenant_queue_of(subject)
     except ValueError as error:
-        raise MalformedMessageError(NOT_A_LINE) from error
+        raise MalformedMessageError(NOT_A_TENANT_QUEUE) from error
     if job.model != tenant_queue.model:
         raise MalformedMessageError("the job's model is not the one that its subject names")
     changes: dict[str, object] = {}

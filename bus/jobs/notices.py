@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from bus import subjects
-from bus.api import Subscription, TenantQueue
-from bus.transport import Message, Transport
+from bus.job_queue import TenantQueue
+from bus.transport import Message, Subscription, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 async def watch_stored_jobs(
     transport: Transport, on_published: Callable[[TenantQueue], None]
 ) -> Subscription:
-    """See ``bus.api.JobQueue.watch``: the server repeats the subject of what it stored."""
+    """See ``bus.job_queue.JobQueue.watch``: the server repeats the subject of what it stored."""
 
     def on_message(message: Message) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.api import FrameStreams, Outbox, Results
-from bus.jobs import decoding as intake
+from bus.jobs import decoding
 from bus.jobs.ends import record_of, result_of
 from runtime.clock import Clock
 from schemas.control import EPOCHS_PER_DELIVERY
@@ -32,7 +32,7 @@ class Refusals:
         error: MalformedMessageError,
     ) -> None:
         """For a message that is not a job: whoever can be made out in it is told."""
-        owner = intake.read_owner(subject, payload, content_type)
+        owner = decoding.read_owner(subject, payload, content_type)
         await self._tell(owner, error.code, error.message, epoch=0)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
@@ -40,9 +40,9 @@ class Refusals:
         epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
         record = record_of(job, Status.FAILED, code, epoch, self._clock.now_ns())
         await self._outbox.publish(record)
-        await self._tell(intake.owner_of(job), code, message, epoch)
+        await self._tell(decoding.owner_of(job), code, message, epoch)
 
-    async def _tell(self, owner: intake.Owner, code: str, message: str, epoch: int) -> None:
+    async def _tell(self, owner: decoding.Owner, code: str, message: str, epoch: int) -> None:
         if not owner.request_id:
             return
         if owner.store_result:

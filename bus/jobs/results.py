@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bus import subjects
-from bus.api import Subscription
-from bus.transport import Message, Transport
+from bus.transport import Message, Subscription, Transport
 
 
 async def watch_results(

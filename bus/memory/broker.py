@@ -89,8 +89,8 @@ class _Subscribers:
 
 class MemoryBroker:
     """A server in memory. ``stop`` and ``start`` play an outage: stored work stays, core messages
-    published meanwhile are lost, leases run on. ``life`` counts the starts. A stream put among
-    ``failed_streams``, with a cause, takes nothing until the next start."""
+    published meanwhile are lost, leases run on. A stream put among ``failed_streams``, with a
+    cause, takes nothing until the next start."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class MemoryBroker:
         self.config = config or NatsConfig()
         self.max_payload_bytes = max_payload_bytes
         self.up = True
-        self.life = 1
+        self.num_starts = 1
         self.jobs = StoredJobs(self.clock, self.config)
         self.dead: list[DeadJob] = []
         self.results = StoredResults(self.clock, self.config.results_ttl_s)
@@ -123,7 +123,7 @@ class MemoryBroker:
     def start(self, *, lost_deliveries: bool = False) -> None:
         """``lost_deliveries``: it was killed before it had written down which jobs are held."""
         self.up = True
-        self.life += 1
+        self.num_starts += 1
         self.failed_streams = {}
         if lost_deliveries:
             self.jobs.lose_deliveries()

@@ -10,18 +10,17 @@ from bus import codec, subjects
 from bus.api import (
     Control,
     FrameStreams,
-    JobQueue,
     Journal,
     Objects,
     Outbox,
     OutboxMessage,
     Results,
-    Subscription,
     WorkerDirectory,
 )
 from bus.control import CoreControl
 from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
+from bus.job_queue import JobQueue
 from bus.jobs.refusals import Refusals
 from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
@@ -29,7 +28,7 @@ from bus.memory.jobs import MemoryJobQueue
 from bus.memory.journal import MemoryJournal
 from bus.storage import Storage
 from bus.store.objects import JournalObjects
-from bus.transport import Message, OnMessage
+from bus.transport import Message, OnMessage, Subscription
 from schemas.jobs import JobResult
 from schemas.records import Record
 

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 
 from bus import codec, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
-from bus.jobs import decoding as intake
+from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from bus.jobs import decoding
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import StoredJob
 from bus.storage import NATS
-from bus.transport import Transport
+from bus.transport import Subscription, Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job
 
@@ -23,14 +23,14 @@ RETRY_AFTER_FULL_S = 5.0
 
 
 class MemoryJobQueue:
-    """See ``bus.api.JobQueue``."""
+    """See ``bus.job_queue.JobQueue``."""
 
     def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals
-        # By subject: the server's life in which the tenant queue was opened, and the newest job
-        # then.
+        # By subject: the number of the server's start after which the tenant queue was opened, and
+        # the newest job then.
         self._opened: dict[str, tuple[int, int]] = {}
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
@@ -75,14 +75,14 @@ class MemoryJobQueue:
                 await self._broker.jobs.wait(subject, max(until_s - now_s, 0.0))
 
     def _take(self, subject: str, max_jobs: int) -> list[StoredJob]:
-        life, _ = self._opened.get(subject, (0, 0))
-        if life != self._broker.life:
-            self._opened[subject] = (self._broker.life, self._broker.jobs.last_sequence)
+        num_starts, _ = self._opened.get(subject, (0, 0))
+        if num_starts != self._broker.num_starts:
+            self._opened[subject] = (self._broker.num_starts, self._broker.jobs.last_sequence)
         return self._broker.jobs.take(subject, max_jobs)
 
     async def _read(self, tenant_queue: TenantQueue, stored: StoredJob) -> LeasedJob | None:
         try:
-            job = intake.read_job(
+            job = decoding.read_job(
                 stored.subject, stored.payload, stored.content_type, stored.stored_ns
             )
         except MalformedMessageError as error:
@@ -90,9 +90,9 @@ class MemoryJobQueue:
             return None
         if stored.num_deliveries > self._broker.config.max_deliver:
             message = f"The job was delivered {stored.num_deliveries - 1} times without an answer."
-            self._dead_letter_stored(stored, intake.TOO_MANY_DELIVERIES, message, job.request_id)
+            self._dead_letter_stored(stored, decoding.TOO_MANY_DELIVERIES, message, job.request_id)
             await self._refusals.refuse(
-                job, intake.TOO_MANY_DELIVERIES, message, stored.num_deliveries
+                job, decoding.TOO_MANY_DELIVERIES, message, stored.num_deliveries
             )
             return None
         return LeasedJob(
@@ -106,8 +106,8 @@ class MemoryJobQueue:
         )
 
     async def _refuse_unreadable(self, stored: StoredJob, error: MalformedMessageError) -> None:
-        owner = intake.read_owner(stored.subject, stored.payload, stored.content_type)
-        self._dead_letter_stored(stored, intake.MALFORMED, error.message, owner.request_id)
+        owner = decoding.read_owner(stored.subject, stored.payload, stored.content_type)
+        self._dead_letter_stored(stored, decoding.MALFORMED, error.message, owner.request_id)
         await self._refusals.refuse_unreadable(
             stored.subject, stored.payload, stored.content_type, error
         )
@@ -148,7 +148,9 @@ class MemoryJobQueue:
     async def _refuse_misfits(self, subject: str) -> None:
         """A subject that names no tenant queue, which nobody can pull from."""
         while (stored := self._broker.jobs.take_newest(subject)) is not None:
-            await self._refuse_unreadable(stored, MalformedMessageError(intake.NOT_A_LINE))
+            await self._refuse_unreadable(
+                stored, MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
+            )
 
     async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
         self._broker.require_up()
@@ -174,7 +176,7 @@ class MemoryJobQueue:
             if stored is None:
                 break
             try:
-                job = intake.read_job(
+                job = decoding.read_job(
                     stored.subject, stored.payload, stored.content_type, stored.stored_ns
                 )
             except MalformedMessageError as error:

@@ -8,7 +8,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from bus.api import QueueDepth
+from bus.job_queue import QueueDepth
 from runtime.clock import Clock
 from runtime.tasks import wait_or_sleep
 from schemas.config import NatsConfig

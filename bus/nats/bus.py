@@ -6,19 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bus.api import (
-    Control,
-    FrameStreams,
-    JobQueue,
-    Journal,
-    Objects,
-    Outbox,
-    Results,
-    WorkerDirectory,
-)
+from bus.api import Control, FrameStreams, Journal, Objects, Outbox, Results, WorkerDirectory
 from bus.control import CoreControl
 from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
+from bus.job_queue import JobQueue
 from bus.jobs.refusals import Refusals
 from bus.nats.connection import Connection
 from bus.nats.jobs import NatsJobQueue

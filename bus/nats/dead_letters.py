@@ -8,7 +8,7 @@ import msgspec
 
 from bus import codec, subjects
 from bus.codec import CONTENT_TYPE
-from bus.jobs import decoding as intake
+from bus.jobs import decoding
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
@@ -55,9 +55,9 @@ class JobDeadLetters:
         delivery: Delivery,
     ) -> None:
         """For a message that is not a job, whose publisher is told as far as it can be made out."""
-        owner = intake.read_owner(subject, payload, content_type)
+        owner = decoding.read_owner(subject, payload, content_type)
         dead = DeadJob(
-            reason=intake.MALFORMED,
+            reason=decoding.MALFORMED,
             message=error.message,
             subject=subject,
             payload=payload,
@@ -65,7 +65,7 @@ class JobDeadLetters:
             num_deliveries=delivery.num_deliveries,
             died_ns=self._clock.now_ns(),
         )
-        await self._bury(dead, delivery)
+        await self._log_and_store(dead, delivery)
         await self._refusals.refuse_unreadable(subject, payload, content_type, error)
 
     async def refuse_worn_out(
@@ -73,7 +73,7 @@ class JobDeadLetters:
     ) -> None:
         """For a job that was delivered too often."""
         dead = DeadJob(
-            reason=intake.TOO_MANY_DELIVERIES,
+            reason=decoding.TOO_MANY_DELIVERIES,
             message=f"The job was delivered {delivery.num_deliveries - 1} times without an answer.",
             subject=subject,
             payload=payload,
@@ -81,7 +81,7 @@ class JobDeadLetters:
             num_deliveries=delivery.num_deliveries,
             died_ns=self._clock.now_ns(),
         )
-        await self._bury(dead, delivery)
+        await self._log_and_store(dead, delivery)
         await self._refusals.refuse(job, dead.reason, dead.message, delivery.num_deliveries)
 
     async def refuse_misfits(self, subject: str, max_messages: int) -> int:
@@ -97,25 +97,25 @@ class JobDeadLetters:
 
     async def _refuse_misfit(self, message: RawMessage) -> None:
         content_type = message.header(CONTENT_TYPE)
-        owner = intake.read_owner(message.subject, message.payload, content_type)
+        owner = decoding.read_owner(message.subject, message.payload, content_type)
         dead = DeadJob(
-            reason=intake.MALFORMED,
-            message=intake.NOT_A_LINE,
+            reason=decoding.MALFORMED,
+            message=decoding.NOT_A_TENANT_QUEUE,
             subject=message.subject,
             payload=message.payload,
             request_id=owner.request_id,
             died_ns=self._clock.now_ns(),
         )
-        await self._bury(dead, Delivery(0, message.seq, jetstream.epoch_ns(message.time)))
+        await self._log_and_store(dead, Delivery(0, message.seq, jetstream.epoch_ns(message.time)))
         if await jetstream.delete(self._connection, subjects.JOBS_STREAM, message.seq):
             await self._refusals.refuse_unreadable(
                 message.subject,
                 message.payload,
                 content_type,
-                MalformedMessageError(intake.NOT_A_LINE),
+                MalformedMessageError(decoding.NOT_A_TENANT_QUEUE),
             )
 
-    async def _bury(self, dead: DeadJob, delivery: Delivery) -> None:
+    async def _log_and_store(self, dead: DeadJob, delivery: Delivery) -> None:
         logger.warning(
             "a job goes to the dead letters",
             extra={

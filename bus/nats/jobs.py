@@ -10,9 +10,9 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import codec, subjects
-from bus.api import LeasedJob, PublishedJob, QueueDepth, Subscription, TenantQueue
 from bus.codec import CONTENT_TYPE
-from bus.jobs import decoding as intake
+from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from bus.jobs import decoding
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream, shedding, topology
@@ -22,6 +22,7 @@ from bus.nats.jetstream import JetStreamError, nanoseconds
 from bus.nats.leases import Delivery, read_lease
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
+from bus.transport import Subscription
 from runtime.clock import Clock
 from runtime.tracing import HEADER as TRACEPARENT
 from schemas.config import NatsConfig
@@ -81,7 +82,7 @@ class _OpenQueue:
 
 
 class NatsJobQueue:
-    """See ``bus.api.JobQueue``."""
+    """See ``bus.job_queue.JobQueue``."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class NatsJobQueue:
         content_type = headers.get(CONTENT_TYPE)
         subject, payload = message.subject, message.data
         try:
-            job = intake.read_job(
+            job = decoding.read_job(
                 subject, payload, content_type, delivery.stored_ns, headers.get(TRACEPARENT)
             )
         except MalformedMessageError as error:
@@ -244,7 +245,7 @@ class NatsJobQueue:
             content_type = message.header(CONTENT_TYPE)
             stored_ns = jetstream.epoch_ns(message.time)
             try:
-                job = intake.read_job(message.subject, message.payload, content_type, stored_ns)
+                job = decoding.read_job(message.subject, message.payload, content_type, stored_ns)
             except MalformedMessageError as error:
                 delivery = Delivery(0, message.seq, stored_ns)
                 await self._dead_letters.refuse_unreadable(

@@ -40,7 +40,7 @@ class PullInbox:
 
     Messages keep their own subject, and which request brought one is not said; so it is told by
     the consumer in its lease alone. What arrives when nobody pulls is given back at once, for
-    somebody else. ``life`` counts the losses of the connection.
+    somebody else. ``num_losses`` counts those of the connection.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -50,7 +50,7 @@ class PullInbox:
         self._numbers = itertools.count()
         self._by_reply: dict[str, _Pull] = {}
         self._by_consumer: dict[str, list[_Pull]] = {}
-        self.life = 0
+        self.num_losses = 0
         connection.on_loss(self._lose_all)
 
     async def request(
@@ -108,6 +108,6 @@ class PullInbox:
         await self._connection.publish(message.reply, NAK)
 
     def _lose_all(self) -> None:
-        self.life += 1
+        self.num_losses += 1
         for pull in self._by_reply.values():
             pull.end()

@@ -45,15 +45,15 @@ class Puller:
         self._consumer = f"{stream}.{consumer}"
         self._subject = f"{jetstream.API}.CONSUMER.MSG.NEXT.{self._consumer}"
         self._ensure = ensure
-        self._ensured_in_life = -1
+        self._ensured_after = -1
         self._refused = ""
 
     async def ensure(self) -> None:
         """The consumer is there once this returns. Raises BusUnavailableError."""
-        life = self._inbox.life
-        if self._ensured_in_life != life:
+        num_losses = self._inbox.num_losses
+        if self._ensured_after != num_losses:
             await self._ensure()
-            self._ensured_in_life = life
+            self._ensured_after = num_losses
 
     async def pull(self, max_messages: int, timeout_s: float) -> list[Msg]:
         """Messages, as soon as there is one; an empty list after ``timeout_s``. With 0 that is
@@ -87,7 +87,7 @@ class Puller:
 
     @property
     def _is_ensured(self) -> bool:
-        return self._ensured_in_life == self._inbox.life
+        return self._ensured_after == self._inbox.num_losses
 
     async def _ready(self, left_s: float) -> bool:
         if not self._connection.connected and not await self._connection.wait_connected(left_s):
@@ -119,7 +119,7 @@ class Puller:
         )
         if not messages and status is not None and status not in _SPENT:
             # No such consumer, or the server is starting or stopping.
-            self._ensured_in_life = -1
+            self._ensured_after = -1
         return messages
 
 

@@ -6,8 +6,8 @@ import logging
 from datetime import UTC, datetime, timedelta
 
 from bus import subjects
-from bus.api import TenantQueue
 from bus.codec import CONTENT_TYPE
+from bus.job_queue import TenantQueue
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
 from bus.nats.jetstream import JetStreamError, RawMessage

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from nats.aio.msg import Msg
 
 from bus import codec, subjects
-from bus.api import OutboxMessage, Subscription
+from bus.api import OutboxMessage
 from bus.jobs.results import watch_results
 from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
@@ -17,6 +17,7 @@ from bus.nats.leases import read_lease
 from bus.nats.publish_batcher import PublishBatcher
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
+from bus.transport import Subscription
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult
 from schemas.records import Record

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from bus import subjects
-from bus.api import TenantQueue
 from bus.fleet.directory import ENTRY_TTL_S
+from bus.job_queue import TenantQueue
 from bus.nats import jetstream
 from bus.nats.connection import Connection
 from bus.nats.jetstream import JetStreamError, Json, nanoseconds
@@ -23,7 +23,7 @@ DUPLICATE_WINDOW_S = 600.0
 QUEUE_IDLE_S = 3_600.0
 # Since 2.15 a stream without a bound of its own may have 1,000 consumers; before, any number, and
 # the bound of a stream could not be changed.
-MAX_LINES = 100_000
+MAX_JOBS_CONSUMERS = 100_000
 _BOUNDED_SINCE = (2, 15)
 DEAD_MAX_AGE_S = 30 * 86_400.0
 DEAD_MAX_MESSAGES = 100_000
@@ -56,7 +56,7 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
             retention="workqueue",
             discard="new",
             max_msgs=config.max_stored_jobs,
-            **({"max_consumers": MAX_LINES} if server_version >= _BOUNDED_SINCE else {}),
+            **({"max_consumers": MAX_JOBS_CONSUMERS} if server_version >= _BOUNDED_SINCE else {}),
             republish={"src": stored, "dest": told, "headers_only": True},
         ),
         stream(

@@ -68,7 +68,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits != LimitSet()
 
 
-class Standing(NamedTuple):
+class AccountUsage(NamedTuple):
     """What an account uses now: ticks in its buckets, running requests, money in billionths."""
 
     requests: int = 0
@@ -108,9 +108,9 @@ NEVER = -2
 
 class LimitDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Granted, or the limit (named as in ``LimitSet``) and the account that refuse, with the ms to
-    wait, NEXT_MONTH or NEVER. ``standings`` are those of all accounts after it."""
+    wait, NEXT_MONTH or NEVER. ``usages`` are those of all accounts after it."""
 
-    standings: tuple[Standing, ...]
+    usages: tuple[AccountUsage, ...]
     refused_by: Account | None = None
     limit: str = ""
     wait_ms: int = 0
@@ -138,19 +138,19 @@ def decision_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> L
     """What the script that reserves has answered."""
     _, refused, limit, wait_ms, *numbers = answer
     counts = [int(number) for number in numbers]
-    standings = tuple(Standing(*counts[i : i + 5]) for i in range(0, len(counts), 5))
+    usages = tuple(AccountUsage(*counts[i : i + 5]) for i in range(0, len(counts), 5))
     assert isinstance(limit, bytes)
     return LimitDecision(
-        standings=standings,
+        usages=usages,
         refused_by=accounts[int(refused) - 1] if refused else None,
         limit=limit.decode(),
         wait_ms=int(wait_ms),
     )
 
 
-async def read_standing(
+async def read_account_usage(
     link: RedisLink, account: Account, month: str, now_ms: int | None = None
-) -> Standing:
+) -> AccountUsage:
     """What the account uses; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
     if now_ms is None:
         seconds, microseconds = await link.call("TIME")
@@ -163,7 +163,7 @@ async def read_standing(
         link.call("GET", account.spent_key(month)),
     )
     elapsed_ms = max(0, now_ms - int(kept[0] or now_ms))
-    return Standing(
+    return AccountUsage(
         requests=drain(int(kept[1] or 0), account.limits.requests_per_minute, elapsed_ms),
         tokens=drain(int(kept[2] or 0), account.limits.tokens_per_minute, elapsed_ms),
         num_running=int(num_running),

@@ -8,9 +8,9 @@ from bus.tenancy.accounts import (
     NEVER,
     NEXT_MONTH,
     Account,
+    AccountUsage,
     Charge,
     LimitDecision,
-    Standing,
     next_month_s,
 )
 from runtime.redis.link import RedisUnreachableError
@@ -23,7 +23,7 @@ _RETRY_AFTER_S = 2.0
 class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, http_status=429):
     """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
 
-    ``comes_back``: there is room again this month. ``accounts`` stand as ``standings`` say;
+    ``comes_back``: there is room again this month. ``accounts`` stand as ``usages`` say;
     ``headers`` are for a door that speaks HTTP to add.
     """
 
@@ -33,7 +33,7 @@ class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, 
         limit: str,
         retry_after_s: float | None,
         accounts: Sequence[Account],
-        standings: Sequence[Standing],
+        usages: Sequence[AccountUsage],
         *,
         comes_back: bool,
     ) -> None:
@@ -41,7 +41,7 @@ class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, 
         self.limit = limit
         self.retry_after_s = retry_after_s
         self.accounts = accounts
-        self.standings = standings
+        self.usages = usages
         self.comes_back = comes_back
         self.headers: list[tuple[bytes, bytes]] = []
 
@@ -109,7 +109,7 @@ def rate_limit_error(
         advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
     elif decision.wait_ms == NEXT_MONTH:
         retry_after_s = next_month_s(now_ns)
-        spent = decision.standings[accounts.index(account)].spent_nano
+        spent = decision.usages[accounts.index(account)].spent_nano
         advice = (
             f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
             "A new month begins at 00:00 UTC on the first."
@@ -127,7 +127,7 @@ def rate_limit_error(
         decision.limit,
         retry_after_s,
         accounts,
-        decision.standings,
+        decision.usages,
         comes_back=decision.wait_ms not in (NEVER, NEXT_MONTH),
     )
 

@@ -17,13 +17,13 @@ import msgspec
 from bus import redis_keys
 from bus.tenancy.accounts import (
     Account,
+    AccountUsage,
     Charge,
     LimitDecision,
-    Standing,
     decision_of,
     key_account,
     month_of,
-    read_standing,
+    read_account_usage,
     tenant_account,
 )
 from bus.tenancy.errors import (
@@ -70,7 +70,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     was unreachable, and the limits were this process's own."""
 
     accounts: tuple[Account, ...]
-    standings: tuple[Standing, ...]
+    usages: tuple[AccountUsage, ...]
     degraded: bool = False
 
 
@@ -80,7 +80,7 @@ class _Known(msgspec.Struct):
     accounts: tuple[Account, ...]
     is_revoked: bool = False
     month: str = ""
-    standings: tuple[Standing, ...] = ()
+    usages: tuple[AccountUsage, ...] = ()
 
 
 class LimitKeeper:
@@ -170,7 +170,7 @@ class LimitKeeper:
         if decision.refused_by is not None:
             self.num_refusals[decision.limit] += 1
             raise rate_limit_error(accounts, decision, charge, self._clock.now_ns())
-        return Taken(accounts=accounts, standings=decision.standings, degraded=degraded)
+        return Taken(accounts=accounts, usages=decision.usages, degraded=degraded)
 
     async def settle(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> bool:
         """Charge what a request used and give back the rest; ``usage`` None: nothing was served,
@@ -191,7 +191,7 @@ class LimitKeeper:
         process. Its tokens drain as if all had been used."""
         self._local.release(request_id)
 
-    async def standing(self, holder: Holder) -> list[tuple[Account, Standing]]:
+    async def usage(self, holder: Holder) -> list[tuple[Account, AccountUsage]]:
         """The limits of the holder's tenant and key and what is used of them. Raises
         RedisUnreachableError or KeyGoneError."""
         if self._link is None:
@@ -212,10 +212,10 @@ class LimitKeeper:
             accounts = (tenant_account(holder.tenant, tenant, self._tiers),)
         now_ms = None if self._redis_time else self._now_ms()
         month = month_of(self._clock.now_ns())
-        standings = await asyncio.gather(
-            *(read_standing(self._link, account, month, now_ms) for account in accounts)
+        usages = await asyncio.gather(
+            *(read_account_usage(self._link, account, month, now_ms) for account in accounts)
         )
-        return list(zip(accounts, standings, strict=True))
+        return list(zip(accounts, usages, strict=True))
 
     async def close(self, timeout_s: float) -> None:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
@@ -242,7 +242,7 @@ class LimitKeeper:
                 continue
             decision = decision_of(accounts, answer)
             if known is not None:
-                known.month, known.standings = month, decision.standings
+                known.month, known.usages = month, decision.usages
                 self._known.move_to_end(who)
             self._local.forget_idle()
             return accounts, decision
@@ -257,8 +257,8 @@ class LimitKeeper:
         if charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
             raise LimitsUnreachableError
         _check(holder, charge, known)
-        standings = known.standings if known.month == month else ()
-        spent_nano = [standing.spent_nano for standing in standings] or [0] * len(accounts)
+        usages = known.usages if known.month == month else ()
+        spent_nano = [usage.spent_nano for usage in usages] or [0] * len(accounts)
         self.num_degraded += 1
         return accounts, self._local.reserve(accounts, spent_nano, charge, month)
 

@@ -11,9 +11,9 @@ from bus.tenancy.accounts import (
     NEXT_MONTH,
     TICKS,
     Account,
+    AccountUsage,
     Charge,
     LimitDecision,
-    Standing,
     drain,
 )
 from runtime.clock import Clock
@@ -25,7 +25,7 @@ _KEEP_MS = 3_600_000
 _Refusal = tuple[str, int]
 
 
-class _Ledger:
+class _AccountState:
     """What one account has used here since Redis was last reachable."""
 
     def __init__(self, spent_nano: int, now_ms: int) -> None:
@@ -93,8 +93,8 @@ class _Ledger:
             left = self.tokens - (self.tokens_taken - taken[1]) * TICKS
             self.tokens -= min(max(0, left), num_tokens * TICKS)
 
-    def standing(self) -> Standing:
-        return Standing(
+    def usage(self) -> AccountUsage:
+        return AccountUsage(
             self.requests, self.tokens, len(self.running), self.spent_nano, self.held_nano
         )
 
@@ -103,7 +103,7 @@ class _Part(NamedTuple):
     """What a reservation took of one account."""
 
     account: Account
-    ledger: _Ledger
+    state: _AccountState
     taken: tuple[int, int]
 
 
@@ -119,8 +119,8 @@ class _Reservation:
         if not self.has_lapsed:
             self.has_lapsed = True
             for part in self.parts:
-                part.ledger.running.discard(self.charge.request_id)
-                part.ledger.held_nano -= self.charge.cost_nano
+                part.state.running.discard(self.charge.request_id)
+                part.state.held_nano -= self.charge.cost_nano
 
 
 class LocalLimits:
@@ -132,7 +132,7 @@ class LocalLimits:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ledgers: dict[str, _Ledger] = {}
+        self._states: dict[str, _AccountState] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._lapses: list[tuple[int, str]] = []
 
@@ -147,33 +147,29 @@ class LocalLimits:
         now_ms = self._now_ms()
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
-        ledgers = []
+        states = []
         for key, known_nano in zip(spent_keys, spent_nano, strict=True):
-            ledger = self._ledgers.setdefault(key, _Ledger(known_nano, now_ms))
-            ledger.spent_nano = max(ledger.spent_nano, known_nano)
-            ledgers.append(ledger)
+            state = self._states.setdefault(key, _AccountState(known_nano, now_ms))
+            state.spent_nano = max(state.spent_nano, known_nano)
+            states.append(state)
         found: list[tuple[int, Account, str]] = []
-        for account, ledger in zip(accounts, ledgers, strict=True):
-            ledger.drain(account, now_ms)
-        standings = tuple(ledger.standing() for ledger in ledgers)
+        for account, state in zip(accounts, states, strict=True):
+            state.drain(account, now_ms)
+        usages = tuple(state.usage() for state in states)
         if charge.request_id in self._reservations:
-            return LimitDecision(standings=standings)
-        for account, ledger in zip(accounts, ledgers, strict=True):
-            found += [
-                (wait_ms, account, name) for name, wait_ms in ledger.refusals(account, charge)
-            ]
+            return LimitDecision(usages=usages)
+        for account, state in zip(accounts, states, strict=True):
+            found += [(wait_ms, account, name) for name, wait_ms in state.refusals(account, charge)]
         if found:
             wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
-            return LimitDecision(
-                standings=standings, refused_by=account, limit=name, wait_ms=wait_ms
-            )
+            return LimitDecision(usages=usages, refused_by=account, limit=name, wait_ms=wait_ms)
         parts = [
-            _Part(account, ledger, ledger.take(account, charge))
-            for account, ledger in zip(accounts, ledgers, strict=True)
+            _Part(account, state, state.take(account, charge))
+            for account, state in zip(accounts, states, strict=True)
         ]
         self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
         heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
-        return LimitDecision(standings=tuple(ledger.standing() for ledger in ledgers))
+        return LimitDecision(usages=tuple(state.usage() for state in states))
 
     def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
         """Give back what was not used; where Redis keeps what the accounts have spent.
@@ -185,11 +181,11 @@ class LocalLimits:
             return ()
         made.release()
         now_ms = self._now_ms()
-        for account, ledger, taken in made.parts:
-            ledger.drain(account, now_ms)
+        for account, state, taken in made.parts:
+            state.drain(account, now_ms)
             unused = made.charge.num_tokens - (num_tokens or 0)
-            ledger.give_back(int(num_tokens is None), unused, taken)
-            ledger.spent_nano += cost_nano
+            state.give_back(int(num_tokens is None), unused, taken)
+            state.spent_nano += cost_nano
         return made.spent_keys
 
     def release(self, request_id: str) -> None:
@@ -200,8 +196,8 @@ class LocalLimits:
 
     def forget_idle(self) -> None:
         """Redis counts again: keep only what running requests still need."""
-        if self._ledgers and not self._reservations:
-            self._ledgers.clear()
+        if self._states and not self._reservations:
+            self._states.clear()
             self._lapses.clear()
 
     def _now_ms(self) -> int:

@@ -1,7 +1,7 @@
 -- Give back what a request had set aside and did not use, and charge what it cost. Once.
 --
--- KEYS: the reservation; then, for one that was granted while Redis was away, what each account has
--- spent in the month of the request.
+-- KEYS: the reservation; then, for one that was granted while Redis was unreachable, what each
+-- account has spent in the month of the request.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
 -- so that it does not count as a request either), its cost in billionths, ms to remember that it is
 -- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again.

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from bus.tenancy.accounts import month_of, read_standing, tenant_account
+from bus.tenancy.accounts import month_of, read_account_usage, tenant_account
 from bus.tenancy.tenants import TenantStore
 from gateway.api.limits import AccountLimits, account_limits
 from runtime.redis.link import RedisLink
@@ -32,7 +32,9 @@ async def read_usage(
 ) -> AccountLimits:
     """What the tenant uses now, and has spent this month. Raises RedisUnreachableError."""
     account = tenant_account(tenant, await store.tenant(tenant), tiers)
-    return account_limits(account, await read_standing(link, account, month_of(time.time_ns())))
+    return account_limits(
+        account, await read_account_usage(link, account, month_of(time.time_ns()))
+    )
 
 
 def tenant_report(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bus.tenancy.accounts import Account, Standing
+from bus.tenancy.accounts import Account, AccountUsage
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import Identity, require_admin
 from gateway.tenancy.limit_headers import remaining
@@ -81,26 +81,26 @@ class LimitsApi:
             except ValueError as error:
                 raise ParameterError("tenant", f"{error}.") from error
             caller, tier = Caller(tenant=asked), None
-        accounts = await self._gateway.limiter.caller_standing(caller)
+        accounts = await self._gateway.limiter.caller_usage(caller)
         answer = CallerLimits(
             tenant=caller.tenant,
             tier=tier,
-            accounts=tuple(account_limits(account, standing) for account, standing in accounts),
+            accounts=tuple(account_limits(account, usage) for account, usage in accounts),
         )
         return json_response(answer)
 
 
-def account_limits(account: Account, standing: Standing) -> AccountLimits:
+def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
     """An account as it is shown."""
     limits = account.limits
-    spent, held = from_nano(standing.spent_nano), from_nano(standing.held_nano)
+    spent, held = from_nano(usage.spent_nano), from_nano(usage.held_nano)
     left = Remaining(
-        requests_per_minute=_left(limits.requests_per_minute, standing.requests),
-        tokens_per_minute=_left(limits.tokens_per_minute, standing.tokens),
+        requests_per_minute=_left(limits.requests_per_minute, usage.requests),
+        tokens_per_minute=_left(limits.tokens_per_minute, usage.tokens),
         concurrent_requests=(
             None
             if limits.concurrent_requests is None
-            else max(0, limits.concurrent_requests - standing.num_running)
+            else max(0, limits.concurrent_requests - usage.num_running)
         ),
         context_tokens=limits.context_tokens,
         monthly_budget=(

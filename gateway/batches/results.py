@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
 from bus.fleet.desired_replicas import DesiredReplicas
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import QueueFullError

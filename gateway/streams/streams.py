@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
 from bus.frame_reader import Outcome
+from bus.transport import Subscription
 from gateway.streams.copies import StreamCopies
 from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import Replays, RunningRequestIndex

@@ -49,7 +49,7 @@ class InsufficientPermissionsError(MillraceError, code="insufficient_permissions
     """The key is good, but not for this."""
 
 
-class KeysAwayError(RedisUnreachableError):
+class KeysUnreachableError(RedisUnreachableError):
     """A key that nobody here has seen lately cannot be looked up."""
 
     retry_after_s = _RETRY_AFTER_S
@@ -121,7 +121,7 @@ class Identity:
 
     async def caller_of_token(self, token: str | None, *, forwarded: bool = False) -> Caller:
         """Whose key this is, or whoever sends something without one. Raises AuthenticationError, or
-        KeysAwayError for a key that cannot be looked up now."""
+        KeysUnreachableError for a key that cannot be looked up now."""
         is_keyless = token is None or not token.startswith(KEY_PREFIX)
         if is_keyless and not self._demands_key(forwarded=forwarded):
             is_near = self._is_local and not forwarded
@@ -162,13 +162,13 @@ class Identity:
         if known is not None and now_s - known.looked_up_s <= _KEY_FRESH_S:
             return known
         if self._store is None:
-            raise KeysAwayError
+            raise KeysUnreachableError
         try:
             found = await self._store.key(key_id)
         except RedisUnreachableError as error:
             if known is not None and now_s - known.looked_up_s <= _KNOWN_WHILE_AWAY_S:
                 return known
-            raise KeysAwayError from error
+            raise KeysUnreachableError from error
         if found is None:
             self._known.pop(key_id, None)
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.tenancy.accounts import TICKS, Account, Standing
+from bus.tenancy.accounts import TICKS, Account, AccountUsage
 from gateway.transport.http import Headers
 
 _MS_PER_S = 1_000
@@ -12,16 +12,16 @@ _MS_PER_MINUTE = 60 * _MS_PER_S
 _MS_PER_HOUR = 60 * _MS_PER_MINUTE
 
 
-def rate_headers(accounts: Sequence[Account], standings: Sequence[Standing]) -> Headers:
+def rate_headers(accounts: Sequence[Account], usages: Sequence[AccountUsage]) -> Headers:
     """Size, rest and time until all is back, of whichever account has the least left; nothing is
     said about what has no limit."""
     requests = [
-        (account.limits.requests_per_minute, standing.requests)
-        for account, standing in zip(accounts, standings, strict=True)
+        (account.limits.requests_per_minute, usage.requests)
+        for account, usage in zip(accounts, usages, strict=True)
     ]
     tokens = [
-        (account.limits.tokens_per_minute, standing.tokens)
-        for account, standing in zip(accounts, standings, strict=True)
+        (account.limits.tokens_per_minute, usage.tokens)
+        for account, usage in zip(accounts, usages, strict=True)
     ]
     return [*_headers("requests", requests), *_headers("tokens", tokens)]
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.tenancy.accounts import Account, Standing
+from bus.tenancy.accounts import Account, AccountUsage
 from bus.tenancy.errors import KeyGoneError, RateLimitError
 from bus.tenancy.keeper import LimitKeeper
 from gateway.tenancy.caller import Caller
@@ -71,7 +71,7 @@ class Limiter(LimitKeeper):
                 longest_tokens=longest_tokens,
             )
         except RateLimitError as error:
-            error.headers = rate_headers(error.accounts, error.standings)
+            error.headers = rate_headers(error.accounts, error.usages)
             if not error.comes_back:
                 error.headers.append(_DO_NOT_RETRY)
             raise
@@ -79,14 +79,14 @@ class Limiter(LimitKeeper):
             raise _authentication_error(error) from error
         return Reservation(
             request_id=request_id,
-            headers=rate_headers(taken.accounts, taken.standings),
+            headers=rate_headers(taken.accounts, taken.usages),
             degraded=taken.degraded,
         )
 
-    async def caller_standing(self, caller: Caller) -> list[tuple[Account, Standing]]:
-        """As ``standing``. Raises AuthenticationError for a key that is gone."""
+    async def caller_usage(self, caller: Caller) -> list[tuple[Account, AccountUsage]]:
+        """As ``usage``. Raises AuthenticationError for a key that is gone."""
         try:
-            return await self.standing(caller)
+            return await self.usage(caller)
         except KeyGoneError as error:
             raise _authentication_error(error) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from bus.api import LeasedJob
+from bus.job_queue import LeasedJob
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts

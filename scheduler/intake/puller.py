@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from bus.api import LeasedJob, TenantQueue
+from bus.job_queue import LeasedJob, TenantQueue
 from runtime.tasks import Tasks
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher

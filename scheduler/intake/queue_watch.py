@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from runtime.tasks import Tasks
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from bus.api import LeasedJob
+from bus.job_queue import LeasedJob
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.intake.model_choice import ModelChooser

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bus.api import LeasedJob, TenantQueue
+from bus.job_queue import LeasedJob, TenantQueue
 from scheduler.jobs.attempts import AttemptHistory
 from scheduler.jobs.poison_pills import PoisonSuspicion
 from scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys

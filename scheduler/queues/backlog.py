@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Tier
 

@@ -29,12 +29,12 @@ class _TenantJobs:
 
 
 class FairQueue:
-    """Jobs of one model that wait here, and who has been served how much.
+    """The pulled jobs of one model, and how many tokens each tier and tenant was served.
 
-    First come those whose run was interrupted: a client is in the middle of their stream. Then the
-    tiers, by tokens served for their weight, but batch work only when nothing else is here. In a
-    tier the tenants, by tokens served; of a tenant the earliest deadline, or the shortest. Tenants
-    with jobs that are still in the queue are known by ``want``.
+    Jobs whose run was interrupted come first, as a client is reading their stream. Then the tier
+    that was served least for its weight, the batch tier only when no other has a job here; in a
+    tier the tenant that was served least; of a tenant the job with the earliest deadline, or the
+    shortest one. ``want`` tells of tenants whose jobs are still in the work queue.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -43,7 +43,6 @@ class FairQueue:
         self._ageing_s = config.ageing_s
         self._tiers: VirtualTokens[Tier] = VirtualTokens()
         self._tenants: dict[Tier, VirtualTokens[str]] = {tier: VirtualTokens() for tier in Tier}
-        self._num_active_tenants = dict.fromkeys(Tier, 0)
         self._wanted: dict[Tenant, set[str]] = {}
         self._tenant_jobs: dict[Tenant, _TenantJobs] = {}
         self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
@@ -67,11 +66,11 @@ class FairQueue:
         """A snapshot, in no order."""
         return iter(list(self._members))
 
-    # --- who wants ---
+    # --- which tenants have jobs ---
 
     def want(self, tenant: Tenant, wants: bool, name: str = "") -> None:
-        """Whether it has jobs in the queue behind those that are here, under one of the names by
-        which the model is asked for."""
+        """Note whether a tenant has jobs in the work queue still, under one of the names by which
+        the model is requested."""
         if wants:
             self._wanted.setdefault(tenant, set()).add(name)
             self._begin(tenant)
@@ -82,29 +81,26 @@ class FairQueue:
                 self._end_if_idle(tenant)
 
     def _begin(self, tenant: Tenant) -> None:
-        tenants = self._tenants[tenant.tier]
         if tenant not in self._tenant_jobs:
-            self._num_active_tenants[tenant.tier] += 1
             if tenant.tier is not Tier.BATCH:
                 # It is never charged as a tier, so it would be the least served for ever.
                 self._tiers.begin(tenant.tier)
-            tenants.begin(tenant.name)
+            self._tenants[tenant.tier].begin(tenant.name)
             self._tenant_jobs[tenant] = _TenantJobs()
 
     def _end_if_idle(self, tenant: Tenant) -> None:
-        model_cache = self._tenant_jobs.get(tenant)
-        if model_cache is None or model_cache.count or tenant in self._wanted:
+        jobs = self._tenant_jobs.get(tenant)
+        if jobs is None or jobs.count or tenant in self._wanted:
             return
         del self._tenant_jobs[tenant]
         self._tenants[tenant.tier].end(tenant.name)
-        self._num_active_tenants[tenant.tier] -= 1
-        if not self._num_active_tenants[tenant.tier]:
+        if not len(self._tenants[tenant.tier]):
             self._tiers.end(tenant.tier)
 
     # --- in and out ---
 
     def expect(self, scheduled: ScheduledJob) -> None:
-        """It is made ready, and will be pushed unless it is removed before."""
+        """A job is being prepared, and will be pushed unless it is removed before."""
         self._expected.add(scheduled)
         self._num_expected[scheduled.job.tier] += 1
 
@@ -125,11 +121,11 @@ class FairQueue:
         self._insert(scheduled)
 
     def _insert(self, scheduled: ScheduledJob) -> None:
-        """Among those that ``head`` looks at."""
+        """Put a member where ``head`` finds it."""
         tenant, number = scheduled.tenant, self._members[scheduled]
         if scheduled in self._queued:
-            model_cache = self._tenant_jobs[tenant]
-            heapq.heappush(model_cache.heap, (self._urgency(scheduled), number, scheduled))
+            jobs = self._tenant_jobs[tenant]
+            heapq.heappush(jobs.heap, (self._urgency(scheduled), number, scheduled))
             self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
         else:
             is_batch = tenant.tier is Tier.BATCH
@@ -138,7 +134,7 @@ class FairQueue:
             )
 
     def remove(self, scheduled: ScheduledJob) -> None:
-        """It waits here no more, whether it was sent or is over."""
+        """A job was sent, or is over."""
         self._expect_no_more(scheduled)
         if self._members.pop(scheduled, None) is None:
             return
@@ -147,33 +143,33 @@ class FairQueue:
             return
         self._queued.remove(scheduled)
         tenant = scheduled.tenant
-        model_cache = self._tenant_jobs[tenant]
-        model_cache.count -= 1
+        jobs = self._tenant_jobs[tenant]
+        jobs.count -= 1
         if scheduled in self._passed:
             del self._passed[scheduled]
-            model_cache.num_passed -= 1
-        if model_cache.count == model_cache.num_passed:
-            model_cache.heap.clear()
+            jobs.num_passed -= 1
+        if jobs.count == jobs.num_passed:
+            jobs.heap.clear()
             self._ready[tenant.tier].discard(tenant.name)
             self._end_if_idle(tenant)
 
     def pass_over(self, scheduled: ScheduledJob) -> None:
-        """The head cannot be sent just now: others come before it until ``restore_passed``. It is
-        still a member."""
+        """Skip the head, which cannot be sent just now, until ``restore_passed``. It stays a
+        member."""
         self._passed[scheduled] = None
         if scheduled not in self._queued:
             self._returning = [item for item in self._returning if item[3] is not scheduled]
             heapq.heapify(self._returning)
             return
         tenant = scheduled.tenant
-        model_cache = self._tenant_jobs[tenant]
-        heapq.heappop(model_cache.heap)
-        model_cache.num_passed += 1
-        if model_cache.count == model_cache.num_passed:
+        jobs = self._tenant_jobs[tenant]
+        heapq.heappop(jobs.heap)
+        jobs.num_passed += 1
+        if jobs.count == jobs.num_passed:
             self._ready[tenant.tier].discard(tenant.name)
 
     def restore_passed(self) -> None:
-        """Those who were passed over have their places back."""
+        """Put the jobs that were skipped back in their places."""
         passed, self._passed = self._passed, {}
         for scheduled in passed:
             if scheduled in self._queued:
@@ -182,8 +178,8 @@ class FairQueue:
                 self._insert(scheduled)
 
     def head(self, above: Tier | None = None) -> ScheduledJob | None:
-        """Who is next, or would be if there were none but the tiers above one; it stays until it
-        is removed."""
+        """The job to send next, of the tiers above one if that is given. It stays until it is
+        removed."""
         returning = self._top_returning() if above is None else self._returning_above(above)
         if returning is not None and returning.job.tier is not Tier.BATCH:
             return returning
@@ -224,7 +220,8 @@ class FairQueue:
     def _urgency(self, scheduled: ScheduledJob) -> tuple[float, int]:
         number = scheduled.lease.stream_sequence
         if self._shortest:
-            # Length halves with every ``ageing_s`` of waiting; what has passed is the same for all.
+            # Length halves with every ``ageing_s`` of waiting. As that goes for all jobs alike, the
+            # time of the pull stands for the time waited.
             length = math.log2(max(scheduled.service.output_tokens, 1.0))
             return length + scheduled.timing.pulled_s / self._ageing_s, number
         deadline_ns = scheduled.job.deadline_ns
@@ -233,7 +230,7 @@ class FairQueue:
     # --- service ---
 
     def charge(self, tenant: Tenant, tokens: float) -> None:
-        """It was given service worth so many tokens; less than none takes some back."""
+        """Count tokens as served to a tenant, or as not served if they are negative."""
         tier, name = tenant
         self._tenants[tier].charge(name, tokens)
         if tier is not Tier.BATCH:
@@ -242,13 +239,13 @@ class FairQueue:
             self._ready[tier].set(name, self._counter(tenant))
 
     def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
-        """It was sent to a worker that has so much of it cached."""
+        """Charge for an attempt on a worker that has so many tokens of the prompt cached."""
         scheduled.service.charged_tokens = scheduled.service.tokens - num_cached_tokens
         self.charge(scheduled.tenant, scheduled.service.charged_tokens)
 
     def refund_attempt(self, scheduled: ScheduledJob) -> None:
-        """The attempt that its tenant was charged for is over; what it really took is charged when
-        a worker reports it."""
+        """Take the charge for an attempt back, which is over: what it used is charged when a worker
+        reports it."""
         if scheduled.service.charged_tokens:
             self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
             scheduled.service.charged_tokens = 0.0
@@ -257,30 +254,26 @@ class FairQueue:
         return self._tenants[tenant.tier].counter(tenant.name)
 
     def rank_of(self, tier: Tier) -> tuple[bool, float]:
-        """Sorts tiers by which is next to be served."""
+        """A sort key of tiers: the next one to be served is the least."""
         return tier is Tier.BATCH, self._tiers.counter(tier)
 
     def counters(self, tier: Tier) -> VirtualTokens[str]:
-        """By which the tenants of a tier are next to be served."""
+        """The tokens that each tenant of a tier was served."""
         return self._tenants[tier]
 
     def lead(self, tier: Tier, over: Tier) -> float:
-        """Tokens that a tier was served more than another one, each for its weight."""
+        """How many more tokens a tier was served than another one, each for its weight."""
         return self.floored_counter(tier) - self.floored_counter(over)
-
-    def num_active_tenants(self, tier: Tier) -> int:
-        """Tenants of a tier with jobs here or in the queue."""
-        return self._num_active_tenants[tier]
 
     def num_of(self, tier: Tier) -> int:
         """Jobs of a tier that wait here."""
         return self._num_of[tier]
 
     def num_here(self, tier: Tier) -> int:
-        """The same, with those that are made ready."""
+        """The same, with those that are being prepared."""
         return self._num_of[tier] + self._num_expected[tier]
 
-    # --- what will be ---
+    # --- the order of all ---
 
     def in_order(self) -> list[ScheduledJob]:
         """All that wait here, in the order in which they would be sent if nothing else came and
@@ -296,7 +289,7 @@ class FairQueue:
         return [scheduled for _, _, _, scheduled in sorted(found)]
 
     def by_tenant(self) -> dict[Tenant, list[ScheduledJob]]:
-        """The others, of each tenant in its order."""
+        """The others by tenant, each tenant's in its order."""
         return {
             Tenant(tier, name): self._in_line(Tenant(tier, name))
             for tier in Tier
@@ -326,18 +319,15 @@ class FairQueue:
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
         waiting = self._queued
-        assert not self._passed, "somebody is passed over for good"
+        assert not self._passed, "a job is skipped for good"
         assert waiting <= self._members.keys(), "what is gone is queued"
-        for tenant, model_cache in self._tenant_jobs.items():
+        for tenant, jobs in self._tenant_jobs.items():
             count = sum(scheduled.tenant == tenant for scheduled in waiting)
-            assert model_cache.count == count, (
-                f"{tenant} counts {model_cache.count} jobs of {count}"
-            )
-            assert (tenant.name in self._ready[tenant.tier]) == bool(count), (
-                f"{tenant} is not ready"
-            )
+            assert jobs.count == count, f"{tenant} counts {jobs.count} jobs of {count}"
+            is_ready = tenant.name in self._ready[tenant.tier]
+            assert is_ready == bool(count), f"{tenant} is not ready"
             assert count or tenant in self._wanted, f"{tenant} wants nothing"
-        assert sum(model_cache.count for model_cache in self._tenant_jobs.values()) == len(waiting)
+        assert sum(jobs.count for jobs in self._tenant_jobs.values()) == len(waiting)
 
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:

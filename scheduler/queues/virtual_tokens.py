@@ -1,4 +1,4 @@
-"""Who has been served least: virtual token counters.
+"""Virtual token counters: how many tokens each member of a group was served.
 
 Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 """
@@ -17,67 +17,72 @@ _MAX_IDLE = 10_000
 
 
 class VirtualTokens(Generic[Member]):
-    """A counter of tokens served for each member; those who want more are served least first.
+    """A counter of tokens served for each member. An active member is one with jobs to serve; the
+    active member with the least counter is to be served next.
 
-    Whoever begins to want is lifted to the least of those who want already, or to where the last
-    one stopped when nobody wanted: having asked for nothing is no claim. So two members who both
-    want all the time are never further apart than the cost of what each has in service. Members
-    who want nothing are remembered, up to ``max_idle``, so that a debt is not lost by a pause.
-    Nobody falls below where it was lifted to, whatever of the time before turns out to be less.
+    A member that becomes active is lifted to the least counter of the active ones, or to that of
+    the last one that was: an idle time earns no credit. So the counters of two members that are
+    both active all the time differ by no more than the cost of what each has in service. Counters
+    of idle members are kept, up to ``max_idle`` of them, so that a pause clears no debt. A counter
+    never falls below what it was lifted to, even if less of an earlier charge was used.
     """
 
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
         self._max_idle = max_idle
-        self._wanting: LazyMin[Member] = LazyMin()
+        self._active: LazyMin[Member] = LazyMin()
         self._floors: dict[Member, float] = {}
         self._idle: OrderedDict[Member, float] = OrderedDict()
         self._last_stop = 0.0
 
+    def __len__(self) -> int:
+        """How many members are active."""
+        return len(self._active)
+
     def begin(self, member: Member) -> None:
-        """It wants to be served from now on."""
-        if member in self._wanting:
+        """The member is active from now on."""
+        if member in self._active:
             return
-        least = self._wanting.least()
-        floor = self._last_stop if least is None else self._wanting.value(least)
+        least = self._active.least()
+        floor = self._last_stop if least is None else self._active.value(least)
         self._floors[member] = floor
-        self._wanting.set(member, max(self._idle.pop(member, floor), floor))
+        self._active.set(member, max(self._idle.pop(member, floor), floor))
 
     def end(self, member: Member) -> None:
-        """It wants nothing just now."""
-        if member not in self._wanting:
+        """The member is idle from now on."""
+        if member not in self._active:
             return
-        counter = self._wanting.value(member)
-        self._wanting.discard(member)
+        counter = self._active.value(member)
+        self._active.discard(member)
         del self._floors[member]
-        if not len(self._wanting):
+        if not len(self._active):
             self._last_stop = max(self._last_stop, counter)
         self._set_idle(member, counter)
 
     def charge(self, member: Member, tokens: float) -> None:
-        """It was served, or with less than nothing was charged too much."""
-        if member in self._wanting:
-            counter = self._wanting.value(member) + tokens
-            self._wanting.set(member, max(counter, self._floors[member]))
+        """Count tokens as served, or as charged too much if they are negative."""
+        if member in self._active:
+            counter = self._active.value(member) + tokens
+            self._active.set(member, max(counter, self._floors[member]))
         else:
             self._set_idle(member, self._idle.pop(member, self._floor()) + tokens)
 
     def counter(self, member: Member) -> float:
-        if member in self._wanting:
-            return self._wanting.value(member)
+        if member in self._active:
+            return self._active.value(member)
         return self._idle.get(member, self._floor())
 
     def floored_counter(self, member: Member) -> float:
-        """Where it stands among those who want, or would if it began to want now."""
+        """The counter, or what it would be lifted to if the member became active now."""
         return max(self.counter(member), self._floor())
 
     def spread(self) -> float:
-        """How much more the one of those who want was served than another, at most."""
-        values = [self._wanting.value(member) for member in self._wanting]
+        """The most that two active members differ by."""
+        values = [self._active.value(member) for member in self._active]
         return max(values) - min(values) if values else 0.0
 
     def _floor(self) -> float:
-        least = self._wanting.least()
-        return self._last_stop if least is None else self._wanting.value(least)
+        least = self._active.least()
+        return self._last_stop if least is None else self._active.value(least)
 
     def _set_idle(self, member: Member, counter: float) -> None:
         self._idle[member] = counter

@@ -58,7 +58,7 @@ def fairness_of(
 
 
 def jain(shares: Floats) -> float:
-    """Jain's index; 1 when nobody got anything."""
+    """Jain's index: 1 when all got the same, or nothing, and 1 / n when one got everything."""
     squares = float((shares**2).sum())
     return float(shares.sum()) ** 2 / (len(shares) * squares) if squares else 1.0
 

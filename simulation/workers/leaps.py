@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from workers.simulated.batch import SimulatedBatch, SimulatedSequence, StepOutputs
+from workers.simulated.batch import SimulatedBatch, StepOutputs
 from workers.simulated.latency_model import LatencyModel
+from workers.simulated.sequence import SimulatedSequence
 from workers.simulated.tokens import SimulatedTokens
 
 

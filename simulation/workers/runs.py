@@ -13,7 +13,7 @@ from schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Starte
 from schemas.jobs import Tier
 from schemas.records import RequestRecord, Status
 from simulation.outcomes import RequestOutcome
-from workers.simulated.batch import GenerationLimits, SimulatedSequence
+from workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 # As the real worker ranks tiers for its engine.
 PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}

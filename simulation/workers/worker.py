@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.config import WorkerConfig
 from schemas.control import (
@@ -28,7 +29,7 @@ from simulation.outcomes import REPLY, Outcomes
 from simulation.workers.heartbeats import Heartbeats
 from simulation.workers.leaps import LeapingBatch
 from simulation.workers.runs import Run
-from workers.simulated.batch import SimulatedSequence
+from workers.simulated.sequence import SimulatedSequence
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 # Those that make way for higher tiers wait here too: so many times the capacity in all.

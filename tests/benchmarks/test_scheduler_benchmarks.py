@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.fairness import jain_index, largest_gap
+from benchmarks.fairness import largest_gap
+from simulation.report.fairness import jain
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {
@@ -40,7 +42,7 @@ def test_a_smoke_run_says_everything(name: str) -> None:
     [([5.0, 5.0, 5.0], 1.0), ([9.0, 0.0, 0.0], 1 / 3), ([3.0, 1.0], 0.8), ([0.0, 0.0], 1.0)],
 )
 def test_jains_index(shares: list[float], index: float) -> None:
-    assert jain_index(shares) == pytest.approx(index)
+    assert jain(np.array(shares)) == pytest.approx(index)
 
 
 def test_a_gap_is_of_whichever_part_of_the_time() -> None:

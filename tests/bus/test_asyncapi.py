@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from bus import asyncapi, subjects
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Job, Tier
 from tests.support.repository import ROOT

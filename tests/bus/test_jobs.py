@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from bus import codec
-from bus.api import Bus, LeasedJob, TenantQueue
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
 from schemas.errors import PayloadTooLargeError, QueueFullError
 from schemas.frames import Failed, Frame
 from schemas.jobs import DeadJob, Job, Tier
@@ -252,7 +253,7 @@ class TestDepthAndShedding:
 
 
 class TestDeadLetters:
-    async def test_bury(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_job_is_dead_lettered(self, bus: Bus, broker: Broker) -> None:
         await bus.jobs.publish(job(1))
         leased = await pull_one(bus)
         dead = DeadJob(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import redis_keys, subjects
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from schemas.jobs import Source, Tier
 from schemas.records import (
     DeliveryRecord,

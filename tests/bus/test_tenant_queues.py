@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from bus import codec, subjects
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from schemas.frames import Failed, Frame
 from schemas.jobs import Job, Tier
 from tests.bus.conftest import ACK_WAIT_S, Broker

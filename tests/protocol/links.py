@@ -9,27 +9,23 @@ from typing import TypeVar
 from bus.api import (
     Control,
     FrameStreams,
-    JobQueue,
     Journal,
-    LeasedJob,
     Objects,
     Outbox,
     OutboxMessage,
-    PublishedJob,
-    QueueDepth,
     Results,
-    Subscription,
-    TenantQueue,
     WorkerDirectory,
 )
 from bus.control import CoreControl
 from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
+from bus.job_queue import JobQueue, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.running_requests import RunningRequest
 from bus.storage import Storage
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
 from schemas.jobs import DeadJob, Job, JobResult
@@ -74,7 +70,7 @@ class Link:
 
 
 class FaultyJobs:
-    """See ``bus.api.JobQueue``."""
+    """See ``bus.job_queue.JobQueue``."""
 
     def __init__(self, inner: MemoryJobQueue, link: Link) -> None:
         self._inner = inner

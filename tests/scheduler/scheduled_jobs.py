@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from schemas.jobs import Job, Tier

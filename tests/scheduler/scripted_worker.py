@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections import Counter
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
+from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.control import (
     Cancel,

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import RunningRequest
 from registry.pricing import UNPRICED

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections import Counter
 
-from bus.api import Bus, LeasedJob
+from bus.api import Bus
+from bus.job_queue import LeasedJob
 from schemas.frames import FinishReason, Usage
 from schemas.jobs import Job, JobResult
 from schemas.records import Status

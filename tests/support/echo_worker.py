@@ -13,7 +13,9 @@ from functools import partial
 
 import msgspec
 
-from bus.api import Bus, LeasedJob, Subscription
+from bus.api import Bus
+from bus.job_queue import LeasedJob
+from bus.transport import Subscription
 from runtime.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.api import Bus, LeasedJob, Subscription, TenantQueue
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
+from bus.transport import Subscription
 from schemas.errors import BusUnavailableError
 
 # What is delivered again is not announced, nor what came while the server was unreachable.

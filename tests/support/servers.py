@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Self
 
 from cli.local.ports import PortPicker
 from runtime.binaries import nats_server_path, redis_server_path
@@ -42,7 +43,8 @@ def die_with_parent() -> None:
 class Server:
     """A server process on a fixed port that can be killed and started again on the same data.
 
-    The owner calls ``stop``; if it cannot, the process dies with it.
+    It runs for as long as its ``with`` block lasts, or from ``start`` to ``stop``; if its owner
+    cannot stop it, the process dies with it.
     """
 
     scheme = "tcp"
@@ -97,6 +99,13 @@ class Server:
                 log_text = self.log_path.read_text(errors="replace")[-2000:]
                 raise AssertionError(f"{type(self).__name__} did not start:\n{log_text}")
             time.sleep(0.01)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def kill(self) -> None:
         """SIGKILL, as in a crash."""

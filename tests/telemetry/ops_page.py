@@ -10,7 +10,7 @@ from pathlib import Path
 
 from playwright.async_api import Browser, Page
 
-from bus.api import Subscription
+from bus.transport import Subscription
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from telemetry.http.answers import Answers
 from telemetry.store.store import Store

@@ -11,7 +11,8 @@ import pytest
 from nats import connect as connect_nats
 
 from bus import nats, subjects
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from runtime.tracing import life_span, parse_traceparent
 from schemas.config import NatsConfig
 from schemas.jobs import Job, Tier

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from bus.api import TenantQueue
 from bus.codec import RECORD
+from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import RunningRequest as GenerationEntry
 from registry.catalogue import ModelEntry

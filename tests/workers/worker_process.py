@@ -13,8 +13,9 @@ import psutil
 import yaml
 
 from bus import nats
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
 from bus.codec import RECORD
+from bus.job_queue import TenantQueue
 from schemas.config import NatsConfig, RedisConfig
 from schemas.control import Dispatch, Ended, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Delta, Frame

@@ -9,8 +9,9 @@ import uuid
 
 from msgspec.structs import replace
 
-from bus.api import Bus, Subscription
+from bus.api import Bus
 from bus.tenancy.settling import Settlements
+from bus.transport import Subscription
 from registry.served import ServedModel
 from runtime.clock import Clock
 from runtime.tasks import first_error

@@ -29,8 +29,9 @@ from workers.engine.types import (
     PrefixChanges,
 )
 from workers.engine_like import EngineLike
-from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence, StepOutputs
+from workers.simulated.batch import SimulatedBatch, StepOutputs
 from workers.simulated.latency_model import LatencyModel
+from workers.simulated.sequence import GenerationLimits, SimulatedSequence
 from workers.simulated.tokens import SimulatedTokens
 from workers.simulated.words import readable_token_ids
 

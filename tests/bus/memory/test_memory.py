@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from runtime.clock import ManualClock
 from schemas.config import NatsConfig

@@ -10,7 +10,8 @@ import pytest
 from nats.aio.client import Client
 
 from bus import subjects
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.nats import connect, topology
 from schemas.config import NatsConfig
 from schemas.jobs import Job
@@ -154,4 +155,4 @@ async def test_lines_beyond_a_default_of_the_server(api: Api, bus: Bus) -> None:
     info = await api.call("STREAM.INFO.JOBS")
     config = info["config"]
     assert isinstance(config, dict)
-    assert config["max_consumers"] == topology.MAX_LINES
+    assert config["max_consumers"] == topology.MAX_JOBS_CONSUMERS

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from bus import codec
-from bus.api import Bus, LeasedJob, TenantQueue
+from bus.api import Bus
+from bus.job_queue import LeasedJob, TenantQueue
 from bus.nats import connect
 from bus.nats.connection import Connection
 from schemas.config import NatsConfig

@@ -11,7 +11,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus import subjects
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from bus.nats import accounts, connect
 from bus.nats.permissions import Part, inbox_of, service_inbox
 from schemas.control import Cancel, NameLease

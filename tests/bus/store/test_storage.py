@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.api import Bus, TenantQueue
+from bus.api import Bus
+from bus.job_queue import TenantQueue
 from bus.nats import connect
 from bus.storage import NATS
 from schemas.config import NatsConfig

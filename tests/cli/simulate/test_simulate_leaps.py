@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from schemas.config import SimulationConfig
 from simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
-from workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence
+from workers.simulated.batch import SimulatedBatch
 from workers.simulated.latency_model import LatencyModel
+from workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 LATENCY = LatencyModel(
     SimulationConfig(

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.api import PublishedJob
+from bus.job_queue import PublishedJob
 from gateway.request.response_stream import ResponseStream
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job

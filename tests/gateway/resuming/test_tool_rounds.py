@@ -17,7 +17,7 @@ import yaml
 from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
-from bus.api import PublishedJob
+from bus.job_queue import PublishedJob
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.limits import Reservation
 from gateway.tools.catalogue import ToolCatalogue, load_tools
@@ -41,7 +41,7 @@ _PATH = "/v1/chat/completions"
 
 
 class Publish(Protocol):
-    """``bus.api.JobQueue.publish``."""
+    """``bus.job_queue.JobQueue.publish``."""
 
     def __call__(self, job: Job, *, reserved: bool = False) -> Awaitable[PublishedJob]: ...
 

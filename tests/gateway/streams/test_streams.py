@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView

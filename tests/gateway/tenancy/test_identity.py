@@ -16,7 +16,7 @@ from gateway.tenancy.identity import (
     AuthenticationError,
     Identity,
     InsufficientPermissionsError,
-    KeysAwayError,
+    KeysUnreachableError,
     require_admin,
     token_of,
 )
@@ -236,11 +236,11 @@ async def test_known_keys_go_on_for_an_hour_without_redis(redis_server: RedisSer
         assert (await identity.caller_of_token(known)).tenant == "acme"
         with pytest.raises(AuthenticationError):
             await identity.caller_of_token(f"{known}0")
-        with pytest.raises(KeysAwayError) as away:
+        with pytest.raises(KeysUnreachableError) as away:
             await identity.caller_of_token(unknown)
         assert (away.value.http_status, away.value.retry_after_s) == (503, 2.0)
         await clock.advance(101.0)
-        with pytest.raises(KeysAwayError):
+        with pytest.raises(KeysUnreachableError):
             await identity.caller_of_token(known)
     finally:
         redis_server.start()
@@ -251,7 +251,7 @@ async def test_without_redis_keyless_callers_go_on(clock: ManualClock) -> None:
     link = RedisLink(RedisConfig(url=f"redis://127.0.0.1:{free_port()}"), clock)
     identity = Identity(link, NEAR, clock)
     assert await identity.caller_of_token(None) == LOCAL
-    with pytest.raises(KeysAwayError):
+    with pytest.raises(KeysUnreachableError):
         await identity.caller_of_token(f"mr-{'0' * 12}-{'0' * 64}")
     await link.close()
 

@@ -131,7 +131,7 @@ async def test_what_nobody_settles_lapses(bench: LimitBench) -> None:
     # Late, but not forgotten.
     await bench.limiter.settle("r1", used(1, 1), Decimal("0.25"))
     await bench.limiter.settle("r2", None, None)
-    [(_, tenant), (_, key)] = await bench.limiter.standing(caller)
+    [(_, tenant), (_, key)] = await bench.limiter.usage(caller)
     assert tenant.spent_nano == key.spent_nano == 250_000_000
     assert tenant.held_nano == tenant.num_running == 0
 
@@ -167,11 +167,11 @@ async def test_a_refusal_takes_nothing(bench: LimitBench) -> None:
     await bench.tenant("acme", concurrent_requests=1)
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", cost="0.1")
-    before = await bench.limiter.standing(caller)
+    before = await bench.limiter.usage(caller)
     for number in range(5):
         with pytest.raises(ConcurrentRequestsError):
             await reserve(bench.limiter, caller, f"x{number}", cost="0.1")
-    assert await bench.limiter.standing(caller) == before
+    assert await bench.limiter.usage(caller) == before
 
 
 # --- once, by anyone -------------------------------------------------------------------------
@@ -186,7 +186,7 @@ async def test_any_gateway_settles_and_only_once(bench: LimitBench) -> None:
         *(one.settle("r1", used(5, 5), Decimal("0.1")) for one in (bench.limiter, other) * 3)
     )
     assert sorted(outcomes) == [False] * 5 + [True]
-    [(_, tenant), _] = await other.standing(caller)
+    [(_, tenant), _] = await other.usage(caller)
     assert tenant.spent_nano == 100_000_000
     assert not await other.settle("never made", None, None)
 
@@ -202,18 +202,18 @@ async def test_the_same_reservation_again_takes_nothing_more(bench: LimitBench) 
 async def test_nothing_served_gives_all_back(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
-    before = await bench.limiter.standing(caller)
+    before = await bench.limiter.usage(caller)
     await reserve(bench.limiter, caller, "r1", cost="3")
-    assert await bench.limiter.standing(caller) != before
+    assert await bench.limiter.usage(caller) != before
     await bench.limiter.settle("r1", None, None)
-    assert await bench.limiter.standing(caller) == before
+    assert await bench.limiter.usage(caller) == before
 
 
 async def test_a_client_that_leaves_while_it_waits_holds_nothing(bench: LimitBench) -> None:
     await bench.tenant("acme")
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r0")
-    before = await bench.limiter.standing(caller)
+    before = await bench.limiter.usage(caller)
     waiting = asyncio.create_task(reserve(bench.limiter, caller, "r1"))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(bench: LimitBen
         await waiting
 
     async def is_back() -> bool:
-        return await bench.limiter.standing(caller) == before
+        return await bench.limiter.usage(caller) == before
 
     await eventually(is_back)
 
@@ -234,7 +234,7 @@ async def test_settling_does_not_keep_anybody_waiting(bench: LimitBench) -> None
         bench.limiter.settle_soon(f"r{number}", used(1, 1), Decimal("0.001"))
     await bench.limiter.close(5.0)
     assert bench.limiter.num_unsettled == bench.limiter.num_settlements_lost == 0
-    [(_, tenant), _] = await bench.limiter.standing(caller)
+    [(_, tenant), _] = await bench.limiter.usage(caller)
     assert (tenant.num_running, tenant.spent_nano) == (0, 100_000_000)
     left = {key for key in await bench.keys() if key.startswith("resv:")}
     assert not left

@@ -198,15 +198,15 @@ async def _live(url: str, steps: list[object]) -> None:
         for name in observer.lives:
             await settle(observer, name, 4, [gateways[0], alone])
         for number, caller in enumerate(callers):
-            [(_, tenant), (_, of_key)] = await gateways[0].standing(caller)
+            [(_, tenant), (_, of_key)] = await gateways[0].usage(caller)
             lives = [life for life in observer.lives.values() if life.key == number]
-            for standing in (tenant, of_key):
-                assert standing.num_running == standing.held_nano == 0
+            for usage in (tenant, of_key):
+                assert usage.num_running == usage.held_nano == 0
             assert tenant.spent_nano == sum(spent_nano(it) for it in observer.lives.values())
             assert of_key.spent_nano == sum(spent_nano(life) for life in lives)
         assert not await link.call("KEYS", "resv:*")
         await clock.advance(600.0)
-        [(_, tenant), _] = await gateways[0].standing(callers[0])
+        [(_, tenant), _] = await gateways[0].usage(callers[0])
         assert tenant.requests == tenant.tokens == 0
     finally:
         for limiter in (*gateways, alone):

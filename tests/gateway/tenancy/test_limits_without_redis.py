@@ -81,7 +81,7 @@ async def test_redis_goes_and_comes_back(redis_server: RedisServer) -> None:
         while bench.limiter.num_unsettled:
             await bench.clock.advance(1.1)
             await asyncio.sleep(0.01)
-        [(_, tenant), _] = await bench.limiter.standing(caller)
+        [(_, tenant), _] = await bench.limiter.usage(caller)
         assert tenant.spent_nano == 900_000_000
         assert (tenant.num_running, tenant.held_nano) == (0, 0)
         assert not (await reserve(bench.limiter, caller, "after", cost="0.1")).degraded

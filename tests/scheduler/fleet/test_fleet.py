@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.api import LeasedJob
+from bus.job_queue import LeasedJob
 from scheduler.fleet.fleet import Departure, Fleet
 from scheduler.jobs.cancel_memory import CancelMemory
 from scheduler.jobs.resource_request import ResourceRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bus.api import LeasedJob, TenantQueue
+from bus.job_queue import LeasedJob, TenantQueue
 from registry.routing.router import Route, Router
 from scheduler.jobs.scheduled_job import Phase
 from scheduler.scheduler import Scheduler

@@ -59,7 +59,7 @@ async def spent(bench: LimitBench, tenant: str) -> Decimal:
 
 async def standing(bench: LimitBench, tenant: str) -> tuple[int, int]:
     """Running requests, and the tokens in the bucket."""
-    [(_, found)] = await bench.limiter.standing(Caller(tenant=tenant))
+    [(_, found)] = await bench.limiter.usage(Caller(tenant=tenant))
     return found.num_running, found.tokens // 60_000
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.api import TenantQueue
+from bus.job_queue import TenantQueue
 from scheduler.queues.backlog import Backlog
 from schemas.jobs import Tier
 from tests.scheduler.scheduled_jobs import scheduled_job

@@ -128,10 +128,14 @@ def test_a_tenant_may_want_a_model_by_several_names() -> None:
     tenant = Tenant(Tier.FREE, "t")
     queue.want(tenant, True, "m")
     queue.want(tenant, True, "auto")
+    busy = Tenant(Tier.FREE, "busy")
+    queue.want(busy, True)
+    queue.charge(busy, 100.0)
+    counters = queue.counters(Tier.FREE)
     queue.want(tenant, False, "m")
-    assert queue.num_active_tenants(Tier.FREE) == 1
+    assert counters.floored_counter("newcomer") == 0.0
     queue.want(tenant, False, "auto")
-    assert queue.num_active_tenants(Tier.FREE) == 0
+    assert counters.floored_counter("newcomer") == 100.0
 
 
 def test_who_is_passed_over_keeps_its_place() -> None:

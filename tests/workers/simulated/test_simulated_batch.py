@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 from schemas.config import SimulationConfig
 from schemas.errors import ConfigError
-from workers.simulated.batch import (
-    MAX_PREEMPTIONS,
-    GenerationLimits,
-    SimulatedBatch,
-    SimulatedSequence,
-    State,
-)
+from workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch
 from workers.simulated.latency_model import LatencyModel
+from workers.simulated.sequence import GenerationLimits, SimulatedSequence, State
 from workers.simulated.tokens import SimulatedTokens
 
 _CONFIG = SimulationConfig(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from bus.api import JobQueue
+from bus.job_queue import JobQueue
 from runtime.clock import Clock
 from schemas.errors import MillraceError
 

@@ -179,7 +179,7 @@ def prefill_kernel(
         maxima = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([BLOCK_ROWS], tl.float32)
         totals = tl.zeros([BLOCK_ROWS, HEAD_DIM_PADDED], tl.float32)
-        # Between them lie the tiles of which every row sees everything.
+        # Every row sees all of the tiles ``full_begin`` … ``full_end - 1``: these need no masks.
         full_begin = begin
         full_end = begin
         if not FIXED:
@@ -187,34 +187,13 @@ def prefill_kernel(
                 hidden = tl.maximum(last_position - window + 1, 0)
                 full_begin = tl.minimum(tl.cdiv(hidden, BLOCK_TOKENS), end)
             full_end = tl.minimum(tl.maximum((first_position + 1) // BLOCK_TOKENS, full_begin), end)
-            if WINDOWED:
-                maxima, sums, totals = attend_tiles(
-                    begin,
-                    full_begin,
-                    query,
-                    maxima,
-                    sums,
-                    totals,
-                    row_positions,
-                    length,
-                    window,
-                    table,
-                    cache,
-                    factor,
-                    cap_factor,
-                    HEAD_DIM,
-                    HEAD_DIM_PADDED,
-                    BLOCK_SIZE,
-                    BLOCK_TOKENS,
-                    WINDOWED,
-                    True,
-                    SCALED,
-                    CAPPED,
-                    PRECISION,
-                )
+        edges = (begin, full_begin, full_end, end)
+        # Only a window hides something of the tiles before those.
+        FIRST_SPAN: tl.constexpr = 2 if FIXED else (0 if WINDOWED else 1)
+        for span in tl.static_range(FIRST_SPAN, 3):
             maxima, sums, totals = attend_tiles(
-                full_begin,
-                full_end,
+                edges[span],
+                edges[span + 1],
                 query,
                 maxima,
                 sums,
@@ -231,35 +210,11 @@ def prefill_kernel(
                 BLOCK_SIZE,
                 BLOCK_TOKENS,
                 WINDOWED,
-                False,
+                span != 1,
                 SCALED,
                 CAPPED,
                 PRECISION,
             )
-        maxima, sums, totals = attend_tiles(
-            full_end,
-            end,
-            query,
-            maxima,
-            sums,
-            totals,
-            row_positions,
-            length,
-            window,
-            table,
-            cache,
-            factor,
-            cap_factor,
-            HEAD_DIM,
-            HEAD_DIM_PADDED,
-            BLOCK_SIZE,
-            BLOCK_TOKENS,
-            WINDOWED,
-            True,
-            SCALED,
-            CAPPED,
-            PRECISION,
-        )
         divisors = tl.where(sums == 0.0, 1.0, sums)
         out_rows = out + tokens * out_stride + heads * out_head_stride
         result = totals / divisors[:, None]

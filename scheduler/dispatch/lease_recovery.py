@@ -1,4 +1,4 @@
-"""After a start: jobs of workers that died while no scheduler was there to notice."""
+"""After a start: release the leases of workers that died while no scheduler ran."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 
 
-class Takeover:
-    """Gives back the leases of workers that are known and never heard, once, after a start.
+class LeaseRecovery:
+    """Releases the leases of workers that are in the bucket and send no heartbeat, once, after a
+    start.
 
-    The jobs of a worker that died together with its scheduler would lapse by themselves, one
+    The leases of a worker that died together with its scheduler would lapse by themselves, one
     AckWait after they were extended last. But the bucket still has the worker's last status, and
-    the index the leases that it held. A worker that was not heard for ``heartbeat_timeout_s`` is
-    given up, as any other (``docs/protocol.md`` says what it does if it lives all the same): half
-    of that time at least we have listened, and before we came the bucket tells. Its leases are
-    given back, and the queue delivers the jobs at once, to one scheduler each. ``on_silent`` is
-    called with each such worker before, ``on_released`` after that.
+    the index of running requests its leases. A worker without a heartbeat for
+    ``heartbeat_timeout_s`` is given up, as at any other time (``docs/protocol.md`` says what it
+    does if it lives): this process listens for at least half of that time, and the age of the
+    status in the bucket counts for the rest. Once its leases are released, the queue delivers each
+    job at once, to one scheduler. ``on_silent`` is called with each such worker before that,
+    ``on_released`` after it.
     """
 
     def __init__(
@@ -40,8 +42,8 @@ class Takeover:
         self._is_starting = True
 
     def note(self, status: WorkerStatus) -> None:
-        """A status, from the bucket or heard. The bucket's is no word of the worker's, and the
-        first that is heard may be the same."""
+        """A status, from the bucket or a heartbeat. One in the bucket does not say that the worker
+        lives, nor does a heartbeat that is the same one."""
         worker_id = status.worker_id
         if self._is_starting and worker_id not in self._unheard:
             self._unheard[worker_id] = status.sent_ns
@@ -49,12 +51,12 @@ class Takeover:
             self._unheard.pop(worker_id, None)
 
     def started(self) -> None:
-        """The bucket was read; whoever is new from now on is there."""
+        """The bucket was read; a worker that is new from now on lives."""
         self._is_starting = False
 
     async def run(self) -> None:
-        """Listen, and take over what is nobody's. Time in which we stood still, or were cut off,
-        does not count, and then nothing is known of the time before."""
+        """Wait for heartbeats, and release the leases of workers that send none. Time in which this
+        process stood still, or was cut off, does not count, nor does the time before it."""
         context = self._context
         timeout_s = context.config.heartbeat_timeout_s
         silences_s = await self._silences_s()
@@ -86,7 +88,7 @@ class Takeover:
             return {}
 
     async def _release(self, worker_id: str) -> int:
-        """Give back what a silent worker holds; how many jobs that were."""
+        """Release the leases of a silent worker; how many there were."""
         leases = await self._context.running_requests.held_by(worker_id)
         released = await asyncio.gather(
             *(

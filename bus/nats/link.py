@@ -1,0 +1,209 @@
+"""A client of a NATS server that comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from bus.nats.forbidden import Forbidden
+from bus.nats.security import Refusals, SecureClient, connect_options, servers_of
+from schemas.config import NatsConfig
+from schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
+from schemas.redaction import redact_urls
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_WAIT_S = 0.1
+_PING_INTERVAL_S = 5
+_PENDING_BYTES = 32 * 1024 * 1024
+_CLOSE_TIMEOUT_S = 2.0
+_HEADER_LINE_BYTES = len(b"NATS/1.0\r\n\r\n")
+
+RETRY_WAIT_S = 0.05
+# What nats-py raises when a message cannot leave, besides a bug of ours.
+UNSENT = (nats.errors.Error, OSError)
+
+
+class Link:
+    """Owns the client; ``close`` ends it with its subscriptions."""
+
+    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
+        self._config = config
+        self._name = name
+        self._options = connect_options(config)
+        self._servers = servers_of(config)
+        self._client = SecureClient()
+        self._inbox_prefix = inbox_prefix
+        self._forbidden = Forbidden()
+        self._up = asyncio.Event()
+        self._refusals = Refusals(config)
+        self._on_reconnect_calls: list[Callable[[], None]] = []
+        self._on_loss_calls: list[Callable[[], None]] = []
+
+    async def open(self) -> None:
+        """Raises BusUnavailableError if no server answers within ``connect_timeout_s``;
+        UntrustedServerError or CredentialsRefusedError as soon as all of them failed so."""
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await self._client.connect(
+                    servers=self._servers,
+                    name=self._name,
+                    inbox_prefix=self._inbox_prefix,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    connect_timeout=2,
+                    reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    ping_interval=_PING_INTERVAL_S,
+                    max_outstanding_pings=2,
+                    pending_size=_PENDING_BYTES,
+                    skip_subject_validation=True,
+                    **self._options,
+                )
+        except MillraceError:
+            await self.close()
+            raise
+        except (TimeoutError, *UNSENT) as error:
+            await self.close()
+            if self._refusals.last is not None:
+                raise self._refusals.last from error
+            raise BusUnavailableError(
+                f"No NATS server answers at {self._where}. Start one, or correct nats.url."
+            ) from error
+        self._refusals.on_connected()
+        self._up.set()
+
+    @property
+    def _where(self) -> str:
+        return redact_urls(self._config.url)
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._client.max_payload
+
+    @property
+    def server_version(self) -> tuple[int, int]:
+        """Major and minor."""
+        version = self._client.connected_server_version
+        return version.major, version.minor
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._on_reconnect_calls.append(callback)
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """Call back whenever the connection is lost: what was asked is not answered any more."""
+        self._on_loss_calls.append(callback)
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Whether the connection is there, or came back within ``timeout_s``."""
+        if self.connected:
+            return True
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                while not self._client.is_connected:
+                    if self._up.is_set():
+                        await asyncio.sleep(RETRY_WAIT_S)  # the loss is just being noticed
+                    await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def open_inbox(self, receive: Callable[[Msg], Awaitable[None]]) -> str:
+        """A new inbox of the caller's own; it gets everything sent to ``<inbox>.*``."""
+        prefix = self._client.new_inbox()
+        await self._client.subscribe(
+            f"{prefix}.*", cb=receive, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+        return prefix
+
+    async def send(
+        self,
+        subject: str,
+        payload: bytes,
+        reply: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Hand a message over; False if the server is unreachable, and then it is never sent.
+        Raises PayloadTooLargeError."""
+        size_bytes = len(payload) + (_size(headers) if headers else 0)
+        if size_bytes > self._client.max_payload:
+            raise PayloadTooLargeError(size_bytes, self._client.max_payload)
+        # Buffered by the client, it would be sent after its sender gave up.
+        if not self._client.is_connected:
+            return False
+        try:
+            await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
+        except UNSENT as error:
+            logger.debug("a message was dropped", extra={"cause": repr(error)})
+            return False
+        return True
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            logger.error("messages were dropped unread", extra={"subject": error.subject})
+            return
+        if self._forbidden.note(error):
+            return
+        logger.debug("nats", extra={"cause": repr(error)})
+        self._refusals.note(error, self._client)
+
+    async def _on_disconnect(self) -> None:
+        if self._up.is_set():
+            self._up.clear()
+            logger.warning("the NATS server is unreachable", extra={"url": self._where})
+        self._lose_all()
+
+    async def _on_reconnect(self) -> None:
+        self._up.set()
+        self._forbidden.forget()
+        self._refusals.on_connected()
+        logger.info("the NATS server is reachable again", extra={"url": self._where})
+        for callback in self._on_reconnect_calls:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a reconnect callback failed")
+
+    async def close(self) -> None:
+        """Never raises."""
+        self._up.clear()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._client.close()
+                await self._end_reconnecting()
+        except Exception:
+            # nats-py raises assorted errors when it is closed during a reconnect.
+            logger.debug("the client did not close cleanly", exc_info=True)
+        self._lose_all()
+
+    async def _end_reconnecting(self) -> None:
+        """nats-py cancels its attempts once, in ``asyncio.wait_for``, which up to Python 3.11 may
+        drop that in the moment in which an attempt fails. They would go on for ever then, and the
+        end of the event loop would wait for them."""
+        while (task := self._client._reconnection_task) is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=RETRY_WAIT_S)
+        if self._client.is_connected:
+            # The attempt in that moment went well.
+            await self._client.close()
+
+    def _lose_all(self) -> None:
+        for callback in self._on_loss_calls:
+            callback()
+
+
+def _size(headers: Mapping[str, Any]) -> int:
+    """Headers count towards the server's payload limit."""
+    return _HEADER_LINE_BYTES + sum(
+        len(key.encode()) + len(str(value).encode()) + 4 for key, value in headers.items()
+    )
