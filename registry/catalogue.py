@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
 from registry.pricing import UNPRICED, PriceBook
 from registry.routing.router import Route, Router
 from schemas.config import EngineConfig, TierPolicies
@@ -22,7 +23,7 @@ from schemas.tools import ToolFormat
 
 BUILT_IN = Path(__file__).with_name("models.yaml")
 _LOCAL_PREFIXES = ("./", "../", "/", "~")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?P<file>/[\w./-]+\.gguf)?(@[\w./-]+)?")
 _NAME = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _LONG_AGO = datetime.date(1970, 1, 1)
 
@@ -59,7 +60,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of the catalogue.
 
-    ``source`` is the absolute path of a folder, or a hub id (``organisation/model[@revision]``).
+    ``source`` is the absolute path of a folder or of a GGUF file, or a hub id
+    (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
     """
 
@@ -84,8 +86,16 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_local(self) -> bool:
-        """Whether ``source`` is a folder."""
+        """Whether ``source`` is a folder or a file."""
         return Path(self.source).is_absolute()
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether ``source`` is a GGUF file, here or on the hub."""
+        if self.is_local:
+            return self.source.endswith(GGUF_ENDING)
+        found = _HUB_ID.fullmatch(self.source)
+        return found is not None and found["file"] is not None
 
 
 class Catalogue:
@@ -118,14 +128,15 @@ class Catalogue:
         return entry
 
     def entry_for(self, path_or_name: str) -> ModelEntry:
-        """The entry of that name; else one, unpriced, for a local folder (named after it) or for
-        a hub id (named by it). Raises ModelNotFoundError."""
+        """The entry of that name; else one, unpriced, for a local folder or GGUF file (named after
+        it) or for a hub id (named by it). Raises ModelNotFoundError."""
         if path_or_name in self._entries:
             return self._entries[path_or_name]
-        folder = Path(path_or_name).expanduser()
-        if folder.is_dir():
-            folder = folder.resolve()
-            return ModelEntry(name=_checked_name(folder.name), source=str(folder))
+        path = Path(path_or_name).expanduser()
+        if path.is_dir() or (path.suffix == GGUF_ENDING and path.is_file()):
+            source = absolute_source(path)
+            name = source.name if path.is_dir() else model_name_of(path.name)
+            return ModelEntry(name=_checked_name(name), source=str(source))
         if path_or_name.startswith(_LOCAL_PREFIXES) or not _HUB_ID.fullmatch(path_or_name):
             return self.get(path_or_name)
         return ModelEntry(name=path_or_name, source=path_or_name)
@@ -223,12 +234,12 @@ def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]
 
 def _source(folder: Path, source: str) -> str:
     if source.startswith(_LOCAL_PREFIXES):
-        return str((folder / Path(source).expanduser()).resolve())
+        return str(absolute_source(folder / Path(source).expanduser()))
     if _HUB_ID.fullmatch(source):
         return source
     raise ValueError(
-        f"source must be a folder (./folder, /folder) or a hub id (organisation/model), "
-        f"got {source!r}"
+        f"source must be a folder (./folder, /folder), a GGUF file (./file.gguf) or a hub id "
+        f"(organisation/model), got {source!r}"
     )
 
 

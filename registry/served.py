@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from registry.catalogue import Catalogue, ModelEntry
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from registry.checkpoints.checkpoint import ModelOutline, read_model_outline
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
@@ -39,7 +39,7 @@ class ServedModel:
     """Everything about a model but its weights. Immutable; safe to share between threads."""
 
     def __init__(
-        self, entry: ModelEntry, path: Path, config: ModelConfig, tokenizer: Tokenizer
+        self, entry: ModelEntry, path: Path, config: ModelOutline, tokenizer: Tokenizer
     ) -> None:
         self.entry = entry
         self.path = path
@@ -56,7 +56,7 @@ class ServedModel:
         weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
         entry = catalogue.get(name)
         path = resolve(entry)
-        return cls(entry, path, read_model_config(path), Tokenizer.load(path, entry.tool_format))
+        return cls(entry, path, read_model_outline(path), Tokenizer.load(path, entry.tool_format))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -196,7 +196,7 @@ def _check_nothing_is_sampled(sampling: SamplingParams) -> None:
             raise ParameterError(name, f"An embedding takes no {name}: nothing is sampled.")
 
 
-def _context_window_tokens(entry: ModelEntry, config: ModelConfig) -> int:
+def _context_window_tokens(entry: ModelEntry, config: ModelOutline) -> int:
     """The catalogue's window, within the checkpoint's."""
     longest = config.context_window_tokens
     wanted = entry.context_window_tokens

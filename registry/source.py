@@ -1,10 +1,12 @@
-"""From a catalogue entry to a folder with the model's files."""
+"""From a catalogue entry to the model's files."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from registry.gguf.parts import GGUF_ENDING, parts_of
 from schemas.errors import CheckpointError, MillraceError
 
 if TYPE_CHECKING:
@@ -29,32 +31,59 @@ class ModelSourceError(MillraceError, code="model_source_unavailable", http_stat
 
 
 def resolve(entry: ModelEntry) -> Path:
-    """The folder of the model's files; what a hub id lacks here is downloaded, with a progress bar
-    on stderr.
+    """The folder of the model's files, or one that says what its GGUF file says; what a hub id
+    lacks here is downloaded, with a progress bar on stderr.
 
-    Raises CheckpointError for a folder that is no checkpoint, ModelSourceError for the hub's
-    refusals and a network that is unreachable.
+    Raises CheckpointError for a folder that is no checkpoint and a damaged GGUF file,
+    ModelSourceError for the hub's refusals and a network that is unreachable.
     """
-    folder = Path(entry.source) if entry.is_local else _download(entry)
+    if entry.is_gguf:
+        from registry.gguf.checkpoint_folder import checkpoint_folder
+
+        return checkpoint_folder(gguf_file(entry))
+    folder = Path(entry.source) if entry.is_local else _download(entry, _WANTED_FILES)
     if not folder.is_dir():
         raise CheckpointError(f"Model {entry.name}: the folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"Model {entry.name}: {folder} has no config.json; it must be a checkpoint in "
-            "Hugging Face layout."
+            f"Hugging Face layout{_or_gguf(folder)}."
         )
     return folder
 
 
-def _download(entry: ModelEntry) -> Path:
+def gguf_file(entry: ModelEntry) -> Path:
+    """The GGUF file of an entry that has one, the first if the model comes in several; what a hub
+    id lacks here is downloaded.
+
+    Raises CheckpointError for a file that is not there, ModelSourceError as ``resolve`` does.
+    """
+    if entry.is_local:
+        file = Path(entry.source)
+    else:
+        path = PurePosixPath(*PurePosixPath(entry.source.partition("@")[0]).parts[2:])
+        wanted = [str(path.with_name(part)) for part in parts_of(path.name)]
+        file = _download(entry, wanted) / path
+    if not file.is_file():
+        raise CheckpointError(f"Model {entry.name}: the file {file} does not exist.")
+    return file
+
+
+def _or_gguf(folder: Path) -> str:
+    found = next(iter(sorted(folder.glob(f"*{GGUF_ENDING}"))), None)
+    return "" if found is None else f", or a GGUF file by its own name, such as {found}"
+
+
+def _download(entry: ModelEntry, wanted_files: Sequence[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    repository, _, revision = entry.source.partition("@")
+    source, _, revision = entry.source.partition("@")
+    repository = "/".join(source.split("/")[:2])
     about = f"Model {entry.name}: {repository}"
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(_WANTED_FILES)
+            repository, revision=revision or None, allow_patterns=list(wanted_files)
         )
     except errors.GatedRepoError as error:
         raise ModelSourceError(

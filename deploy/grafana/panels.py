@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-QUERIES = Path(__file__).parents[2] / "telemetry" / "queries"
+from telemetry.http.answers import load_queries, without_comments
+
+QUERIES = load_queries()
 CLICKHOUSE = {"type": "grafana-clickhouse-datasource", "uid": "clickhouse"}
 PROMETHEUS = {"type": "prometheus", "uid": "prometheus"}
 
@@ -41,15 +42,12 @@ class Panel:
 
 def saved(name: str) -> str:
     """A saved query with Grafana's variables for its parameters, without the comments."""
-    text = (QUERIES / f"{name}.sql").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("--")]
-    return _PARAMETER.sub(lambda match: PLACES[match[1]], "\n".join(lines).strip())
+    return _PARAMETER.sub(lambda match: PLACES[match[1]], without_comments(QUERIES[name].sql))
 
 
 def described(name: str) -> str:
     """What a saved query says of itself."""
-    text = (QUERIES / f"{name}.sql").read_text(encoding="utf-8")
-    lines = [line[2:].strip() for line in text.splitlines() if line.startswith("--")]
+    lines = [line[2:].strip() for line in QUERIES[name].sql.splitlines() if line.startswith("--")]
     return " ".join(line for line in lines if not line.startswith("param "))
 
 

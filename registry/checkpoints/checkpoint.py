@@ -22,43 +22,63 @@ from registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
 from schemas.errors import CheckpointError
 
 __all__ = [
+    "GGUF_FILE",
     "SUPPORTED_ARCHITECTURES",
     "CheckpointError",
     "ModelConfig",
+    "ModelOutline",
     "TensorIndex",
     "TensorInfo",
     "open_tensors",
     "read_model_config",
+    "read_model_outline",
 ]
 
+# Set in the config.json of a folder that stands for a GGUF file.
+GGUF_FILE = "gguf_file"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelOutline(msgspec.Struct, frozen=True, kw_only=True):
+    """What everybody but the engine needs to know of a model.
+
+    ``rope_scaling`` is None for plain RoPE, else the scaling's own parameters with its kind under
+    ``rope_type``. A checkpoint without ``has_head`` makes embeddings only.
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_scaling: dict[str, Any] | None = None
+    has_head: bool = True
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def context_window_tokens(self) -> int:
+        """The longest sequence that positions are defined for, scaling of RoPE included."""
+        return extended_window(self.max_position_embeddings, self.rope_scaling)
+
+
+class ModelConfig(ModelOutline, frozen=True, kw_only=True):
     """The hyper-parameters of a decoder.
 
     ``num_attention_heads`` is a multiple of ``num_key_value_heads``; ``head_dim`` is even and need
     not be ``hidden_size / num_attention_heads``. ``attention_bias`` is for the q, k and v
     projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
     normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
-    ``sliding_window`` tokens, itself the last, in the others all before it. ``rope_scaling`` is
-    None for plain RoPE, else the scaling's own parameters with its kind under ``rope_type``. A
-    checkpoint without ``has_head`` makes embeddings only.
-    ``dtype`` is the torch name that the weights were made for.
+    ``sliding_window`` tokens, itself the last, in the others all before it. ``dtype`` is the torch
+    name that the weights were made for.
     """
 
-    architecture: str
-    hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -67,15 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
-    has_head: bool = True
     dtype: str = "float32"
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def context_window_tokens(self) -> int:
-        """The longest sequence that positions are defined for, scaling of RoPE included."""
-        return extended_window(self.max_position_embeddings, self.rope_scaling)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -91,10 +103,15 @@ def read_model_config(path: Path) -> ModelConfig:
     """Read ``config.json`` of the checkpoint folder ``path``.
 
     Raises CheckpointError naming the file and the field for anything missing, malformed or beyond
-    what the decoder computes; an unsupported architecture is answered with those supported.
+    what the decoder computes; an unsupported architecture is answered with those supported, a GGUF
+    file with the engine that computes it.
     """
-    file = path / "config.json"
-    fields = JsonFields(file, read_json_object(file))
+    fields = _fields(path)
+    if fields.get(GGUF_FILE) is not None:
+        raise CheckpointError(
+            f"{fields.get(GGUF_FILE)} is a GGUF file, and only llama.cpp computes these: start it "
+            "with --engine llamacpp, or name a checkpoint in Hugging Face layout."
+        )
     architecture, family = _architecture(fields)
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
@@ -135,6 +152,29 @@ def read_model_config(path: Path) -> ModelConfig:
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
+
+
+def read_model_outline(path: Path) -> ModelOutline:
+    """Read ``config.json`` of the checkpoint folder ``path``, or of one that stands for a GGUF
+    file, whose architecture may be any. Raises CheckpointError as ``read_model_config`` does."""
+    fields = _fields(path)
+    if fields.get(GGUF_FILE) is None:
+        return read_model_config(path)
+    bos_ids = fields.token_ids("bos_token_id")
+    return ModelOutline(
+        architecture=fields.string("model_type", ""),
+        hidden_size=fields.positive_int("hidden_size"),
+        vocab_size=fields.positive_int("vocab_size"),
+        max_position_embeddings=fields.positive_int("max_position_embeddings"),
+        has_head=fields.boolean("has_head", default=True),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def _fields(path: Path) -> JsonFields:
+    file = path / "config.json"
+    return JsonFields(file, read_json_object(file))
 
 
 def _architecture(fields: JsonFields) -> tuple[str, Family]:

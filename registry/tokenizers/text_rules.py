@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+
 # Canonical composition makes three bytes of UTF-8 into one at most.
 _COMPOSED_BYTES = 3
 _NUM_BYTES = 256
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-# Those of Llama 3 and of Qwen. Like the one of GPT-2 that ByteLevel has built in, they look behind
-# at nothing, and match nothing in which a letter is followed by a space or by punctuation.
-_LETTERS_STAND_ALONE = (_HEAD + r"\p{N}{1,3}" + _TAIL, _HEAD + r"\p{N}" + _TAIL)
+# They look behind at nothing, and match nothing in which a letter is followed by a space or by
+# punctuation.
+_LETTERS_STAND_ALONE = (GPT_2, LLAMA_3, QWEN_2)
 _CUT = re.compile(
     r"[A-Za-z](?=[ \n])|[\u4e00-\u9fff\u3041-\u3096\u30a1-\u30fa]"
     r"(?=[\u3001\u3002\uff0c\uff01\uff1b\uff1f])"

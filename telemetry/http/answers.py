@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 import msgspec
 
@@ -20,11 +22,12 @@ logger = logging.getLogger(__name__)
 # An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
 _MAX_ANSWER_BYTES = 1_000_000
 _BUSY = "telemetry_unavailable"
+_FRAGMENT = re.compile(r"^( *)(.*)\{\{(\w+)\}\}", re.MULTILINE)
 
 
 class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of ``telemetry/queries``: its SQL, what it answers by its first comment, and its
-    parameters."""
+    """A file of ``telemetry/queries``: its SQL with fragments in their places, what it answers by
+    its first comment, and its parameters."""
 
     name: str
     sql: str
@@ -39,19 +42,32 @@ class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_queries() -> dict[str, SavedQuery]:
     """The saved queries by name, which is the file's name without ``.sql``."""
+    folder = resources.files("telemetry").joinpath("queries")
+    fragments = {name: without_comments(text) for name, text in _read(folder / "fragments")}
+
+    def fragment(place: re.Match[str]) -> str:
+        indent, before, name = place.groups()
+        return indent + before + fragments[name].replace("\n", f"\n{indent}")
+
     queries = {}
-    for file in resources.files("telemetry").joinpath("queries").iterdir():
-        if not file.name.endswith(".sql"):
-            continue
-        text = file.read_text(encoding="utf-8")
-        name = file.name.removesuffix(".sql")
+    for name, text in _read(folder):
+        sql = _FRAGMENT.sub(fragment, text)
+        summary = sql.partition("\n")[0].removeprefix("--").strip()
         queries[name] = SavedQuery(
-            name=name,
-            sql=text.strip().removesuffix(";"),
-            summary=text.partition("\n")[0].removeprefix("--").strip(),
-            parameters=parameters_of(text),
+            name=name, sql=sql, summary=summary, parameters=parameters_of(sql)
         )
     return queries
+
+
+def without_comments(sql: str) -> str:
+    """The lines that are no comment."""
+    return "\n".join(line for line in sql.splitlines() if not line.startswith("--"))
+
+
+def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
+    for file in folder.iterdir():
+        if file.name.endswith(".sql"):
+            yield file.name.removesuffix(".sql"), file.read_text(encoding="utf-8").strip()
 
 
 class Answers:

@@ -7,9 +7,7 @@
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     model,
     price_version,
@@ -28,20 +26,9 @@ FROM
         sum(u.prompt_tokens) AS prompt_tokens,
         sum(u.cached_tokens) AS cached_tokens
     FROM usage_by_minute AS u FINAL
-    WHERE minute >= toDateTime(begin_s, 'UTC')
-      AND minute < toDateTime(end_s, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR model = {model:String})
+    WHERE {{usage_in_range}}
       AND price_version != ''
     GROUP BY model, price_version, currency
 ) AS l
-LEFT JOIN
-(
-    SELECT
-        model,
-        version,
-        toNullable(input_per_million) AS input_per_million,
-        toNullable(cached_input_per_million) AS cached_input_per_million
-    FROM prices FINAL
-) AS p ON p.model = l.model AND p.version = l.price_version
+{{price_book}}
 ORDER BY model, price_version, currency

@@ -7,10 +7,8 @@
 -- param model: only this model's (default '')
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}},
+    toInt64({step_s:UInt32}) AS step_s
 SELECT
     t,
     model,
@@ -56,9 +54,7 @@ FROM
         sum(m.prefix_hit_tokens) AS prefix_hit_tokens,
         sum(m.prefix_query_tokens) AS prefix_query_tokens
     FROM workers_by_minute AS m FINAL
-    WHERE minute >= toDateTime(begin_s, 'UTC')
-      AND minute < toDateTime(end_s, 'UTC')
-      AND ({model:String} = '' OR model = {model:String})
+    WHERE {{workers_in_range}}
     GROUP BY t, model, worker
     HAVING period_ms > 0
 ) AS w

@@ -6,9 +6,7 @@
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     model,
     worker,
@@ -23,8 +21,6 @@ SELECT
     toString(sum(toDecimal256(device_per_hour, 12) * w.idle_us) / 3600000000) AS idle_cost,
     toString(sum(toDecimal256(device_per_hour, 12) * (toInt64(w.busy_us) - toInt64(w.charged_us))) / 3600000000) AS uncharged_cost
 FROM workers_by_minute AS w FINAL
-WHERE minute >= toDateTime(begin_s, 'UTC')
-  AND minute < toDateTime(end_s, 'UTC')
-  AND ({model:String} = '' OR model = {model:String})
+WHERE {{workers_in_range}}
 GROUP BY model, worker, currency
 ORDER BY model, name, worker, currency

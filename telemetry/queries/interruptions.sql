@@ -6,10 +6,8 @@
 -- param model: only this model's (default '')
 -- param step_s: the length of a step (default 60)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}},
+    toInt64({step_s:UInt32}) AS step_s
 SELECT
     t,
     sum(e.moves) AS moves,
@@ -33,10 +31,7 @@ FROM
         toUInt64(0) AS stalls,
         toFloat64(0) AS stalled_ms
     FROM requests FINAL
-    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-      AND done_at < toDateTime64(end_s, 6, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    WHERE {{requests_in_range}}
     GROUP BY t
     UNION ALL
     SELECT

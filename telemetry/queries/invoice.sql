@@ -8,9 +8,7 @@
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: whose; empty: everybody's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     tenant,
     model,
@@ -44,14 +42,5 @@ FROM
       AND price_version != ''
     GROUP BY tenant, model, adapter, tier, price_version, currency
 ) AS l
-LEFT JOIN
-(
-    SELECT
-        model,
-        version,
-        toNullable(input_per_million) AS input_per_million,
-        toNullable(cached_input_per_million) AS cached_input_per_million,
-        toNullable(output_per_million) AS output_per_million
-    FROM prices FINAL
-) AS p ON p.model = l.model AND p.version = l.price_version
+{{price_book}}
 ORDER BY tenant, currency, model, adapter, tier, price_version

@@ -9,12 +9,7 @@
 -- param model: only this model's (default '')
 -- param step_s: the length of a step (default 60)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
-    if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
-    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    {{steps}},
     quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,
     quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
     quantilesBFloat16WeightedIf(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, toUInt64(greatest(completion_tokens, 2) - 1), isNotNull(tpot_us)) AS itl,
@@ -38,9 +33,6 @@ SELECT
     queue[2] AS queue_p95_ms,
     queue[3] AS queue_p99_ms
 FROM requests FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+WHERE {{requests_in_range}}
 GROUP BY t
 ORDER BY t

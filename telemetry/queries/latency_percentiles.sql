@@ -7,9 +7,7 @@
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     model,
     l.requests AS requests,
@@ -44,10 +42,7 @@ FROM
         arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigestWeighted(0.5, 0.9, 0.95, 0.99)(r.tpot_us / 1000, toUInt64(greatest(completion_tokens, 1) - 1))) AS itl,
         arrayMap(ms -> if(isNaN(ms), NULL, ms), quantilesTDigest(0.5, 0.9, 0.95, 0.99)(if(status = 'done', r.total_ms, NULL))) AS e2e
     FROM requests AS r FINAL
-    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-      AND done_at < toDateTime64(end_s, 6, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    WHERE {{requests_in_range}}
     GROUP BY model
 ) AS l
 ORDER BY model

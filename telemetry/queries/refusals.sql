@@ -7,9 +7,7 @@
 -- param tenant: only this tenant's (default '')
 -- param rows: how many, at most 100000 (default 1000)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     tenant,
     api_key,

@@ -8,10 +8,8 @@
 -- param model: only this model's (default '')
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}},
+    toInt64({step_s:UInt32}) AS step_s
 SELECT
     intDiv(s.at_s, step_s) * step_s AS t,
     model,
@@ -45,10 +43,7 @@ FROM
         0 AS stalls,
         0.0 AS stalled_ms
     FROM usage_by_minute AS u FINAL
-    WHERE minute >= toDateTime(begin_s, 'UTC')
-      AND minute < toDateTime(end_s, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR model = {model:String})
+    WHERE {{usage_in_range}}
     UNION ALL
     SELECT
         toInt64(toUnixTimestamp(done_at)), model, 0, 0, 0, 0, 0, 0, 0,

@@ -6,14 +6,9 @@
 -- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
 -- param id: only those whose id begins so (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT count() AS requests
 FROM requests FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+WHERE {{requests_in_range}}
   AND ({status:String} = '' OR status = {status:String})
   AND ({id:String} = '' OR startsWith(request_id, {id:String}))

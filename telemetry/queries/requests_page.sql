@@ -10,9 +10,7 @@
 -- param after_hash: request_hash of the last row that is known (default 0)
 -- param rows: how many, at most 5000 (default 1000)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     request_id,
     tenant,
@@ -58,10 +56,7 @@ WHERE (toStartOfMinute(received_at), request_id) IN
         toStartOfMinute(received_at),
         request_id
     FROM requests FINAL
-    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-      AND done_at < toDateTime64(end_s, 6, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    WHERE {{requests_in_range}}
       AND ({status:String} = '' OR status = {status:String})
       AND ({id:String} = '' OR startsWith(request_id, {id:String}))
       AND done_at >= fromUnixTimestamp64Micro({after_us:Int64}, 'UTC')

@@ -10,10 +10,8 @@
 -- param ttft_ms: the most that the first token may take (default 1000)
 -- param tpot_ms: the most that a further token may take on average (default 100)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}},
+    toInt64({step_s:UInt32}) AS step_s
 SELECT
     intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
     if(model_served = '', model_requested, model_served) AS model,
@@ -25,10 +23,7 @@ SELECT
     ttft_met / requests AS ttft_attainment,
     tpot_met / requests AS tpot_attainment
 FROM requests AS r FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
+WHERE {{requests_in_range}}
   AND status != 'cancelled'
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
 GROUP BY t, model
 ORDER BY t, model

@@ -6,9 +6,7 @@
 -- param by: what is looked at, one of total|ttft|queue|tpot (default total)
 -- param rows: how many, at most 1000 (default 20)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     request_id,
     done_at,
@@ -31,10 +29,7 @@ SELECT
     currency,
     trace_id
 FROM requests AS r FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+WHERE {{requests_in_range}}
 ORDER BY
     multiIf({by:String} = 'ttft', ttft_ms, {by:String} = 'queue', queue_ms, {by:String} = 'tpot', tpot_us, total_ms) DESC NULLS LAST,
     request_id

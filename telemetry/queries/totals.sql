@@ -6,9 +6,7 @@
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     sum(n) AS requests,
     sum(c.done) AS done,
@@ -57,9 +55,6 @@ FROM
         quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
         quantilesBFloat16IfState(0.5, 0.95, 0.99)(total_ms, status = 'done') AS e2e
     FROM requests FINAL
-    WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-      AND done_at < toDateTime64(end_s, 6, 'UTC')
-      AND ({tenant:String} = '' OR tenant = {tenant:String})
-      AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+    WHERE {{requests_in_range}}
     GROUP BY currency
 ) AS c

@@ -7,12 +7,7 @@
 -- param model: only this model's (default '')
 -- param step_s: the length of a step (default 60)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
-    if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
-    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    {{steps}},
     greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s
 SELECT
     t,
@@ -21,9 +16,6 @@ SELECT
     countIf(status = 'shed') / covered_s AS shed_per_s,
     countIf(status IN ('failed', 'expired')) / covered_s AS failed_per_s
 FROM requests FINAL
-WHERE done_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND done_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})
+WHERE {{requests_in_range}}
 GROUP BY t
 ORDER BY t WITH FILL FROM intDiv(begin_s, step_s) * step_s TO end_s STEP step_s

@@ -9,9 +9,7 @@
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     model,
     currency,
@@ -41,9 +39,7 @@ FROM
         CAST(NULL, 'Nullable(Decimal(76, 12))') AS best,
         CAST(NULL, 'Nullable(Float64)') AS rate
     FROM usage_by_minute AS u FINAL
-    WHERE minute >= toDateTime(begin_s, 'UTC')
-      AND minute < toDateTime(end_s, 'UTC')
-      AND ({model:String} = '' OR model = {model:String})
+    WHERE {{workers_in_range}}
     UNION ALL
     SELECT
         model,
@@ -58,9 +54,7 @@ FROM
         if(busy_us >= 1000000, toDecimal256(device_per_hour, 12) * busy_us / (3600 * nullIf(prefill_tokens + decode_tokens, 0)), NULL),
         if(busy_us >= 1000000, (prefill_tokens + decode_tokens) * 1e6 / busy_us, NULL)
     FROM workers_by_minute AS w FINAL
-    WHERE minute >= toDateTime(begin_s, 'UTC')
-      AND minute < toDateTime(end_s, 'UTC')
-      AND ({model:String} = '' OR model = {model:String})
+    WHERE {{workers_in_range}}
 ) AS s
 GROUP BY model, currency
 ORDER BY model, currency

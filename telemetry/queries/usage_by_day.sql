@@ -6,28 +6,11 @@
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS end_s
+    {{range}}
 SELECT
     toDate(minute, 'UTC') AS day,
-    sum(u.requests) AS requests,
-    sum(u.done) AS done,
-    sum(u.cancelled) AS cancelled,
-    sum(u.expired) AS expired,
-    sum(u.shed) AS shed,
-    sum(u.failed) AS failed,
-    sum(u.prompt_tokens) AS prompt_tokens,
-    sum(u.cached_tokens) AS cached_tokens,
-    sum(u.completion_tokens) AS completion_tokens,
-    toString(sum(u.cost)) AS cost,
-    currency,
-    sum(u.device_us) AS device_us,
-    toString(sum(u.device_cost)) AS device_cost
+    {{usage_sums}}
 FROM usage_by_minute AS u FINAL
-WHERE minute >= toDateTime(begin_s, 'UTC')
-  AND minute < toDateTime(end_s, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
-  AND ({model:String} = '' OR model = {model:String})
+WHERE {{usage_in_range}}
 GROUP BY day, currency
 ORDER BY day, currency

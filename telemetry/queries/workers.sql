@@ -34,10 +34,8 @@ WITH
             toFloat64(device_per_hour) * w.busy_us / 3.6e9 AS busy_cost,
             toFloat64(device_per_hour) * w.idle_us / 3.6e9 AS idle_cost
         FROM workers_by_minute AS w FINAL
-        WHERE step_s >= 60
-          AND minute >= toDateTime(begin_s, 'UTC')
-          AND minute < toDateTime(end_s, 'UTC')
-          AND ({model:String} = '' OR model = {model:String})
+        WHERE {{workers_in_range}}
+          AND step_s >= 60
         UNION ALL
         SELECT
             toInt64(toUnixTimestamp(sampled_at)),

@@ -238,7 +238,7 @@ def test_prometheus_own_tool_agrees(arguments: list[str], tmp_path: Path) -> Non
 
 
 def _named_in(folder: str, pattern: str) -> set[str]:
-    files = (ROOT / "telemetry" / folder).glob("*.sql")
+    files = (ROOT / "telemetry" / folder).rglob("*.sql")
     return {name for file in files for name in re.findall(pattern, file.read_text())}
 
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from runtime.cache_folder import cache_folder
 from schemas.errors import MillraceError
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -61,9 +62,8 @@ def _compiler() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "millrace"
+        return cache_folder()
     except RuntimeError as error:  # a user without a home
         raise KernelBuildError(f"There is no folder for the CPU kernels: {error}") from error
 

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import random
 
+from registry.checkpoints.checkpoint import ModelConfig
 from registry.served import ServedModel
 from runtime.clock import Clock
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind, check_supported
-from schemas.errors import MillraceError
+from schemas.errors import ConfigError, MillraceError
 from schemas.frames import FinishReason
 from schemas.prefix import REPORTED_BYTES
 from schemas.sampling import MAX_SEED
@@ -75,6 +76,11 @@ class SimulatedEngine(EngineLike):
             prefix_cache=config.prefix_cache,
         )
         shape = served_model.config
+        if not isinstance(shape, ModelConfig):
+            raise ConfigError(
+                f"Model {served_model.entry.name}: no engine is simulated for a GGUF file, whose "
+                "layers are not known here. Name a checkpoint in Hugging Face layout."
+            )
         self._work_of = DeviceWork(
             shape,
             kv_token_bytes=2 * shape.num_key_value_heads * shape.head_dim * _KV_NUMBER_BYTES,

@@ -1,0 +1,134 @@
+"""The tokens of a GGUF file: how they are spelled, what kind they are, which are special."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gguf.constants import Keys, TokenType
+
+from registry.checkpoints.json_fields import JsonFields
+from schemas.errors import CheckpointError
+
+# Tokens that end an answer wherever there are any, by their spelling: what llama.cpp goes by beside
+# the ids that a file names, since not all files name all of theirs.
+_ENDINGS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<eos>"),
+        *("<|tool_response>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    }
+)
+# Which is found as one token in a text only if the file says so: in code and HTML it is a word.
+_ORDINARY_ENDING = "</s>"
+# Beside all of these an answer goes on after the token that they lead to: it ends a part of it.
+_NO_ENDING_BESIDE = (
+    ({"<|return|>", "<|call|>"}, "<|end|>"),
+    ({"<|flush|>", "<|call|>"}, "<|end|>"),
+    ({"<|flush|>", "<|calls|>"}, "<|end|>"),
+    ({"<|tool_response>"}, "</s>"),
+)
+_ENDING_KEYS = (
+    Keys.Tokenizer.EOS_ID,
+    Keys.Tokenizer.EOT_ID,
+    Keys.Tokenizer.EOM_ID,
+    Keys.Tokenizer.FIM_PAD_ID,
+    Keys.Tokenizer.FIM_REP_ID,
+    Keys.Tokenizer.FIM_SEP_ID,
+)
+
+
+class Vocabulary(NamedTuple):
+    """``tokens`` and ``types`` by id. ``endings`` are the tokens that end an answer, ``eos`` the
+    first of them; ``unknown`` stands for what no token does."""
+
+    tokens: list[str]
+    types: list[int]
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    endings: tuple[int, ...]
+
+
+def read_vocabulary(fields: JsonFields, *, sentencepiece: bool) -> Vocabulary:
+    """Read what ``fields`` of a file say; ids of files for ``sentencepiece`` have defaults.
+
+    Raises CheckpointError naming the file and the key.
+    """
+    tokens = _tokens(fields)
+    types = array(fields, Keys.Tokenizer.TOKEN_TYPE, int, len(tokens))
+    types = [int(TokenType.NORMAL)] * len(tokens) if types is None else list(types)
+    defaults = (1, 2, 0) if sentencepiece else (None, None, None)
+    keys = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.UNK_ID)
+    bos, eos, unknown = (
+        _token_id(fields, key, len(tokens), default)
+        for key, default in zip(keys, defaults, strict=True)
+    )
+    endings = _endings(fields, tokens, eos)
+    for token_id in endings:
+        if tokens[token_id] != _ORDINARY_ENDING:
+            types[token_id] = int(TokenType.CONTROL)
+    padding = _token_id(fields, Keys.Tokenizer.PAD_ID, len(tokens))
+    return Vocabulary(tokens, types, bos, eos, unknown, padding, endings)
+
+
+def array(
+    fields: JsonFields, key: str, kind: type | tuple[type, ...], length: int | None = None
+) -> list[Any] | None:
+    """The list under a key, None if absent. Raises CheckpointError unless its elements are of a
+    ``kind``, ``length`` of them if given."""
+    values = fields.get(key)
+    if values is None:
+        return None
+    # An array of a file is of one kind.
+    if not isinstance(values, list) or (values and not isinstance(values[0], kind)):
+        raise CheckpointError(f"{fields.path}: key {key} must be a list of {_name(kind)}.")
+    if length is not None and len(values) != length:
+        raise CheckpointError(
+            f"{fields.path}: key {key} must have one element a token, {length}; it has "
+            f"{len(values)}."
+        )
+    return values
+
+
+def _name(kind: type | tuple[type, ...]) -> str:
+    return "texts" if kind is str else "numbers"
+
+
+def _tokens(fields: JsonFields) -> list[str]:
+    key = Keys.Tokenizer.LIST
+    spelled = array(fields, key, str)
+    if not spelled:
+        raise CheckpointError(f"{fields.path}: key {key} is missing: the file has no tokenizer.")
+    # As llama.cpp spells what has no spelling.
+    tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(spelled)]
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise CheckpointError(f"{fields.path}: key {key} has {twice!r:.80} twice.")
+    return tokens
+
+
+def _token_id(
+    fields: JsonFields, key: str, num_tokens: int, default: int | None = None
+) -> int | None:
+    ids = fields.token_ids(key)
+    if not ids:
+        return default if default is not None and default < num_tokens else None
+    if len(ids) != 1 or ids[0] >= num_tokens:
+        raise fields.bad(key, f"one token id below {num_tokens}")
+    return ids[0]
+
+
+def _endings(fields: JsonFields, tokens: Sequence[str], eos: int | None) -> tuple[int, ...]:
+    named = (_token_id(fields, key, len(tokens)) for key in _ENDING_KEYS)
+    spelled = {token: i for i, token in enumerate(tokens) if token in _ENDINGS}
+    ids = dict.fromkeys([eos, *named, *spelled.values()])
+    for beside, token in _NO_ENDING_BESIDE:
+        if spelled.keys() >= beside and token in spelled:
+            ids.pop(spelled[token], None)
+    return tuple(token_id for token_id in ids if token_id is not None)

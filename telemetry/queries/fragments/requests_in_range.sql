@@ -1,0 +1,5 @@
+-- For WHERE: requests that ended in the range, of the tenant and the model that are asked for.
+done_at >= toDateTime64(begin_s, 6, 'UTC')
+  AND done_at < toDateTime64(end_s, 6, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR if(model_served = '', model_requested, model_served) = {model:String})

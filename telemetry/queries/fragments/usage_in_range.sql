@@ -1,0 +1,5 @@
+-- For WHERE: usage in minutes that begin in the range, of the tenant and the model that are asked for.
+minute >= toDateTime(begin_s, 'UTC')
+  AND minute < toDateTime(end_s, 'UTC')
+  AND ({tenant:String} = '' OR tenant = {tenant:String})
+  AND ({model:String} = '' OR model = {model:String})
