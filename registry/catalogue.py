@@ -69,14 +69,18 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def engine_kind(self) -> EngineKind:
-        """What runs it, as far as the catalogue says."""
-        return EngineKind.REAL if self.engine is None else self.engine.kind
+        """What runs it, as far as the catalogue says: a GGUF file needs no word for llama.cpp."""
+        if self.engine is not None:
+            return self.engine.kind
+        return EngineKind.LLAMACPP if self.is_gguf else EngineKind.REAL
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """The worker's settings, with what the catalogue says of this model's engine. A worker that
         was told of another kind than Millrace's own keeps to that."""
-        if self.engine is None or config.kind is not EngineKind.REAL:
+        if config.kind is not EngineKind.REAL:
             return config
+        if self.engine is None:
+            return msgspec.structs.replace(config, kind=self.engine_kind)
         given = {
             name: value
             for name in self.engine.__struct_fields__

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
 from registry.checkpoints.fingerprint import weights_fingerprint
 from registry.served import ServedModel
+from registry.source import gguf_file
 from runtime.clock import Clock
 from runtime.tasks import outcome_unless
 from schemas.config import EngineConfig
@@ -43,8 +43,7 @@ async def start_server_engine(
 
 
 def _weights_of(model: ServedModel) -> str:
-    source = Path(model.entry.source)
-    return weights_fingerprint(source if source.is_file() else model.path)
+    return weights_fingerprint(gguf_file(model.entry) if model.entry.is_gguf else model.path)
 
 
 async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
