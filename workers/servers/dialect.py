@@ -14,6 +14,7 @@ from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
+from schemas.sampling import GrammarKind
 from workers.engine.types import EngineRequest
 from workers.servers.client import ServerClient
 
@@ -98,6 +99,11 @@ class Dialect(ABC):
     program: ClassVar[str]
     oldest_version: ClassVar[tuple[int, ...]] = ()
     health_path: ClassVar[str] = "/health"
+    native_grammars: ClassVar[frozenset[GrammarKind]] = frozenset()
+    """What the server keeps to by itself, from the first token on. For others, and behind tokens
+    that are there already, ``guided`` sees to it where it ``takes_allowed_tokens``."""
+    takes_allowed_tokens: ClassVar[bool] = False
+    """Whether ``call_one_of`` is there."""
     takes_cache_salt: ClassVar[bool] = False
     """Whether prompts of one salt are kept apart from those of others in its prefix cache; if not,
     a request with a salt is sent so that it shares nothing."""
@@ -124,7 +130,15 @@ class Dialect(ABC):
     @abstractmethod
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         """What is sent to continue ``request``, of which ``token_ids`` were made (those delivered
-        before and since). Raises ParameterError for what the server cannot do."""
+        before and since). The grammar is that of a completion that begins, or None. Raises
+        ParameterError for what the server cannot do."""
+
+    def call_one_of(
+        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+    ) -> Call:
+        """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
+        others."""
+        raise NotImplementedError
 
     @abstractmethod
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:

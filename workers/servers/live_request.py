@@ -7,6 +7,7 @@ import asyncio
 from schemas.frames import FinishReason
 from workers.engine.types import EngineRequest
 from workers.servers.dialect import Part, ServerStreamError
+from workers.servers.guided import Guide
 
 
 class LiveRequest:
@@ -22,6 +23,7 @@ class LiveRequest:
         self.num_cached_tokens = 0
         self.is_resampled = False
         self.task: asyncio.Task[None] | None = None
+        self.guide: Guide | None = None
         self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
         sampling = request.sampling
         self._ends = frozenset(sampling.stop_token_ids)
@@ -49,9 +51,12 @@ class LiveRequest:
         prefill = 0 if self.first_token_s is not None else self.num_prompt_tokens
         return prefill + self._max_tokens - len(self.token_ids)
 
-    def accept(self, part: Part) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens of a part that belong to the completion, and how it ends by them. A server may
-        stop later than was asked for, never earlier: raises ServerStreamError then."""
+    def accept(
+        self, part: Part, *, is_complete: bool = False
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The tokens of a part that belong to the completion, and how it ends by them.
+        ``is_complete``: its grammar has come to its end. A server may stop later than was asked
+        for, never earlier: raises ServerStreamError then."""
         if part.num_cached_tokens is not None:
             self.num_cached_tokens = part.num_cached_tokens
         accepted: list[int] = []
@@ -63,6 +68,8 @@ class LiveRequest:
                 return tuple(accepted), FinishReason.STOP
             if num_tokens >= self._max_tokens:
                 return tuple(accepted), FinishReason.LENGTH
+        if is_complete:
+            return tuple(accepted), FinishReason.STOP
         if part.finish_reason is FinishReason.LENGTH:
             raise ServerStreamError(
                 f"The engine's server ended the answer after {len(self.token_ids)} of "

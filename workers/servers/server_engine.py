@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from enum import Enum, auto
 from http import HTTPStatus
 from typing import cast
 
@@ -27,8 +28,10 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerStreamError,
 )
+from workers.servers.guided import Guides
 from workers.servers.live_request import LiveRequest
 from workers.servers.prefix_estimate import PrefixEstimate
+from workers.servers.questions import fitting_part, next_question
 from workers.servers.server_process import ServerProcess
 from workers.servers.server_stats import ServerStats
 from workers.servers.token_shares import TokenShares
@@ -44,6 +47,15 @@ _MAX_BREAKS = 3
 _US_PER_S = 1e6
 
 logger = logging.getLogger(__name__)
+
+
+class _StreamEnd(Enum):
+    """How the answer to one call ended: the request is over, the connection broke though the server
+    lives, or the grammar wants another call."""
+
+    OVER = auto()
+    BROKEN = auto()
+    GUIDED = auto()
 
 
 class ServerEngine(EngineLike):
@@ -89,6 +101,7 @@ class ServerEngine(EngineLike):
         self._has_work = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
+        self._guides = Guides(model)
         self._tasks = Tasks()
         self._tasks.spawn(self._watch_load(), "watch the server")
         if process is not None:
@@ -144,6 +157,7 @@ class ServerEngine(EngineLike):
         """End every stream, and the server if it was started here."""
         self._end("the engine was closed")
         await self._tasks.close()
+        self._guides.close()
         await self._client.close()
         if self._process is not None:
             await self._process.close()
@@ -153,10 +167,15 @@ class ServerEngine(EngineLike):
     async def _serve(self, live: LiveRequest) -> None:
         request_id = live.request.request_id
         try:
-            for _ in range(1 + _MAX_BREAKS):
-                if await self._read_stream(live):
-                    return
-                live.is_resampled = live.first_token_s is not None and live.is_sampled
+            num_breaks = 0
+            while num_breaks <= _MAX_BREAKS:
+                await self._guide(live)
+                match await self._read_stream(live):
+                    case _StreamEnd.OVER:
+                        return
+                    case _StreamEnd.BROKEN:
+                        num_breaks += 1
+                        live.is_resampled = live.first_token_s is not None and live.is_sampled
             self._fail(live, ServerStreamError("The engine's server breaks off the answer."))
         except MillraceError as error:
             self._fail(live, error)
@@ -165,12 +184,35 @@ class ServerEngine(EngineLike):
             kind = type(error).__name__
             self._fail(live, ServerStreamError(f"The engine's server sent nonsense ({kind})."))
 
-    async def _read_stream(self, live: LiveRequest) -> bool:
-        """Whether the request is over; if not, the connection broke and the server lives. Raises
-        MillraceError for what is wrong with this request alone."""
-        request = live.request
-        call = self._dialect.call(request, live.token_ids)
-        reader = self._dialect.reader(request, live.token_ids)
+    async def _guide(self, live: LiveRequest) -> None:
+        """Have the grammar seen to here, if the server cannot. Raises MillraceError."""
+        grammar = live.request.sampling.grammar
+        if grammar is None or live.guide is not None:
+            return
+        if not live.token_ids and grammar.kind in self._dialect.native_grammars:
+            return
+        if not self._dialect.takes_allowed_tokens:
+            raise ServerStreamError(
+                f"The {self._dialect.kind} engine cannot go on in the midst of a grammar after a "
+                f"crash; send the request again."
+            )
+        live.guide = await self._guides.start(live.request, live.token_ids)
+        if live.guide.complete:
+            self._accept(live, Part())
+
+    async def _read_stream(self, live: LiveRequest) -> _StreamEnd:
+        """Ask for what is missing, and take what comes. Raises MillraceError for what is wrong with
+        this request alone."""
+        guide = live.guide
+        if guide is not None and guide.complete:
+            return _StreamEnd.OVER
+        question = next_question(self._dialect, live)
+        call, is_single, num_before = question.call, question.is_single, len(live.token_ids)
+        if call is None:
+            await asyncio.sleep(0)
+            is_over = self._accept(live, Part(token_ids=question.forced))
+            return _StreamEnd.OVER if is_over else _StreamEnd.GUIDED
+        reader = self._dialect.reader(question.request, live.token_ids)
         events = cast("AsyncGenerator[bytes]", self._client.stream(call.path, call.body))
         try:
             async with aclosing(events):
@@ -179,14 +221,17 @@ class ServerEngine(EngineLike):
                     if part is None:
                         break
                     if self._accept(live, part):
-                        return True
+                        return _StreamEnd.OVER
+                    if guide is not None and guide.asks_for_one and not is_single:
+                        return _StreamEnd.GUIDED
         except AnswerError as error:
             if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise RefusedByServerError(error.message) from error
             await self._check_alive()
         except (ServerUnreachableError, ServerStreamError):
             await self._check_alive()
-        return False
+        has_advanced = len(live.token_ids) > num_before
+        return _StreamEnd.GUIDED if is_single and has_advanced else _StreamEnd.BROKEN
 
     async def _check_alive(self) -> None:
         """Returns once the server is known to live. If it does not, the engine ends, and with it
@@ -198,7 +243,10 @@ class ServerEngine(EngineLike):
 
     def _accept(self, live: LiveRequest, part: Part) -> bool:
         """Take what an event says; whether the request is over by it."""
-        token_ids, reason = live.accept(part)
+        if live.guide is not None:
+            part = fitting_part(live.guide, part, live.request.eos_token_ids)
+        is_complete = live.guide is not None and live.guide.complete
+        token_ids, reason = live.accept(part, is_complete=is_complete)
         if not token_ids and reason is None and not part.prompt_logprobs:
             return False
         request, now_s = live.request, self._clock.monotonic()

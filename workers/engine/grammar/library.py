@@ -75,6 +75,10 @@ class Matcher:
         except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
             self._failure = f"The grammar cannot be followed any further: {type(error).__name__}."
 
+    def fits(self, token_id: int) -> bool:
+        """Whether the token may come next."""
+        return self._inner.validate_tokens([token_id]) == 1
+
     def accept(self, token_ids: Rows[int]) -> None:
         """Go on by tokens. Raises GrammarError, also for what went wrong before."""
         self._inner.consume_tokens(list(token_ids))

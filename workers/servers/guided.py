@@ -1,0 +1,145 @@
+"""Grammars for servers that do not have them, or that cannot begin in the midst of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from registry.served import ServedModel
+from schemas.errors import GrammarError
+from schemas.sampling import Grammar
+from workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
+from workers.engine.grammar.probe import GrammarProbe
+from workers.engine.grammar.threads import TaskThreads
+from workers.engine.types import EngineRequest
+
+# After a token that did not fit, so many are asked for one by one; doubled each time in a row.
+_FIRST_SINGLES, _MOST_SINGLES = 1, 64
+
+
+class Guide:
+    """How far one completion is in its grammar, and how it is asked for from there.
+
+    The server is left to itself as long as its tokens fit. The first that does not is drawn again
+    among those that may come, which gives the distribution of a server that had masked the others
+    from the beginning: p(t) + p(misfit) * p(t | fits) = p(t | fits).
+    """
+
+    def __init__(self, matcher: Matcher, num_words: int, ends: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._mask = np.zeros(num_words, dtype=np.int32)
+        self._num_singles = 0
+        self._next_singles = _FIRST_SINGLES
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the grammar wants is there."""
+        return self._matcher.complete
+
+    @property
+    def asks_for_one(self) -> bool:
+        """Whether the next token is to be asked for alone, as one of ``allowed``."""
+        return self._num_singles > 0
+
+    def allowed(self) -> npt.NDArray[np.int64]:
+        """The ids of the tokens that may come next. Raises GrammarError if there is none."""
+        self._matcher.fill_mask(self._mask.ctypes.data, len(self._mask))
+        error = self._matcher.error
+        if error is not None:
+            raise error
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        found = np.flatnonzero(bits)
+        if len(found) > 1 and self._ends:
+            others = found[~np.isin(found, list(self._ends))]
+            found = others if len(others) else found
+        if not len(found):
+            raise GrammarError("No token of this model goes on with the grammar.")
+        return found
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Go on by the tokens that fit; how many these are."""
+        num_fitting = 0
+        for token_id in token_ids:
+            if token_id in self._ends and not self._matcher.complete and self._has_others():
+                break
+            if self.complete or not self._matcher.fits(token_id):
+                break
+            self._matcher.accept((token_id,))
+            num_fitting += 1
+        self._note(len(token_ids), num_fitting)
+        return num_fitting
+
+    def _has_others(self) -> bool:
+        return any(int(token_id) not in self._ends for token_id in self.allowed())
+
+    def _note(self, num_tokens: int, num_fitting: int) -> None:
+        if self._num_singles:
+            self._num_singles -= num_fitting
+        elif num_fitting < num_tokens and not self.complete:
+            self._num_singles = self._next_singles
+            self._next_singles = min(2 * self._next_singles, _MOST_SINGLES)
+        elif num_fitting > 1:
+            self._next_singles = _FIRST_SINGLES
+
+
+class Guides:
+    """Makes guides for one model, on a thread of its own. Owns its probe until ``close``."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._probe = GrammarProbe()
+        self._threads = TaskThreads("grammar-compile", 1, COMPILE_STACK_BYTES)
+        self._library: GrammarLibrary | None = None
+
+    async def start(self, request: EngineRequest, token_ids: Sequence[int]) -> Guide:
+        """One that stands behind ``token_ids``. Raises GrammarError for a grammar that cannot be
+        compiled or does not lead there."""
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        loop = asyncio.get_running_loop()
+        compiled: asyncio.Future[Matcher] = loop.create_future()
+        self._threads.submit(partial(self._compile, grammar, tuple(token_ids), loop, compiled))
+        matcher = await compiled
+        assert self._library is not None
+        ends = frozenset(request.eos_token_ids) if request.sampling.ignore_eos else frozenset()
+        return Guide(matcher, self._library.num_words, ends)
+
+    def close(self) -> None:
+        """End what compiles."""
+        self._probe.close()
+
+    def _compile(
+        self,
+        grammar: Grammar,
+        token_ids: tuple[int, ...],
+        loop: asyncio.AbstractEventLoop,
+        compiled: asyncio.Future[Matcher],
+    ) -> None:
+        try:
+            if self._library is None:
+                self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
+            self._probe.check(grammar)
+            matcher = self._library.compile(grammar)
+            matcher.accept(token_ids)
+        except GrammarError as error:
+            loop.call_soon_threadsafe(_fail, compiled, error)
+        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
+            why = GrammarError(f"The grammar cannot be compiled: {type(error).__name__}.")
+            loop.call_soon_threadsafe(_fail, compiled, why)
+        else:
+            loop.call_soon_threadsafe(_give, compiled, matcher)
+
+
+def _give(compiled: asyncio.Future[Matcher], matcher: Matcher) -> None:
+    if not compiled.done():
+        compiled.set_result(matcher)
+
+
+def _fail(compiled: asyncio.Future[Matcher], error: GrammarError) -> None:
+    if not compiled.done():
+        compiled.set_exception(error)

@@ -1,0 +1,62 @@
+"""What a server is asked next of a request, and what of its answer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from schemas.frames import FinishReason
+from schemas.sampling import MAX_SEED
+from workers.engine.types import EngineRequest
+from workers.servers.dialect import Call, Dialect, Part
+from workers.servers.guided import Guide
+from workers.servers.live_request import LiveRequest
+
+# A prime, so that no two places of a completion share a seed soon.
+_SEED_STRIDE = 1_000_003
+
+
+class Question(NamedTuple):
+    """``call`` is what to send, ``request`` as the server sees it; without a call ``forced`` is the
+    one token that fits the grammar. ``is_single``: it asks for one token alone."""
+
+    request: EngineRequest
+    call: Call | None
+    forced: tuple[int, ...] = ()
+    is_single: bool = False
+
+
+def next_question(dialect: Dialect, live: LiveRequest) -> Question:
+    """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
+    request, guide, token_ids = live.request, live.guide, live.token_ids
+    sampling = request.sampling
+    if token_ids and sampling.seed is not None:
+        # Its random stream begins anew with each call; the same draws are not to come again.
+        seed = (sampling.seed + len(token_ids) * _SEED_STRIDE) % MAX_SEED
+        sampling = msgspec.structs.replace(sampling, seed=seed)
+    if guide is None:
+        request = msgspec.structs.replace(request, sampling=sampling)
+        return Question(request, dialect.call(request, token_ids))
+    sampling = msgspec.structs.replace(sampling, grammar=None)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    allowed = guide.allowed()
+    if len(allowed) == 1 and sampling.logprobs is None:
+        return Question(request, None, forced=(int(allowed[0]),))
+    if guide.asks_for_one:
+        call = dialect.call_one_of(request, token_ids, allowed.tolist())
+        return Question(request, call, is_single=True)
+    return Question(request, dialect.call(request, token_ids))
+
+
+def fitting_part(guide: Guide, part: Part, eos_token_ids: Sequence[int]) -> Part:
+    """What of a part fits the grammar. The end of a call, or of a server that was not asked to keep
+    to the grammar, is not the end of the completion."""
+    num_fitting = guide.accept(part.token_ids)
+    fits = num_fitting == len(part.token_ids)
+    reason = None
+    if fits and part.finish_reason is FinishReason.STOP and not guide.complete:
+        # Many servers keep the token by which a sequence ends to themselves.
+        reason = FinishReason.STOP if guide.accept(eos_token_ids[:1]) else None
+    return part._replace(token_ids=part.token_ids[:num_fitting], finish_reason=reason)
