@@ -1,0 +1,168 @@
+"""A real HTTP server that draws tokens at random, and can be told to misbehave; and its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from schemas.engines import EngineKind
+from schemas.frames import FinishReason
+from workers.engine.types import EngineRequest
+from workers.servers.client import ServerClient
+from workers.servers.dialect import (
+    Call,
+    Command,
+    Dialect,
+    Part,
+    Reader,
+    ServerFacts,
+    ServerLoad,
+    ServerStreamError,
+)
+
+
+@dataclass
+class RandomServer:
+    """``breaks`` are the numbers of the calls whose connection breaks after a token, ``status``
+    what every call is answered with, ``calls`` the bodies of all so far. Tokens follow from seed
+    and place; at temperature 0 they follow from the last token."""
+
+    vocab_size: int
+    breaks: set[int] = field(default_factory=set)
+    status: int = 200
+    healthy: bool = True
+    token_s: float = 0.0
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_running: int = 0
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def facts(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": "1.2", "vocab_size": self.vocab_size})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append(body)
+        number = len(self.calls)
+        if self.status != 200:
+            return web.Response(status=self.status, text="no")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.num_running += 1
+        try:
+            await self._stream(response, body, number)
+        finally:
+            self.num_running -= 1
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, body: dict[str, Any], number: int
+    ) -> None:
+        known: list[int] = body["prompt"]
+        for _ in range(body["max_tokens"]):
+            token = self._draw(body, known)
+            known.append(token)
+            await response.write(b"data: " + msgspec.json.encode({"tokens": [token]}) + b"\r\n\r\n")
+            if number in self.breaks:
+                assert response._req is not None
+                assert response._req.transport is not None
+                response._req.transport.abort()
+                return
+            await asyncio.sleep(self.token_s)
+        await response.write(b'data: {"end": "length"}\n\n')
+
+    def _draw(self, body: dict[str, Any], known: Sequence[int]) -> int:
+        choices: Sequence[int] = body.get("allowed") or range(3, self.vocab_size)
+        if body["temperature"] == 0:
+            source = random.Random(known[-1])
+        else:
+            source = random.Random(f"{body['seed']}:{len(known)}")
+        return source.choice(choices)
+
+
+@asynccontextmanager
+async def serving(server: RandomServer) -> AsyncIterator[str]:
+    """Its URL."""
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/health", server.health),
+            web.get("/facts", server.facts),
+            web.post("/generate", server.generate),
+        ]
+    )
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        with contextlib.suppress(Exception):
+            await runner.cleanup()
+
+
+class RandomDialect(Dialect):
+    """Of a ``RandomServer``; under a kind that is free to it."""
+
+    kind = EngineKind.VLLM
+    package = "random-server"
+    program = "random-server"
+    oldest_version = (1, 1)
+    takes_allowed_tokens = True
+
+    def command(self, program: Path, socket: Path) -> Command:
+        return Command((str(program), str(socket)), {})
+
+    async def read_facts(self, client: ServerClient) -> ServerFacts:
+        said = await client.get_json("/facts")
+        return ServerFacts(
+            version=said["version"], vocab_size=said["vocab_size"], max_num_sequences=8
+        )
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        await client.get("/health")
+        return ServerLoad(kv_usage=0.5)
+
+    def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
+        return Call("/generate", _body(request, token_ids))
+
+    def call_one_of(
+        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+    ) -> Call:
+        return Call("/generate", _body(request, token_ids) | {"max_tokens": 1, "allowed": allowed})
+
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+        return _RandomReader()
+
+
+def _body(request: EngineRequest, token_ids: Sequence[int]) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "prompt": [*request.prompt_token_ids, *token_ids],
+        "max_tokens": (sampling.max_tokens or 64) - len(token_ids),
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+    }
+
+
+class _RandomReader(Reader):
+    def read(self, event: bytes) -> Part | None:
+        try:
+            said = msgspec.json.decode(event)
+        except msgspec.DecodeError as error:
+            raise ServerStreamError("no JSON") from error
+        if "end" in said:
+            return Part(finish_reason=FinishReason.LENGTH)
+        return Part(token_ids=tuple(said["tokens"]))
