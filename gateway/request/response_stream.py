@@ -277,7 +277,7 @@ class ResponseStream:
         for choice in self.choices:
             stream = choice.stream
             stream.outcome = stream.outcome or outcome
-            self.context.streams.detach(stream, self._detached_until_s)
+            stream.detach(self._detached_until_s)
             stream.change_client(client)
 
     def hand_off(self) -> None:
@@ -411,7 +411,7 @@ class ResponseStream:
             return
         if self._phase is Phase.DETACHED:
             stream.outcome = former.outcome
-            streams.detach(stream, self._detached_until_s)
+            stream.detach(self._detached_until_s)
         choice.start_round(stream, may_call=may_call)
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)

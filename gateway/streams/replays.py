@@ -66,16 +66,16 @@ class Replays:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
-        self.num_asked = 0
 
     def is_due(self, stream: OpenStream) -> bool:
         """Whether it may be asked for now; it counts as being asked for then."""
+        replay = stream.replay
         due = not (
-            stream.replaying
-            or self._clock.monotonic() < stream.replay_after_s
-            or (stream.cancel_reason is not None and not stream.is_copy)
+            replay.is_asked
+            or self._clock.monotonic() < replay.not_before_s
+            or (stream.cancellation is not None and not stream.is_copy)
         )
-        stream.replaying = stream.replaying or due
+        replay.is_asked = replay.is_asked or due
         return due
 
     async def ask(self, stream: OpenStream) -> None:
@@ -84,8 +84,7 @@ class Replays:
             async with self._slots:
                 if stream.ended:
                     return
-                stream.num_replays += 1
-                self.num_asked += 1
+                stream.delivery.num_replays += 1
                 answers = []
                 for worker_id in await self._candidates(stream):
                     answers.append(await self._ask_worker(worker_id, stream))
@@ -93,12 +92,12 @@ class Replays:
                         return
                 nobody_has_it = None not in answers
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
-                if answers and nobody_has_it and not stream.foreign:
+                if answers and nobody_has_it and not stream.replay.is_foreign:
                     # It waits in the queue; its frames will come by themselves.
-                    stream.must_probe = False
+                    stream.replay.is_needed = False
         finally:
-            stream.replaying = False
-            stream.replay_after_s = self._clock.monotonic() + _MIN_INTERVAL_S
+            stream.replay.is_asked = False
+            stream.replay.not_before_s = self._clock.monotonic() + _MIN_INTERVAL_S
 
     async def look_up(self, stream: OpenStream) -> None:
         """Find out whether a stream of which nothing was heard has begun, or is over: word of that
@@ -106,17 +105,17 @@ class Replays:
         try:
             async with self._slots:
                 if await self._has_begun(stream) or await self._has_left_the_queue(stream):
-                    stream.must_probe = True
+                    stream.replay.is_needed = True
         finally:
-            stream.replaying = False
-            stream.replay_after_s = self._clock.monotonic()
+            stream.replay.is_asked = False
+            stream.replay.not_before_s = self._clock.monotonic()
 
     async def _candidates(self, stream: OpenStream) -> list[str]:
         """The worker that should have it first, then the others of the model."""
         known: list[str] = []
         if stream.reader.started is not None:
             known = [stream.reader.started.worker_id]
-        elif stream.must_probe and self._generations is not None:
+        elif stream.replay.is_needed and self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
             # A request that no worker answered is nobody's.
             known = [generation.worker_id] if generation and generation.worker_id else []
@@ -137,7 +136,7 @@ class Replays:
         if answer is None:
             return None
         if answer.ok:
-            stream.must_probe = False
+            stream.replay.is_needed = False
         return answer.ok
 
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
@@ -145,7 +144,7 @@ class Replays:
         if stream.job.store_result and await self._read_result(stream):
             return
         silent_s = self._clock.monotonic() - stream.last_frame_s
-        is_certain = nobody_has_it and stream.must_probe
+        is_certain = nobody_has_it and stream.replay.is_needed
         if silent_s < _LOST_AFTER_S and not is_certain:
             return
         is_over = await self._is_finished(stream) or (
