@@ -96,7 +96,7 @@ class StreamTable:
             await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
         ]
         self._bus.on_reconnect(self._on_reconnect)
-        self._sweeper.spawn(self._sweep_forever(), "sweep streams")
+        self._sweeper.repeat(self._sweep, _SWEEP_S, self._clock, "sweep streams")
 
     async def close(self) -> None:
         """Let the last cancels out, then stop."""
@@ -257,7 +257,7 @@ class StreamTable:
             return ResumePoint(open=False)
         return ResumePoint(token_ids=tuple(stream.reader.token_ids))
 
-    def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Look after the streams that frames alone do not move on."""
         now_s = self._clock.monotonic()
         for stream in list(self):
@@ -265,6 +265,7 @@ class StreamTable:
                 self._look_after(stream, now_s)
             except Exception:  # noqa: BLE001 (it is told, and the others go on)
                 _log.exception("a stream failed", extra={"request_id": stream.request_id})
+        await self._close_idle_proxies()
 
     def _look_after(self, stream: OpenStream, now_s: float) -> None:
         config, replay = self._config, stream.replay
@@ -351,12 +352,6 @@ class StreamTable:
     def _ask_replay(self, stream: OpenStream) -> None:
         if self._replays.is_due(stream):
             self._tasks.spawn(self._replays.ask(stream), "ask for a replay")
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await self._clock.sleep(_SWEEP_S)
-            self.sweep()
-            await self._close_idle_proxies()
 
     async def _close_idle_proxies(self) -> None:
         """Stop standing in for gateways none of whose streams is left."""
