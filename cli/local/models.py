@@ -11,8 +11,8 @@ from registry.source import resolve
 
 
 def catalogue_for(catalogue: str, models: Sequence[str], file: Path) -> tuple[str, tuple[str, ...]]:
-    """The catalogue file for all parts and the names of ``models``, each a name, a folder or a hub
-    id.
+    """The catalogue file for all parts and the names of ``models``, each a name, a folder, a GGUF
+    file or a hub id.
 
     The catalogue that is written to ``file`` holds these models and no other, and the routes among
     them, so that none is offered which no worker serves. Fetches what is not on this machine, so
