@@ -52,9 +52,6 @@ class TracedResponse(Protocol):
     def usage(self) -> Usage: ...
 
     @property
-    def reasons(self) -> list[str]: ...
-
-    @property
     def refusal(self) -> Refusal | None: ...
 
 
@@ -213,7 +210,7 @@ class RequestTrace:
         self, response: TracedResponse, events: list[SpanEvent], links: list[TraceContext]
     ) -> None:
         self.note_usage(response.usage)
-        reasons = tuple(reason for reason in response.reasons if reason)
+        reasons = tuple(choice.reason for choice in response.choices if choice.reason)
         if reasons:
             self._attributes["gen_ai.response.finish_reasons"] = reasons
         streams = [choice.stream for choice in response.choices]

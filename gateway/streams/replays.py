@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
-
-import msgspec
 
 from bus.api import Bus
 from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView
+from gateway.streams.stored_results import frames_of
 from gateway.streams.stream import OpenStream
 from runtime.clock import Clock
 from schemas.control import Replay
 from schemas.errors import MillraceError
-from schemas.frames import (
-    Cancelled,
-    Delta,
-    Done,
-    Embedding,
-    Expired,
-    Failed,
-    Frame,
-    PromptLogprobs,
-    Shed,
-    Started,
-    Usage,
-)
-from schemas.jobs import JobResult
-from schemas.records import Status
+from schemas.frames import Failed, Frame
 
 _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
-_SHED_RETRY_S = 1.0
 
 
 class RunningRequestIndex(Protocol):
@@ -186,38 +170,3 @@ class Replays:
         for frame in frames_of(result, stream.reader.epoch):
             self._on_frame(stream.request_id, frame)
         return stream.ended
-
-
-def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
-    """The frames that a reader would have got for a stored result."""
-    usage = result.usage or Usage()
-    token_ids = result.token_ids
-    if result.text and not token_ids:
-        # The result was too large to be stored with its ids; it can be read as a whole only.
-        token_ids = (0,) * usage.completion_tokens
-    yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
-    if result.prompt_logprobs:
-        yield PromptLogprobs(epoch=epoch, logprobs=result.prompt_logprobs)
-    if result.embedding:
-        yield Embedding(epoch=epoch, values=result.embedding)
-    if token_ids:
-        yield Delta(
-            epoch=epoch,
-            index=0,
-            token_ids=token_ids,
-            text=result.text,
-            text_ends=result.text_ends,
-            logprobs=result.logprobs,
-        )
-    yield msgspec.structs.replace(usage, epoch=epoch)
-    num_tokens = len(token_ids)
-    if result.status == Status.DONE and result.finish_reason is not None:
-        yield Done(epoch=epoch, finish_reason=result.finish_reason, num_tokens=num_tokens)
-    elif result.status == Status.CANCELLED:
-        yield Cancelled(epoch=epoch, num_tokens=num_tokens)
-    elif result.status == Status.EXPIRED:
-        yield Expired(epoch=epoch, num_tokens=num_tokens)
-    elif result.status == Status.SHED:
-        yield Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
-    else:
-        yield Failed(epoch=epoch, code=result.error_code, message=result.error_message)
