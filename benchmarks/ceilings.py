@@ -9,7 +9,7 @@ the path that the engine takes. Without a model, the 100M Llama of the compariso
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +98,7 @@ def _read_bandwidth() -> float:
 
     matrix = torch.ones(_READ_BYTES // (4 * _ROW_VALUES), _ROW_VALUES)
     vector = torch.ones(_ROW_VALUES)
-    return _READ_BYTES / _least_s(lambda: matrix @ vector, _REPEATS)
+    return _READ_BYTES / _least_s(lambda: matrix @ vector)
 
 
 def _gemm_rate() -> float:
@@ -106,7 +106,7 @@ def _gemm_rate() -> float:
 
     left = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
     right = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
-    return 2 * _GEMM_SIZE**3 / _least_s(lambda: left @ right, _REPEATS)
+    return 2 * _GEMM_SIZE**3 / _least_s(lambda: left @ right)
 
 
 def _gemm_only_ms(weights: DecoderWeights, num_query_columns: int, batch: int) -> float:
@@ -130,19 +130,12 @@ def _gemm_only_ms(weights: DecoderWeights, num_query_columns: int, batch: int) -
         head(hidden)
 
     step()
-    times_s = [_timed_s(step) for _ in range(_DECODE_REPEATS)]
-    return statistics.median(times_s) * 1e3
+    return statistics.median(timeit.repeat(step, number=1, repeat=_DECODE_REPEATS)) * 1e3
 
 
-def _least_s(work: Callable[[], object], repeats: int) -> float:
+def _least_s(work: Callable[[], object]) -> float:
     work()
-    return min(_timed_s(work) for _ in range(repeats))
-
-
-def _timed_s(work: Callable[[], object]) -> float:
-    begin_s = time.perf_counter()
-    work()
-    return time.perf_counter() - begin_s
+    return min(timeit.repeat(work, number=1, repeat=_REPEATS))
 
 
 def main() -> None:

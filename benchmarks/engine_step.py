@@ -11,6 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
+import timeit
 from pathlib import Path
 
 import torch
@@ -115,12 +116,7 @@ def _copy_bandwidth() -> float:
     """Bytes per second that a copy reads and writes."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    times_s: list[float] = []
-    for _ in range(8):
-        begin_s = time.perf_counter()
-        target.copy_(source)
-        times_s.append(time.perf_counter() - begin_s)
-    return 2 * _COPY_BYTES / min(times_s)
+    return 2 * _COPY_BYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=8))
 
 
 def _random_checkpoint(path: Path, arguments: argparse.Namespace) -> Path:

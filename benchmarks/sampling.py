@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+import timeit
 from typing import Any
 
 import torch
@@ -106,12 +107,7 @@ def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
 def _read_bandwidth() -> float:
     """Bytes per second of a sum over more than the cache holds."""
     values = torch.ones(_READ_VALUES)
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        values.sum()
-        times.append(time.perf_counter() - start_s)
-    return values.numel() * values.itemsize / min(times)
+    return values.numel() * values.itemsize / min(timeit.repeat(values.sum, number=1, repeat=5))
 
 
 if __name__ == "__main__":

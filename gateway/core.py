@@ -7,7 +7,6 @@ import random
 import secrets
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -47,14 +46,13 @@ from gateway.tenancy.limits import Limiter
 from gateway.tools.catalogue import ToolCatalogue
 from gateway.tools.runner import ToolRunner
 from gateway.transport.connection_writer import WriteCoalescer
-from registry.tokenizers.prompt_pool import PromptPool, num_characters
+from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
 from schemas.config import Config
 from schemas.errors import MillraceError
 from schemas.frames import Failed
-from schemas.jobs import Job
 
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0
@@ -141,19 +139,27 @@ class Gateway:
             self.intake_limits,
             settings.request_timeout_s,
         )
-        self.runner = JobRunner(bus, self.streams, self.admission, self.metrics.gaps, clock)
+        self.maker = JobMaker(self.tools, seed_source or random.Random(), self.prompts)
+        self.runner = JobRunner(
+            bus,
+            settings,
+            models,
+            self.maker,
+            self.streams,
+            self.admission,
+            self.metrics.gaps,
+            clock,
+        )
         self.sessions = Sessions(
             redis,
             settings,
             clock,
             models,
-            self._generate_internally,
+            self.runner.generate,
             self.tools.definitions,
             self.prompts,
         )
         self.choice = ModelChoice(models, self.fleet, self.sessions)
-        self._seed_source = seed_source or random.Random()
-        self.maker = JobMaker(self.tools, self._seed_source, self.prompts)
         index = RequestIndex(redis, settings.idempotency_ttl_s)
         publisher = JobPublisher(bus, self.streams, clock)
         tool_loop = ToolCallLoop(bus, settings, clock, index, self.maker, publisher, self.tools)
@@ -268,15 +274,6 @@ class Gateway:
             self.deliveries.close(_LAST_RECORDS_S),
             self.refusals.close(_LAST_RECORDS_S),
             self.limiter.close(_LAST_SETTLEMENTS_S),
-        )
-
-    async def _generate_internally(self, job: Job) -> str:
-        """The text of a job that no client waits for. Raises MillraceError if there is none."""
-        model = await self.models.get(job.model)
-        addressed = replace(job, reply=self.gateway_id, batch_frames=True)
-        prepare = partial(model.prepare, addressed, self._seed_source)
-        return await self.runner.generate(
-            await self.prompts.run(job.tenant, num_characters(job), prepare)
         )
 
     def _keys_in_use(self) -> Iterator[str]:

@@ -132,25 +132,25 @@ class Metrics:
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
-        model = stream.job.model
+        model, delivery = stream.job.model, stream.delivery
         outcome = stream.outcome or status_of(stream).value
         self._generations.labels(model, stream.job.source.value, outcome).inc()
-        self._generation_tokens.labels(model).inc(stream.num_delivered)
-        self._replays.inc(stream.num_replays)
-        self._resumes.labels(model).inc(stream.num_resumes)
-        self._stalls.labels(model).inc(stream.num_stalls)
-        self._stalled_s.labels(model).inc(stream.stalled_s)
+        self._generation_tokens.labels(model).inc(delivery.num_delivered)
+        self._replays.inc(delivery.num_replays)
+        self._resumes.labels(model).inc(delivery.num_resumes)
+        self._stalls.labels(model).inc(delivery.num_stalls)
+        self._stalled_s.labels(model).inc(delivery.stalled_s)
         self._reruns.labels(model).inc(stream.reader.num_epochs > 1)
-        self._whole_s.labels(model).observe(now_s - stream.received_s)
+        self._whole_s.labels(model).observe(now_s - delivery.received_s)
         usage = stream.reader.usage
         if usage is not None and isinstance(stream.reader.terminal, Done):
             self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        if stream.first_text_s is None or stream.last_delivery_s is None:
+        first_s, last_s = delivery.first_token_s, delivery.last_token_s
+        if first_s is None or last_s is None:
             return
-        self._first_token_s.labels(model).observe(stream.first_text_s - stream.received_s)
+        self._first_token_s.labels(model).observe(first_s - delivery.received_s)
         if stream.num_seen > 1:
-            span_s = stream.last_delivery_s - stream.first_text_s
-            self._per_token_s.labels(model).observe(span_s / (stream.num_seen - 1))
+            self._per_token_s.labels(model).observe((last_s - first_s) / (stream.num_seen - 1))
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""

@@ -32,13 +32,17 @@ class Tasks:
         return task
 
     def repeat(
-        self, work: Callable[[], Awaitable[None]], interval_s: float, clock: Clock, name: str
+        self, work: Callable[[], Awaitable[object]], interval_s: float, clock: Clock, name: str
     ) -> asyncio.Task[None]:
-        """Run ``work`` now, and again ``interval_s`` after each run is over, until ``close``."""
+        """Run ``work`` now, and again ``interval_s`` after each run is over, until ``close``. A run
+        that fails is logged, and the next one counts."""
 
         async def run() -> None:
             while True:
-                await work()
+                try:
+                    await work()
+                except Exception:
+                    logger.exception("a repeated task failed", extra={"task": name})
                 await clock.sleep(interval_s)
 
         return self.spawn(run(), name)

@@ -143,7 +143,7 @@ class _Head(msgspec.Struct):
     schema: str = ""
 
 
-def write_report(report: Report, path: Path) -> None:
+def write_report(report: msgspec.Struct, path: Path) -> None:
     """Write it as JSON. Raises ConfigError if it cannot be written."""
     write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
 from benchmarks.gpu.goals import QWEN_06B
@@ -42,9 +39,7 @@ def run(scope: Scope) -> None:
             continue
         with scope.case(mode.name):
             _measure(scope, mode, base_s)
-        gc.collect()
-        if scope.device.type == "cuda":
-            torch.cuda.empty_cache()
+        scope.free_memory()
 
 
 def _measure(scope: Scope, mode: Mode, base_s: dict[int, float]) -> None:

@@ -45,12 +45,7 @@ def run(scope: Scope) -> None:
 
 def _work(scope: Scope, mixture: Mixture, number: int) -> Work:
     num_rows, num_experts, num_chosen, hidden, inner = mixture
-    generator = scope.generator(number)
-
-    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        numbers = torch.empty(shape, dtype=scope.dtype, device=scope.device)
-        return numbers.normal_(std=std, generator=generator)
-
+    normal = partial(scope.normal, scope.generator(number))
     scores = normal(num_rows, num_experts)
     normed, total = normal(num_rows, hidden), normal(num_rows, hidden)
     gates = normal(num_experts, 2 * inner, hidden, std=hidden**-0.5)

@@ -54,9 +54,6 @@ def _rehearse_part(smoke: bool, seed: int, first: int) -> None:
         smoke=smoke,
         seed=seed,
         deadline_s=time.monotonic() + _REHEARSAL_S,
-        ceilings=None,
-        earlier=[],
-        hand_over=lambda _: None,
         rehearsal=Turns(first, _PROCESSES),
     )
     _measure(scope)

@@ -88,14 +88,9 @@ def _operands(
     scope: Scope, shape: Shape, num_rows: int, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random rows and weights, of the sizes that they have in a model."""
-    generator = scope.generator(number)
-    rows = torch.empty(num_rows, shape.num_inputs, dtype=scope.dtype, device=scope.device)
-    weight = torch.empty(
-        shape.num_outputs, shape.num_inputs, dtype=scope.dtype, device=scope.device
-    )
-    rows.normal_(generator=generator)
-    weight.normal_(std=shape.num_inputs**-0.5, generator=generator)
-    return rows, weight
+    normal, std = partial(scope.normal, scope.generator(number)), shape.num_inputs**-0.5
+    rows = normal(num_rows, shape.num_inputs)
+    return rows, normal(shape.num_outputs, shape.num_inputs, std=std)
 
 
 def _linear(scope: Scope, shape: Shape, num_rows: int, fixed: bool, number: int) -> Work:

@@ -68,8 +68,7 @@ def _norms_and_gates(scope: Scope, num_rows: int, hidden: int, inner: int) -> No
 
 
 def _normal(scope: Scope, number: int, *shape: int) -> torch.Tensor:
-    numbers = torch.empty(shape, dtype=scope.dtype, device=scope.device)
-    return numbers.normal_(generator=scope.generator(number))
+    return scope.normal(scope.generator(number), *shape)
 
 
 def rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
@@ -201,7 +200,7 @@ def _copy(
 ) -> Work:
     generator = scope.generator(number)
     shape = (num_layers, 2 * num_pairs, block_bytes // 2)
-    source = torch.empty(shape, dtype=scope.dtype, device=scope.device).normal_(generator=generator)
+    source = scope.normal(generator, *shape)
     if to_host:
         target = torch.empty(shape, dtype=scope.dtype, pin_memory=True)
     else:

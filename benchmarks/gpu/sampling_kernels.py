@@ -64,8 +64,7 @@ def _share_of_others(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _logits(scope: Scope, num_rows: int, vocab_size: int, number: int) -> torch.Tensor:
     """As far apart as a trained model's are."""
-    logits = torch.empty(num_rows, vocab_size, dtype=scope.dtype, device=scope.device)
-    return logits.normal_(std=3.0, generator=scope.generator(number))
+    return scope.normal(scope.generator(number), num_rows, vocab_size, std=3.0)
 
 
 def _choice(

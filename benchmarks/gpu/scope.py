@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,9 +45,9 @@ class Scope:
         smoke: bool,
         seed: int,
         deadline_s: float,
-        ceilings: Ceilings | None,
-        earlier: list[Row],
-        hand_over: Callable[[Row | Ceilings], None],
+        ceilings: Ceilings | None = None,
+        earlier: Sequence[Row] = (),
+        hand_over: Callable[[Row | Ceilings], None] = lambda _: None,
         rehearsal: Turns | None = None,
     ) -> None:
         self.section = section
@@ -80,6 +81,17 @@ class Scope:
     def generator(self, stream: int = 0) -> torch.Generator:
         """Random numbers on the device that depend on the run's seed and ``stream`` alone."""
         return torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + stream)
+
+    def normal(self, generator: torch.Generator, *shape: int, std: float = 1.0) -> torch.Tensor:
+        """Normal numbers on the device, in ``dtype``."""
+        numbers = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return numbers.normal_(std=std, generator=generator)
+
+    def free_memory(self) -> None:
+        """Give the device back the memory of what was dropped."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def emit(
         self,

@@ -60,9 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         smoke=parsed.smoke,
         seed=parsed.seed,
         deadline_s=time.monotonic() + parsed.minutes * 60,
-        ceilings=None,
-        earlier=[],
-        hand_over=lambda _: None,
     )
     chosen = [
         sweep
@@ -155,9 +152,6 @@ def _compile_one(task: tuple[int, str, int]) -> None:
         smoke=False,
         seed=seed,
         deadline_s=0.0,
-        ceilings=None,
-        earlier=[],
-        hand_over=lambda _: None,
     )
     sweep = next(sweep for sweep in sweeps(scope) if sweep.name == name)
     tile = sweep.candidates[index]

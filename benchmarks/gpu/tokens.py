@@ -3,7 +3,6 @@ batch."""
 
 from __future__ import annotations
 
-import gc
 import random
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -57,17 +56,17 @@ def run(scope: Scope) -> None:
                 reference = _write_checkpoint(scope, name, folder)
                 with scope.case(LOGITS_ERROR + own_name):
                     _logits(scope, LOGITS_ERROR + own_name, folder, reference)
-                _free(scope)
+                scope.free_memory()
                 greedy = f"greedy tokens that transformers in fp32 would choose{own_name}"
                 with scope.case(greedy):
                     _greedy(scope, greedy, folder, reference)
                 del reference
-                _free(scope)
+                scope.free_memory()
             if name == LLAMA_8B:
                 for mode, deterministic in ((DETERMINISTIC, True), ("without: likewise", False)):
                     with scope.case(mode):
                         _unchanged(scope, mode, folder, deterministic=deterministic)
-                    _free(scope)
+                    scope.free_memory()
 
 
 def _write_checkpoint(scope: Scope, name: str, folder: Path) -> Any:
@@ -253,10 +252,3 @@ def _answers(
                 raise RuntimeError(f"request {output.request_id} failed: {output.error}")
             tokens[output.request_id].extend(output.token_ids)
     return [tuple(tokens[str(index)]) for index in range(len(prompts))]
-
-
-def _free(scope: Scope) -> None:
-    """Give the device back the memory of what was dropped."""
-    gc.collect()
-    if scope.device.type == "cuda":
-        torch.cuda.empty_cache()

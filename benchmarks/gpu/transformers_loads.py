@@ -4,7 +4,6 @@ with random weights, by its best attention that needs no further package."""
 from __future__ import annotations
 
 import dataclasses
-import gc
 import tempfile
 import time
 from pathlib import Path
@@ -58,9 +57,7 @@ def run(scope: Scope, name: str) -> None:
         with scope.case(f"{load.name}, {setting.name}"):
             limit_s = max(_LEAST_RUN_S, scope.left_s / (len(settings) - index) - _LEAST_RUN_S)
             best = max(best, _measure(scope, model, load, setting, limit_s))
-        gc.collect()
-        if scope.device.type == "cuda":
-            torch.cuda.empty_cache()
+        scope.free_memory()
     own = scope.value_of(name, load.name)
     if best and own is not None:
         scope.emit(over(load.name), own / best, "x")

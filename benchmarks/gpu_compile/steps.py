@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from workers.kernels.gpu.sampler_state import SamplerState
 from workers.kernels.gpu.sampling import choose_tokens, token_logprobs
 from workers.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
 from workers.models.decoder import Decoder
-from workers.models.device_linear import device_linears
+from workers.models.device_linear import DeviceLinear
 from workers.models.loader import load_weights
 from workers.models.stacked_experts import stacked_experts
 
@@ -127,7 +128,7 @@ class _Engine:
     def decoder(self, *, deterministic: bool) -> Decoder[DeviceBatch, DeviceMetadata]:
         """A decoder as the runner's, of weights that are nowhere."""
         config, kernels = self._config, self._kernels
-        product = device_linears(kernels, fixed=deterministic)
+        product = partial(DeviceLinear, kernels=kernels, fixed=deterministic)
         weights = load_weights(
             Path(),
             config,

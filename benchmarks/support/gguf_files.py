@@ -56,7 +56,8 @@ def write_gguf(
 
 def _add_config(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
+    # llama.cpp adds nothing to this for a scaling of RoPE.
+    writer.add_context_length(config.context_window_tokens)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

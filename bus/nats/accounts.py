@@ -79,8 +79,8 @@ def _user(name: str, grants: Grants) -> str:
 
 
 def _allowed(what: str, subjects: Sequence[str]) -> str:
-    tenant_queues = "".join(f'            "{subject}"\n' for subject in dict.fromkeys(subjects))
-    return f"          {what}: [\n{tenant_queues}          ]\n"
+    lines = "".join(f'            "{subject}"\n' for subject in dict.fromkeys(subjects))
+    return f"          {what}: [\n{lines}          ]\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

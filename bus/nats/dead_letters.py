@@ -12,7 +12,7 @@ from bus.jobs import decoding
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream
 from bus.nats.connection import MESSAGE_ID, Connection
-from bus.nats.jetstream import JetStreamError, RawMessage
+from bus.nats.jetstream import RawMessage
 from bus.nats.leases import Delivery
 from runtime.clock import Clock
 from schemas.errors import MalformedMessageError, PayloadTooLargeError
@@ -35,16 +35,12 @@ class JobDeadLetters:
         subject = subjects.dead_job(dead.reason)
         headers = {MESSAGE_ID: f"{sequence}:{subjects.token(dead.reason)}"}
         try:
-            payload = codec.encode(dead)
-            try:
-                await jetstream.store(self._connection, subject, payload, headers)
-            except PayloadTooLargeError:
-                # The job filled a message by itself; its envelope does not fit with it.
-                note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
-                smaller = msgspec.structs.replace(dead, payload=b"", message=note)
-                await jetstream.store(self._connection, subject, codec.encode(smaller), headers)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+            await jetstream.store(self._connection, subject, codec.encode(dead), headers)
+        except PayloadTooLargeError:
+            # The job filled a message by itself; its envelope does not fit with it.
+            note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
+            smaller = msgspec.structs.replace(dead, payload=b"", message=note)
+            await jetstream.store(self._connection, subject, codec.encode(smaller), headers)
 
     async def refuse_unreadable(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -38,11 +39,12 @@ _NO_STORE = 10049
 _OF_A_FILE = re.compile(r"\w+ \S.*: (.+)")
 
 
-class JetStreamError(Exception):
+class JetStreamError(BusUnavailableError):
     """The server refused a JetStream request; ``number`` is its error code."""
 
     def __init__(self, number: int, description: str) -> None:
-        super().__init__(f"{description} ({number})")
+        self.reason = f"{description} ({number})"
+        super().__init__(f"The message bus refused a request: {self.reason}.")
         self.number = number
         self.description = description
 
@@ -85,7 +87,8 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class StreamInfo(msgspec.Struct, frozen=True):
-    """``total`` counts all subjects that were asked for, of which an answer has some."""
+    """``total`` counts all subjects that were asked for, of which an answer has some; ``ts`` is
+    the time of the stream's leader."""
 
     state: StreamState
     total: int = 0
@@ -111,8 +114,8 @@ class RawMessage(msgspec.Struct, frozen=True):
         return base64.b64decode(self.data)
 
     def header(self, name: str) -> str | None:
-        for tenant_queue in base64.b64decode(self.hdrs).decode("utf-8", "replace").splitlines():
-            key, colon, value = tenant_queue.partition(":")
+        for line in base64.b64decode(self.hdrs).decode("utf-8", "replace").splitlines():
+            key, colon, value = line.partition(":")
             if colon and key == name:
                 return value.strip()
         return None
@@ -150,7 +153,7 @@ async def store(
     Attempts whose acknowledgement got lost are made again with the same headers, which must make
     the message known again: by ``Nats-Msg-Id`` or the expected last sequence. ``duplicate`` is
     False then, as the first attempt may have stored it. Raises PayloadTooLargeError,
-    JetStreamError, or BusUnavailableError.
+    StoreFullError, JetStreamError, or BusUnavailableError.
     """
     answer, num_attempts = await connection.request_until(subject, payload, headers)
     try:
@@ -163,10 +166,22 @@ async def store(
 
 
 def stored_at(answer: Msg) -> StoredAt:
-    """What the server says of a message that it was to store. Raises JetStreamError, or
-    BusUnavailableError for an answer that makes no sense."""
-    _raise_error(answer)
+    """What the server says of a message that it was to store. Raises StoreFullError,
+    JetStreamError, or BusUnavailableError for an answer that makes no sense."""
+    with _room_needed():
+        _raise_error(answer)
     return msgspec.json.decode(answer.data, type=StoredAt)
+
+
+@contextmanager
+def _room_needed() -> Iterator[None]:
+    """Raises StoreFullError for what the server refuses as it has no room."""
+    try:
+        yield
+    except JetStreamError as error:
+        if error.number in _NO_ROOM:
+            raise StoreFullError(NATS, "has no room") from error
+        raise
 
 
 def _raise_error(answer: Msg) -> None:
@@ -199,15 +214,9 @@ async def pause(connection: Connection, stream: str, consumer: str, until: datet
     await call(connection, f"CONSUMER.PAUSE.{stream}.{consumer}", body)
 
 
-async def stream_state(connection: Connection, stream: str) -> StreamState:
-    data = await call(connection, f"STREAM.INFO.{stream}")
-    return msgspec.json.decode(data, type=StreamInfo).state
-
-
-async def now_ns(connection: Connection, stream: str) -> int:
-    """The UTC epoch by the clock of the stream's leader."""
-    data = await call(connection, f"STREAM.INFO.{stream}")
-    return epoch_ns(msgspec.json.decode(data, type=StreamInfo).ts)
+async def stream_info(connection: Connection, stream: str, body: object = None) -> StreamInfo:
+    data = await call(connection, f"STREAM.INFO.{stream}", body)
+    return msgspec.json.decode(data, type=StreamInfo)
 
 
 async def newest(connection: Connection, stream: str, subject_filter: str) -> RawMessage | None:
@@ -267,8 +276,7 @@ async def subjects_in(connection: Connection, stream: str, subject_filter: str) 
     offset = 0
     while True:
         body = {"subjects_filter": subject_filter, "offset": offset}
-        data = await call(connection, f"STREAM.INFO.{stream}", body)
-        info = msgspec.json.decode(data, type=StreamInfo)
+        info = await stream_info(connection, stream, body)
         page = info.state.subjects or {}
         found.update(page)
         offset += len(page)
@@ -279,14 +287,16 @@ async def subjects_in(connection: Connection, stream: str, subject_filter: str) 
 async def create_consumer(
     connection: Connection, stream: str, name: str, config: Mapping[str, object]
 ) -> ConsumerInfo:
-    """Make a durable consumer, or bring the one that is there up to date."""
+    """Make a durable consumer, or bring the one that is there up to date. Raises StoreFullError,
+    JetStreamError or BusUnavailableError."""
     # The filter may stand in the subject too, but then a long one makes the request too long.
     body = {
         "stream_name": stream,
         "config": {"name": name, "durable_name": name, **config},
         "action": "",
     }
-    data = await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
+    with _room_needed():
+        data = await call(connection, f"CONSUMER.CREATE.{stream}.{name}", body)
     return msgspec.json.decode(data, type=ConsumerInfo)
 
 
@@ -348,13 +358,6 @@ def cause_in_a_file(error: JetStreamError) -> str:
 def is_of_a_file(error: JetStreamError) -> bool:
     """Whether the server could not write to its files."""
     return error.number == _NO_STORE or bool(cause_in_a_file(error))
-
-
-def unexpected(error: JetStreamError) -> BusUnavailableError:
-    """What callers see of a refusal that the bus has no better word for."""
-    if error.number in _NO_ROOM:
-        return StoreFullError(NATS, "has no room")
-    return BusUnavailableError(f"The message bus refused a request: {error}.")
 
 
 Json = dict[str, Any]

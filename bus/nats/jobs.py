@@ -111,7 +111,7 @@ class NatsJobQueue:
                 raise QueueFullError(
                     "The queue is full. Try again later.", RETRY_AFTER_FULL_S
                 ) from error
-            raise jetstream.unexpected(error) from error
+            raise
         return PublishedJob(stream_sequence=stored.seq, duplicate=stored.duplicate)
 
     # --- out ---
@@ -184,39 +184,30 @@ class NatsJobQueue:
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         tenant_queues: dict[TenantQueue, int] = {}
         num_misfits = 0
-        try:
-            for pattern in subjects.ALL_JOBS:
-                found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, pattern)
-                for subject, count in found.items():
-                    try:
-                        tenant_queues[subjects.tenant_queue_of(subject)] = count
-                    except ValueError:
-                        num_misfits += await self._dead_letters.refuse_misfits(
-                            subject, _MAX_MISFITS - num_misfits
-                        )
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        for pattern in subjects.ALL_JOBS:
+            found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, pattern)
+            for subject, count in found.items():
+                try:
+                    tenant_queues[subjects.tenant_queue_of(subject)] = count
+                except ValueError:
+                    num_misfits += await self._dead_letters.refuse_misfits(
+                        subject, _MAX_MISFITS - num_misfits
+                    )
         return tenant_queues
 
     async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
-        try:
-            has_consumer = await shedding.remove_idle(self._connection, tenant_queue)
-            if has_consumer or await self._count(tenant_queue):
-                return False
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        has_consumer = await shedding.remove_idle(self._connection, tenant_queue)
+        if has_consumer or await self._count(tenant_queue):
+            return False
         self._open_queues.pop(tenant_queue, None)
         return True
 
     async def depth(self, tenant_queue: TenantQueue) -> QueueDepth:
         stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
-        try:
-            info = await jetstream.find_consumer(self._connection, stream, consumer)
-            if info is not None:
-                return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
-            return QueueDepth(num_queued=await self._count(tenant_queue), num_leased=0)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        info = await jetstream.find_consumer(self._connection, stream, consumer)
+        if info is not None:
+            return QueueDepth(num_queued=info.num_pending, num_leased=info.num_ack_pending)
+        return QueueDepth(num_queued=await self._count(tenant_queue), num_leased=0)
 
     async def _count(self, tenant_queue: TenantQueue) -> int:
         """Jobs that the stream has of a tenant queue."""
@@ -225,10 +216,7 @@ class NatsJobQueue:
         return found.get(subject, 0)
 
     async def is_open(self, stream_sequence: int) -> bool:
-        try:
-            return await jetstream.exists(self._connection, subjects.JOBS_STREAM, stream_sequence)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        return await jetstream.exists(self._connection, subjects.JOBS_STREAM, stream_sequence)
 
     async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
         open_queue = self._opened(tenant_queue)
@@ -238,7 +226,7 @@ class NatsJobQueue:
                 taken = await shedding.take_newest(self._connection, tenant_queue, count)
             except JetStreamError as error:
                 if error.number != jetstream.CONSUMER_NOT_FOUND:
-                    raise jetstream.unexpected(error) from error
+                    raise
                 return []  # the tenant queue was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
@@ -272,10 +260,7 @@ class NatsJobQueue:
             else:
                 return
         # Its consumer may be gone, or the server: the message itself must go.
-        try:
-            await jetstream.delete(self._connection, subjects.JOBS_STREAM, sequence)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        await jetstream.delete(self._connection, subjects.JOBS_STREAM, sequence)
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
         delay = msgspec.json.encode({"delay": nanoseconds(delay_s)})

@@ -34,7 +34,7 @@ class NatsJournal:
         except JetStreamError as error:
             if error.number == jetstream.WRONG_LAST_SEQUENCE:
                 raise JournalConflictError from error
-            raise jetstream.unexpected(error) from error
+            raise
         if stored.seq:
             return stored.seq
         # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
@@ -56,10 +56,7 @@ class NatsJournal:
 
     async def last(self, name: str) -> JournalEntry | None:
         stream = subjects.journal_stream(name)
-        try:
-            found = await jetstream.newest(self._connection, stream, name)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        found = await jetstream.newest(self._connection, stream, name)
         return None if found is None else JournalEntry(sequence=found.seq, payload=found.payload)
 
     async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
@@ -71,20 +68,11 @@ class NatsJournal:
 
     async def names(self, pattern: str) -> list[str]:
         stream = subjects.journal_stream(pattern)
-        try:
-            return sorted(await jetstream.subjects_in(self._connection, stream, pattern))
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        return sorted(await jetstream.subjects_in(self._connection, stream, pattern))
 
     async def drop(self, name: str) -> None:
-        try:
-            await jetstream.call(
-                self._connection,
-                f"STREAM.PURGE.{subjects.journal_stream(name)}",
-                {"filter": name},
-            )
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        request = f"STREAM.PURGE.{subjects.journal_stream(name)}"
+        await jetstream.call(self._connection, request, {"filter": name})
 
 
 def _entry(message: Msg) -> JournalEntry:

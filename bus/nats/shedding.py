@@ -26,7 +26,7 @@ async def take_newest(
 
     Waiting are the messages behind the newest one that was delivered. Whoever deletes a message
     has it, but a deletion does not stop a delivery that is under way, so deliveries are paused
-    meanwhile. Raises JetStreamError or BusUnavailableError; what was deleted before is put back.
+    meanwhile. Raises BusUnavailableError; what was deleted before is put back.
     """
     stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
@@ -49,8 +49,8 @@ async def take_newest(
 
 
 async def remove_idle(connection: Connection, tenant_queue: TenantQueue) -> bool:
-    """Remove a tenant queue's consumer, unless it has jobs; whether it has. Raises JetStreamError
-    or BusUnavailableError.
+    """Remove a tenant queue's consumer, unless it has jobs; whether it has. Raises
+    BusUnavailableError.
 
     It forgets its deliveries, so there must be none: deliveries are paused, and only then it is
     looked whether there is anything.

@@ -44,7 +44,4 @@ class NatsStorage:
         if not admit:
             body = {**body, "max_msg_size": _NOTHING_FITS}
         request = f"STREAM.UPDATE.{subjects.JOBS_STREAM}"
-        try:
-            await jetstream.call(self._connection, request, body, timeout_s=_TIMEOUT_S)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        await jetstream.call(self._connection, request, body, timeout_s=_TIMEOUT_S)

@@ -41,7 +41,7 @@ class NatsResults:
             await jetstream.store(self._connection, subject, codec.encode_json(result), headers)
         except JetStreamError as error:
             if error.number != jetstream.WRONG_LAST_SEQUENCE:
-                raise jetstream.unexpected(error) from error
+                raise
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
         # With the result's subject in that of the request, permissions can keep tenants apart.
@@ -76,13 +76,10 @@ class NatsOutbox:
     async def publish(self, record: Record, linger_s: float = 0.0) -> None:
         headers = {MESSAGE_ID: subjects.record_identity(record)}
         subject, payload = subjects.record(record), codec.encode(record)
-        try:
-            if linger_s > 0.0:
-                await self._batcher.store(subject, payload, headers, linger_s)
-            else:
-                await jetstream.store(self._connection, subject, payload, headers)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        if linger_s > 0.0:
+            await self._batcher.store(subject, payload, headers, linger_s)
+        else:
+            await jetstream.store(self._connection, subject, payload, headers)
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
         messages = await self._puller.pull(max_records, timeout_s)
@@ -116,21 +113,16 @@ class NatsOutbox:
         await topology.ensure_bridge(self._connection, after_sequence=sequence)
 
     async def last_sequence(self) -> int:
-        try:
-            state = await jetstream.stream_state(self._connection, subjects.OUTBOX_STREAM)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
-        return state.last_seq
+        return (
+            await jetstream.stream_info(self._connection, subjects.OUTBOX_STREAM)
+        ).state.last_seq
 
     async def num_waiting(self) -> int:
         stream, name = subjects.OUTBOX_STREAM, subjects.BRIDGE_CONSUMER
-        try:
-            consumer = await jetstream.find_consumer(self._connection, stream, name)
-            if consumer is not None:
-                return consumer.num_pending + consumer.num_ack_pending
-            return (await jetstream.stream_state(self._connection, stream)).messages
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        consumer = await jetstream.find_consumer(self._connection, stream, name)
+        if consumer is not None:
+            return consumer.num_pending + consumer.num_ack_pending
+        return (await jetstream.stream_info(self._connection, stream)).state.messages
 
 
 class NatsWorkerBucket:
@@ -144,20 +136,13 @@ class NatsWorkerBucket:
         await self._connection.publish(subject, payload)
 
     async def entries(self) -> Sequence[bytes]:
-        messages = await jetstream.newest_of_each(
-            self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
-        )
-        return [message.data for message in messages]
+        return [message.data for message in await self._newest()]
 
     async def ages(self) -> Sequence[tuple[bytes, float]]:
-        try:
-            # In this order what is written meanwhile is no older than it is.
-            now_ns = await jetstream.now_ns(self._connection, subjects.WORKERS_STREAM)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
-        messages = await jetstream.newest_of_each(
-            self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
-        )
+        # In this order what is written meanwhile is no older than it is.
+        info = await jetstream.stream_info(self._connection, subjects.WORKERS_STREAM)
+        now_ns = jetstream.epoch_ns(info.ts)
+        messages = await self._newest()
         return [(message.data, (now_ns - _stored_ns(message)) / _NS_PER_S) for message in messages]
 
     async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
@@ -166,7 +151,7 @@ class NatsWorkerBucket:
             stored = await jetstream.store(self._connection, subject, payload, headers)
         except JetStreamError as error:
             if error.number != jetstream.WRONG_LAST_SEQUENCE:
-                raise jetstream.unexpected(error) from error
+                raise
             return None
         if stored.seq:
             return stored.seq
@@ -175,11 +160,13 @@ class NatsWorkerBucket:
         return found[1] if found is not None and found[0] == payload else None
 
     async def get(self, subject: str) -> tuple[bytes, int] | None:
-        try:
-            found = await jetstream.newest(self._connection, subjects.WORKERS_STREAM, subject)
-        except JetStreamError as error:
-            raise jetstream.unexpected(error) from error
+        found = await jetstream.newest(self._connection, subjects.WORKERS_STREAM, subject)
         return None if found is None else (found.payload, found.seq)
+
+    async def _newest(self) -> list[Msg]:
+        return await jetstream.newest_of_each(
+            self._connection, subjects.WORKERS_STREAM, [subjects.ALL_WORKERS]
+        )
 
 
 def _stored_ns(message: Msg) -> int:

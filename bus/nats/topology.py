@@ -118,7 +118,7 @@ async def _ensure_stream(connection: Connection, body: Json) -> None:
     except JetStreamError as error:
         if jetstream.is_of_a_file(error):
             raise StoreFullError(NATS, f"cannot set up its stream {name}") from error
-        raise ConfigError(f"the stream {name} cannot be set up: {error}") from error
+        raise ConfigError(f"the stream {name} cannot be set up: {error.reason}") from error
 
 
 async def _update_stream(connection: Connection, body: Json) -> None:
@@ -129,7 +129,7 @@ async def _update_stream(connection: Connection, body: Json) -> None:
         if not jetstream.is_of_a_file(error):
             raise
         # It goes on as it is: what was accepted is to end.
-        logger.warning("a stream cannot be updated", extra={"stream": name, "cause": str(error)})
+        logger.warning("a stream cannot be updated", extra={"stream": name, "cause": error.reason})
     else:
         logger.info("a stream's configuration was updated", extra={"stream": name})
 
@@ -155,21 +155,18 @@ async def ensure_jobs_consumer(
     }
     stream = subjects.JOBS_STREAM
     try:
-        try:
-            info = await jetstream.create_consumer(connection, stream, name, body)
-        except JetStreamError as error:
-            if jetstream.is_of_a_file(error):
-                # On a full disk the one that is there goes on, as what was accepted is to end.
-                known = await jetstream.find_consumer(connection, stream, name)
-                if known is None:
-                    raise
-                return jetstream.epoch_ns(known.ts)
-            if error.number != jetstream.CONSUMER_NOT_UNIQUE:
-                raise
-            await _remove_outdated_consumers(connection)
-            info = await jetstream.create_consumer(connection, stream, name, body)
+        info = await jetstream.create_consumer(connection, stream, name, body)
     except JetStreamError as error:
-        raise jetstream.unexpected(error) from error
+        if jetstream.is_of_a_file(error):
+            # On a full disk the one that is there goes on, as what was accepted is to end.
+            known = await jetstream.find_consumer(connection, stream, name)
+            if known is None:
+                raise
+            return jetstream.epoch_ns(known.ts)
+        if error.number != jetstream.CONSUMER_NOT_UNIQUE:
+            raise
+        await _remove_outdated_consumers(connection)
+        info = await jetstream.create_consumer(connection, stream, name, body)
     return jetstream.epoch_ns(info.ts)
 
 
@@ -191,23 +188,16 @@ async def ensure_bridge(connection: Connection, after_sequence: int | None = Non
     start: Json = {"deliver_policy": "all"}
     if after_sequence:
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_sequence + 1}
-    try:
-        if after_sequence is not None:
-            await jetstream.delete_consumer(connection, stream, name)
-        elif await jetstream.find_consumer(connection, stream, name) is not None:
-            return
-        await jetstream.create_consumer(
-            connection,
-            stream,
-            name,
-            {
-                "ack_policy": "explicit",
-                "ack_wait": nanoseconds(BRIDGE_ACK_WAIT_S),
-                "max_deliver": -1,
-                "max_ack_pending": -1,
-                "replay_policy": "instant",
-                **start,
-            },
-        )
-    except JetStreamError as error:
-        raise jetstream.unexpected(error) from error
+    if after_sequence is not None:
+        await jetstream.delete_consumer(connection, stream, name)
+    elif await jetstream.find_consumer(connection, stream, name) is not None:
+        return
+    body = {
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(BRIDGE_ACK_WAIT_S),
+        "max_deliver": -1,
+        "max_ack_pending": -1,
+        "replay_policy": "instant",
+        **start,
+    }
+    await jetstream.create_consumer(connection, stream, name, body)

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from registry.catalogue import CatalogueEngine, load_catalogue
-from registry.checkpoints.checkpoint import read_model_config
+from registry.checkpoints.checkpoint import read_model_config, read_model_outline
 from registry.source import resolve
+from schemas.engines import EngineKind
 
 
 def catalogue_for(
     catalogue: str, models: Sequence[str], file: Path, engine: CatalogueEngine | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """The catalogue file for all parts and the names of ``models``, each a name, a folder or a hub
-    id. With ``engine`` it is that which runs them.
+    """The catalogue file for all parts and the names of ``models``, each a name, a folder, a GGUF
+    file or a hub id. With ``engine`` it is that which runs them.
 
     The catalogue that is written to ``file`` holds these models and no other, and the routes among
     them, so that none is offered which no worker serves. Fetches what is not on this machine, so
@@ -23,8 +24,10 @@ def catalogue_for(
     """
     known = load_catalogue(catalogue)
     chosen = {entry.name: entry for entry in map(known.entry_for, models)}
-    for entry in chosen.values():
-        read_model_config(resolve(entry))
-    only = known.only(chosen)
-    (only if engine is None else only.with_engine(engine)).write(file)
+    only = known.only(chosen) if engine is None else known.only(chosen).with_engine(engine)
+    for name in only.names():
+        entry = only.get(name)
+        is_own = entry.engine_kind is EngineKind.REAL
+        (read_model_config if is_own else read_model_outline)(resolve(entry))
+    only.write(file)
     return str(file), tuple(chosen)

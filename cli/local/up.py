@@ -51,7 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="extend",
         nargs="+",
         metavar="NAME|PATH",
-        help="a model of the catalogue or a folder in Hugging Face layout (default: demo)",
+        help="a model of the catalogue, a folder in Hugging Face layout or a GGUF file "
+        "(default: demo)",
     )
     parser.add_argument(
         "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.report.report import write_file
+from bench.report.report import write_file, write_report
 from schemas.errors import ConfigError
 from schemas.jobs import PUBLIC_MODEL_AUTO
 from simulation.policies import Policy
 from simulation.report.measure import policy_report, report_of
 from simulation.report.page import render_page
-from simulation.report.report import write_report
 from simulation.report.table import render
 from simulation.settings import Settings
 from simulation.traces.trace import TraceRequest

@@ -17,7 +17,7 @@ from gateway.errors import NotFoundError
 from gateway.request.message_fields import check_metadata
 from gateway.request.parsing import decode
 from gateway.transport.http import json_response, read_body
-from runtime.redis.link import RedisUnreachableError
+from runtime.redis.link import reachable
 from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
 from schemas.errors import MillraceError, ParameterError
 from schemas.files import FilePurpose
@@ -63,8 +63,7 @@ class BatchesApi:
         asked = decode(self._decoder, body)
         _check(asked)
         await self._check_input(caller.tenant, asked.input_file_id)
-        if gateway.redis is None:
-            raise RedisUnreachableError
+        reachable(gateway.redis)  # without it nobody would run the batch
         now_ns = gateway.clock.now_ns()
         batch = Batch(
             id=new_ordered_id(_ID_PREFIX, now_ns),

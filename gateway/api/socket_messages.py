@@ -154,7 +154,7 @@ class Generation:
         return Done(
             id=self.id,
             request_id=self.request_id,
-            finish_reason=response.reasons[0] if refusal is None else "cancelled",
+            finish_reason=response.choices[0].reason if refusal is None else "cancelled",
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
         )
 

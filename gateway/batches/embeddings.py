@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from gateway.batches.lines import BatchEndpoint, BatchOrder, batch_job, usage_of
+from gateway.batches.lines import BatchEndpoint, BatchOrder
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.rendering.embedding_jobs import form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
+from gateway.request.job_maker import bare_job
 from gateway.request.parsing import decode
+from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
-from schemas.jobs import Job, JobResult
+from schemas.jobs import Job, JobResult, Tier
 
 
 class EmbeddingBatchEndpoint(BatchEndpoint):
@@ -35,7 +37,8 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         model = await self._gateway.models.get(asked.model)
         form = form_of(asked, model)
         base = replace(
-            batch_job(asked.model, caller, request_id, received_ns, deadline_ns),
+            bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
+            store_result=True,
             user=user_of(asked),
             pooling=asked.pooling or model.embedding_defaults.pooling,
         )
@@ -56,7 +59,7 @@ class _EmbeddingOrder(BatchOrder):
         self._form = form
 
     def render(self, results: Sequence[JobResult]) -> bytes:
-        num_tokens = usage_of(results).prompt_tokens
+        num_tokens = total_usage(result.usage for result in results).prompt_tokens
         return msgspec.json.encode(
             EmbeddingList(
                 data=tuple(

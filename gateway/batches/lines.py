@@ -14,24 +14,13 @@ from gateway.models import ServedModelLike
 from gateway.rendering.rendering import Endpoint, Prepared
 from gateway.request.detached_client import NULL_CLIENT
 from gateway.request.job_maker import bare_job
-from gateway.request.response_stream import AcceptedRequest, ResponseStream
+from gateway.request.response_reader import AcceptedRequest, ResponseReader
+from gateway.streams.stored_results import end_of, frames_of
 from gateway.streams.stream import OpenStream
-from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from schemas.errors import MillraceError, ParameterError
-from schemas.frames import (
-    Cancelled,
-    Delta,
-    Done,
-    Expired,
-    Failed,
-    Frame,
-    PromptLogprobs,
-    TerminalFrame,
-    Usage,
-)
+from schemas.frames import Done
 from schemas.jobs import Job, JobResult, Tier
-from schemas.records import Status
 
 _NS_PER_S = 1_000_000_000
 _TIERS = (None, Tier.BATCH)
@@ -83,7 +72,7 @@ class BatchOrder(ABC):
     def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
         """Why there is no answer; None if all the results are good."""
         for result in results:
-            end = _end_of(result)
+            end = end_of(result)
             if not isinstance(end, Done):
                 return refusal_of_end(end)
         return None
@@ -119,9 +108,9 @@ class GenerationBatchEndpoint(BatchEndpoint):
         request = self._gateway.choice.resolve_alone(prepared.request, Tier.BATCH)
         prepared = replace(prepared, request=request)
         model = await self._gateway.models.get(request.model)
-        base = batch_job(request.model, caller, request_id, received_ns, deadline_ns)
         base = replace(
-            base,
+            bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
+            store_result=True,
             user=request.user,
             model_requested=request.model_requested or request.model,
             route_reason=request.route_reason,
@@ -149,27 +138,13 @@ class _GenerationOrder(BatchOrder):
             raise LogprobsLostError
         created_s = self.jobs[0].received_ns // _NS_PER_S
         accepted = AcceptedRequest(request, self._caller, self._model, self.request_id, created_s)
-        response = ResponseStream(self._gateway.response_context, accepted)
+        response = ResponseReader(accepted, self._gateway.metrics.gaps)
         for job, result in zip(self.jobs, results, strict=True):
             response.add_choice(_replayed(job, result))
-        parts = response.read_parts(0.0)
         renderer = self._prepared.render(response)
-        for part in parts:
+        for part in response.read_parts(0.0):
             renderer.add(part)
         return renderer.whole()
-
-
-def usage_of(results: Sequence[JobResult]) -> Usage:
-    """All that was computed for some results."""
-    return total_usage(result.usage for result in results if result.usage is not None)
-
-
-def batch_job(
-    model: str, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
-) -> Job:
-    """What all jobs of a batch have in common; the prompt is to be filled in."""
-    job = bare_job(model, caller, request_id, Tier.BATCH, received_ns, deadline_ns)
-    return replace(job, store_result=True)
 
 
 def _refuse_what_needs_a_client(prepared: Prepared) -> None:
@@ -196,46 +171,10 @@ def _lacks_logprobs(request: GenerationRequest, result: JobResult) -> bool:
     return request.sampling.prompt_logprobs is not None and not result.prompt_logprobs
 
 
-def _end_of(result: JobResult) -> TerminalFrame:
-    match result.status:
-        case Status.DONE if result.finish_reason is not None:
-            return Done(finish_reason=result.finish_reason, num_tokens=len(result.token_ids))
-        case Status.CANCELLED:
-            return Cancelled()
-        case Status.EXPIRED:
-            return Expired()
-        case _:
-            return Failed(code=result.error_code, message=result.error_message)
-
-
 def _replayed(job: Job, result: JobResult) -> OpenStream:
     """The stream of a job that is over, as if it had just come."""
     stream = OpenStream(replace(job, prompt_token_ids=()), NULL_CLIENT, 0.0)
-    for frame in _frames(result):
+    for frame in frames_of(result):
         stream.feed(frame, 0.0)
     assert stream.ended, "a result is complete"
     return stream
-
-
-def _frames(result: JobResult) -> list[Frame]:
-    token_ids, text_ends = result.token_ids, result.text_ends
-    if result.text and not token_ids:
-        # A result that is too large for the bus has only its text; one token stands for them all.
-        token_ids, text_ends = (0,), ()
-    frames: list[Frame] = []
-    if result.prompt_logprobs:
-        frames.append(PromptLogprobs(logprobs=result.prompt_logprobs))
-    if token_ids:
-        frames.append(
-            Delta(
-                index=0,
-                token_ids=token_ids,
-                text=result.text,
-                text_ends=text_ends,
-                logprobs=result.logprobs,
-            )
-        )
-    assert result.finish_reason is not None
-    frames.append(result.usage or Usage())
-    frames.append(Done(finish_reason=result.finish_reason, num_tokens=len(token_ids)))
-    return frames

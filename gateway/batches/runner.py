@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bus import redis_keys
@@ -22,6 +23,7 @@ from gateway.errors import NotFoundError
 from gateway.rendering.chat import CHAT_COMPLETIONS
 from gateway.rendering.text_completions import COMPLETIONS
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from runtime.tasks import Tasks
 from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class BatchRunner:
         self._kinds[EmbeddingBatchEndpoint.route] = EmbeddingBatchEndpoint(gateway)
         self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"
         self._runs: dict[str, _Running] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
 
     @property
     def num_running(self) -> int:
@@ -84,16 +86,15 @@ class BatchRunner:
     async def start(self) -> None:
         link = self._gateway.redis
         if link is not None:
-            self._tasks = [
-                asyncio.create_task(self._scan_forever(link)),
-                asyncio.create_task(self._renew_forever(link)),
-            ]
+            config, clock = self._gateway.config, self._gateway.clock
+            scan, renew = partial(self._scan, link), partial(self._renew, link)
+            renewal_s = config.batch_lease_s / _RENEWALS_PER_LEASE
+            self._tasks.repeat(scan, config.batch_scan_s, clock, "look for batches")
+            self._tasks.repeat(renew, renewal_s, clock, "renew the leases of batches")
 
     async def close(self) -> None:
         """Stop, write down what was done, and leave the batches to other gateways."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._leave(list(self._runs))
 
     async def _leave(self, batch_ids: Sequence[str]) -> None:
@@ -112,17 +113,13 @@ class BatchRunner:
                     extra={"batch_id": batch_id, "cause": error.message},
                 )
 
-    async def _scan_forever(self, link: RedisLink) -> None:
-        while True:
-            try:
-                await self._scan(link)
-            except (RedisUnreachableError, BusUnavailableError) as error:
-                logger.debug("batches are looked for later", extra={"cause": error.message})
-            except Exception:
-                logger.exception("batches could not be looked for")
-            await self._gateway.clock.sleep(self._gateway.config.batch_scan_s)
-
     async def _scan(self, link: RedisLink) -> None:
+        try:
+            await self._look_for_batches(link)
+        except (RedisUnreachableError, BusUnavailableError) as error:
+            logger.debug("batches are looked for later", extra={"cause": error.message})
+
+    async def _look_for_batches(self, link: RedisLink) -> None:
         waiting = [one for one in await self._store.open_batches() if one[1] not in self._runs]
         tenants = [running.tenant for running in self._runs.values()]
         for tenant, batch_id in in_turn(waiting, tenants):
@@ -149,7 +146,7 @@ class BatchRunner:
 
     def _begin(self, tenant: str, batch_id: str) -> None:
         run = BatchRun(self._gateway, self._store, self._kinds, tenant, batch_id)
-        task = asyncio.create_task(self._run(run, tenant, batch_id))
+        task = self._tasks.spawn(self._run(run, tenant, batch_id), "run a batch")
         self._runs[batch_id] = _Running(tenant, run, task)
 
     async def _run(self, run: BatchRun, tenant: str, batch_id: str) -> None:
@@ -180,23 +177,19 @@ class BatchRunner:
     def _lease_ms(self) -> int:
         return round(self._gateway.config.batch_lease_s * _MS_PER_S)
 
-    async def _renew_forever(self, link: RedisLink) -> None:
-        while True:
-            await self._gateway.clock.sleep(
-                self._gateway.config.batch_lease_s / _RENEWALS_PER_LEASE
-            )
-            for batch_id, running in list(self._runs.items()):
-                key = redis_keys.batch_lease_key(batch_id)
-                try:
-                    ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
-                except RedisUnreachableError as error:
-                    # Nobody else can take it meanwhile.
-                    logger.debug("a lease is renewed later", extra={"cause": str(error)})
-                    continue
-                if not ours:
-                    logger.warning("a batch was lost", extra={"batch_id": batch_id})
-                    running.task.cancel()
-                    self._runs.pop(batch_id, None)
+    async def _renew(self, link: RedisLink) -> None:
+        for batch_id, running in list(self._runs.items()):
+            key = redis_keys.batch_lease_key(batch_id)
+            try:
+                ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
+            except RedisUnreachableError as error:
+                # Nobody else can take it meanwhile.
+                logger.debug("a lease is renewed later", extra={"cause": str(error)})
+                continue
+            if not ours:
+                logger.warning("a batch was lost", extra={"batch_id": batch_id})
+                running.task.cancel()
+                self._runs.pop(batch_id, None)
 
     async def _release(self, batch_id: str) -> None:
         link = self._gateway.redis

@@ -9,7 +9,7 @@ from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usa
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
 from schemas.openai import (
     AssistantMessage,
@@ -29,7 +29,7 @@ _NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
 class ChatRenderer:
     """``chat.completion.chunk`` events and the ``chat.completion`` body."""
 
-    def __init__(self, response: ResponseStream, request: ChatCompletionRequest) -> None:
+    def __init__(self, response: ResponseReader, request: ChatCompletionRequest) -> None:
         options = request.stream_options
         self._response = response
         self._request = request
@@ -121,7 +121,8 @@ class ChatRenderer:
 
     def _choice(self, index: int) -> ChatChoice:
         response = self._response
-        text, calls = response.texts[index], response.calls[index]
+        choice = response.choices[index]
+        text, calls = choice.text, choice.client_calls
         tool_calls = tuple(
             MessageToolCall(
                 id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
@@ -133,7 +134,7 @@ class ChatRenderer:
             message=AssistantMessage(
                 content=None if calls and not text else text, tool_calls=tool_calls or msgspec.UNSET
             ),
-            finish_reason=response.reasons[index],
+            finish_reason=choice.reason,
             logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
             if self._with_logprobs
             else None,

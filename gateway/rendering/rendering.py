@@ -13,7 +13,7 @@ from gateway.errors import Refusal
 from gateway.generation_request import GenerationRequest
 from gateway.request.intake_limits import LONG_BODY_BYTES
 from gateway.request.parsing import decode
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
@@ -58,7 +58,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     request: GenerationRequest
     stream: bool
-    render: Callable[[ResponseStream], Renderer]
+    render: Callable[[ResponseReader], Renderer]
 
 
 class Endpoint(ABC):
@@ -99,7 +99,7 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
         id_prefix: str,
         request_type: type[_RequestT],
         parse: Callable[[_RequestT], GenerationRequest],
-        renderer: Callable[[ResponseStream, _RequestT], Renderer],
+        renderer: Callable[[ResponseReader, _RequestT], Renderer],
     ) -> None:
         self.route = route
         self.id_prefix = id_prefix
@@ -113,7 +113,7 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
     def _read(self, body: bytes) -> Prepared:
         request = decode(self._decoder, body)
 
-        def render(response: ResponseStream) -> Renderer:
+        def render(response: ResponseReader) -> Renderer:
             return self._renderer(response, request)
 
         return Prepared(request=self._parse(request), stream=bool(request.stream), render=render)

@@ -7,7 +7,7 @@ from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usa
 from gateway.rendering.logprobs import completion_logprobs
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_completion
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import ChoiceEnd, Part, TextPart
 from schemas.frames import TokenLogprob
 from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -17,7 +17,7 @@ class CompletionRenderer:
     """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
     which comes with the first sign of the model's work."""
 
-    def __init__(self, response: ResponseStream, request: CompletionRequest) -> None:
+    def __init__(self, response: ResponseReader, request: CompletionRequest) -> None:
         options = request.stream_options
         self._response = response
         self._request = request
@@ -107,8 +107,8 @@ class CompletionRenderer:
                 lists = _joined(prompt_lists, lists)
         return CompletionChoice(
             index=index,
-            text=prompt + response.texts[index],
-            finish_reason=response.reasons[index],
+            text=prompt + response.choices[index].text,
+            finish_reason=response.choices[index].reason,
             logprobs=lists,
         )
 

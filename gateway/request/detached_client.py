@@ -21,14 +21,5 @@ class DetachedClient(Client):
         """There is no connection to close."""
 
 
-class _NullClient(Client):
-    """Of streams that have ended, and of those that are read without being woken."""
-
-    def wake(self, stream: OpenStream) -> None:
-        """Nothing is read."""
-
-    def drop(self, reason: str) -> None:
-        """There is no connection to close."""
-
-
-NULL_CLIENT = _NullClient(limit_bytes=2**62)
+# Of streams that have ended, and of those that are read without being woken.
+NULL_CLIENT = DetachedClient(lambda: None)

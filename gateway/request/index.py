@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from bus import redis_keys
 from gateway.generation_request import GenerationRequest
 from gateway.tools.runner import ToolResult
-from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
 from schemas.errors import MillraceError
 from schemas.jobs import Source, Tier
 from schemas.sessions import SessionInfo
@@ -83,12 +81,10 @@ class RequestIndex:
 
     async def put(self, state: RequestState) -> None:
         """Store it, unless Redis is unreachable: the request lives on its gateway."""
-        if self._link is None:
-            return
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
         key = redis_keys.request_key(state.request_id)
         try:
-            await self._call("SET", key, _encoder.encode(state), "EX", ttl_s)
+            await reachable(self._link).call("SET", key, _encoder.encode(state), "EX", ttl_s)
         except RedisUnreachableError:
             return
 
@@ -96,27 +92,24 @@ class RequestIndex:
         """None for a request that is not known. Raises RedisUnreachableError."""
         if self._link is None:
             return None
-        stored = await self._call("GET", redis_keys.request_key(request_id))
+        stored = await self._link.call("GET", redis_keys.request_key(request_id))
         return None if stored is None else _decoder.decode(stored)
 
     async def put_step(self, request_id: str, call_id: str, result: ToolResult) -> None:
         """Remember what a tool gave, so that nobody has to run it again."""
-        if self._link is None:
-            return
         key = redis_keys.request_steps_key(request_id)
         try:
-            await self._call("HSET", key, call_id, _encoder.encode(result))
-            await self._call("EXPIRE", key, _STATE_TTL_S)
+            link = reachable(self._link)
+            await link.call("HSET", key, call_id, _encoder.encode(result))
+            await link.call("EXPIRE", key, _STATE_TTL_S)
         except RedisUnreachableError:
             return
 
     async def get_step(self, request_id: str, call_id: str) -> ToolResult | None:
         """What a tool gave, if it ran and that was stored."""
-        if self._link is None:
-            return None
         try:
             key = redis_keys.request_steps_key(request_id)
-            stored: bytes | None = await self._call("HGET", key, call_id)
+            stored = await reachable(self._link).call("HGET", key, call_id)
         except RedisUnreachableError:
             return None
         return None if stored is None else _step_decoder.decode(stored)
@@ -127,7 +120,7 @@ class RequestIndex:
         Raises IdempotencyConflictError if the earlier one was different, and RedisUnreachableError.
         """
         claim_key = redis_keys.idempotency_key(tenant, key)
-        known: list[bytes] = await self._evaluate(
+        known: list[bytes] = await reachable(self._link).evaluate(
             _CLAIM, [claim_key], [digest, request_id, self._idempotency_ttl_s]
         )
         if known[0].decode() != digest:
@@ -136,24 +129,11 @@ class RequestIndex:
 
     async def release(self, tenant: str, key: str, request_id: str) -> None:
         """Let the key be used again: its request was not answered, and may be tried again."""
-        if self._link is None:
-            return
         try:
-            await self._evaluate(_RELEASE, [redis_keys.idempotency_key(tenant, key)], [request_id])
+            claim_key = redis_keys.idempotency_key(tenant, key)
+            await reachable(self._link).evaluate(_RELEASE, [claim_key], [request_id])
         except RedisUnreachableError:
             return
-
-    async def _call(self, *command: Argument) -> Any:
-        if self._link is None:
-            raise RedisUnreachableError
-        return await self._link.call(*command)
-
-    async def _evaluate(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> Any:
-        if self._link is None:
-            raise RedisUnreachableError
-        return await self._link.evaluate(script, keys, arguments)
 
 
 def digest_of(*parts: bytes) -> str:

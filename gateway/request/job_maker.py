@@ -54,7 +54,8 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
 def bare_job(
     model: str, caller: Caller, request_id: str, tier: Tier, received_ns: int, deadline_ns: int
 ) -> Job:
-    """A job over HTTP without its prompt, for a line of a batch or an input to embed."""
+    """A job over HTTP without its prompt: of a batch, of an input to embed, or of the gateway's
+    own."""
     return Job(
         request_id=request_id,
         model=model,

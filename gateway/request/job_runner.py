@@ -9,14 +9,21 @@ from msgspec.structs import replace
 from bus.api import Bus
 from bus.frame_reader import StreamReader
 from gateway.errors import DrainingError, refusal_of_end
+from gateway.generation_request import GenerationRequest
+from gateway.models import Models
 from gateway.request.admission import Admission
+from gateway.request.job_maker import JobMaker, bare_job, with_prompt
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import StreamTable
 from gateway.streams.token_gaps import TokenGaps
+from gateway.tenancy.caller import Caller
 from runtime.clock import Clock
+from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.frames import Done
-from schemas.jobs import Job
+from schemas.jobs import Job, Tier
+
+_NS_PER_S = 1_000_000_000
 
 
 class InternalGenerationError(
@@ -53,20 +60,32 @@ class _JobClient(Client):
 
 
 class JobRunner:
-    """Queues jobs that are ready for a worker and whose frames come to this gateway."""
+    """Queues jobs whose frames come to this gateway."""
 
     def __init__(
-        self, bus: Bus, streams: StreamTable, admission: Admission, gaps: TokenGaps, clock: Clock
+        self,
+        bus: Bus,
+        config: GatewayConfig,
+        models: Models,
+        maker: JobMaker,
+        streams: StreamTable,
+        admission: Admission,
+        gaps: TokenGaps,
+        clock: Clock,
     ) -> None:
         self._bus = bus
+        self._config = config
+        self._models = models
+        self._maker = maker
         self._streams = streams
         self._admission = admission
         self._gaps = gaps
         self._clock = clock
 
     async def run(self, job: Job) -> tuple[StreamReader, str]:
-        """What was read of a job at its end, and its text. Raises MillraceError if it could not be
-        queued, and DrainingError if this gateway shuts down before the end."""
+        """What was read of a job that is ready for a worker at its end, and its text. Raises
+        MillraceError if it could not be queued, and DrainingError if this gateway shuts down before
+        the end."""
         client = _JobClient(self._clock, self._gaps)
         stream = await self._submit(job, client)
         try:
@@ -77,8 +96,21 @@ class JobRunner:
             self._streams.abort(stream, "cancelled")
         return stream.reader, "".join(client.texts)
 
-    async def generate(self, job: Job) -> str:
-        """The text of a job. Raises MillraceError for any other end."""
+    async def generate(self, tenant: str, request_id: str, request: GenerationRequest) -> str:
+        """The text that answers a request of the gateway's own, as batch work of the tenant's.
+        Raises MillraceError for any other end."""
+        model = await self._models.get(request.model)
+        caller = Caller(tenant=tenant, tier=Tier.BATCH)
+        now_ns = self._clock.now_ns()
+        deadline_ns = now_ns + round(self._config.request_timeout_s * _NS_PER_S)
+        base = replace(
+            bare_job(request.model, caller, request_id, Tier.BATCH, now_ns, deadline_ns),
+            session_id=request.session_id,
+            reply=self._config.gateway_id,
+            batch_frames=True,
+            store_result=True,
+        )
+        job = await self._maker.prepare(with_prompt(base, request), request, model, caller)
         reader, text = await self.run(job)
         assert reader.terminal is not None
         if isinstance(reader.terminal, Done):

@@ -13,6 +13,7 @@ from gateway.errors import Refusal
 from gateway.metrics import Metrics
 from gateway.tenancy.caller import Caller
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.errors import MillraceError
 from schemas.records import OTHER_REFUSALS, RefusalRecord
 
@@ -68,7 +69,7 @@ class Refusals:
         self._tallies: dict[_Kind, _Tally] = {}
         self._num_kinds_of: Counter[str] = Counter()
         self._unsent: list[RefusalRecord] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     @property
     def num_waiting(self) -> int:
@@ -76,7 +77,7 @@ class Refusals:
         return len(self._tallies) + len(self._unsent)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._send_forever(), name="refusals")
+        self._tasks.repeat(self.flush, INTERVAL_S, self._clock, "refusals")
 
     def note(
         self, door: str, refusal: Refusal, caller: Caller | None, request_id: str = ""
@@ -118,10 +119,7 @@ class Refusals:
         return not self._unsent
 
     async def close(self, timeout_s: float) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await self._tasks.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while await self.flush() and self._tallies:
@@ -158,11 +156,3 @@ class Refusals:
         except (MillraceError, TimeoutError):
             return False
         return True
-
-    async def _send_forever(self) -> None:
-        while True:
-            await self._clock.sleep(INTERVAL_S)
-            try:
-                await self.flush()
-            except Exception:  # noqa: BLE001 (it is told, and the next ones count)
-                _log.exception("refusals could not be recorded")

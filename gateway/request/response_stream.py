@@ -1,4 +1,4 @@
-"""One request's response: its choices as parts, and what becomes of them with their client."""
+"""A response and its client: who reads it, what becomes of it, and how it ends."""
 
 from __future__ import annotations
 
@@ -7,32 +7,22 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from msgspec.structs import replace
-
-from gateway.errors import Refusal, refusal_of_end
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
 from gateway.request.admission import Admission
 from gateway.request.detached_client import NULL_CLIENT, DetachedClient
 from gateway.request.job_maker import job_id
 from gateway.request.model_choice import route_headers
 from gateway.request.open_responses import OpenResponses
+from gateway.request.response_reader import AcceptedRequest, ResponseReader
 from gateway.request.tracing import RequestTrace
 from gateway.sessions.sessions import Sessions
 from gateway.streams.choice import Choice
 from gateway.streams.delivery_statistics import DeliveryHistory
-from gateway.streams.parts import Part
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import TAKEN_OVER, StreamTable
 from gateway.streams.token_gaps import TokenGaps
-from gateway.streams.usage import total_usage
-from gateway.tenancy.caller import Caller
 from runtime.clock import Clock
 from schemas.control import CancelReason
-from schemas.frames import Cancelled, Done, Failed, TokenLogprob, Usage
-from schemas.sampling import SamplingParams
-from schemas.sessions import SessionInfo
-from schemas.tools import ToolCall, ToolMode
+from schemas.frames import Cancelled, Failed, TerminalFrame, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +38,6 @@ class ResponseContext:
     gaps: TokenGaps
     clock: Clock
     run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedRequest:
-    """What was asked, by whom and of which model. ``created_s`` is UTC epoch."""
-
-    request: GenerationRequest
-    caller: Caller
-    model: ServedModelLike
-    request_id: str
-    created_s: int
-    session: SessionInfo | None = None
-    idempotency_key: str = ""
 
 
 class Phase(Enum):
@@ -84,8 +61,8 @@ _NEXT = {
 }
 
 
-class ResponseStream:
-    """What a client waits for: reads its choices' streams, has the gateway's own tools run.
+class ResponseStream(ResponseReader):
+    """What a client waits for; has the gateway's own tools run between its choices' rounds.
 
     A client that is woken calls ``read_parts`` until ``ended``, then ``conclude`` if there is
     something to store, and ``finish``. One that goes away calls ``abort``, which cancels, or
@@ -104,68 +81,18 @@ class ResponseStream:
         owner: object = None,
         is_copy: bool = False,
     ) -> None:
+        super().__init__(accepted, context.gaps, first_indices)
         self.context = context
-        self.request = accepted.request
-        self.caller = accepted.caller
-        self.model = accepted.model
-        self.request_id = accepted.request_id
-        self.created_s = accepted.created_s
-        self.session = accepted.session
         self.idempotency_key = accepted.idempotency_key
         self.headers = [*headers, *route_headers(accepted.request)]
-        self.first_indices = first_indices
         self.owner = owner
         self.is_copy = is_copy
-        self.choices: list[Choice] = []
-        self.own_tools = frozenset(accepted.request.server_tools)
+        # A cancel that the client asked for is no failure, whatever ``refusal`` says.
         self.was_cancelled = False
         self.trace: RequestTrace | None = None
         self._settled: list[Usage | None] = []
-        self._failure: Refusal | None = None
         self._phase = Phase.ATTACHED
         self._detached_until_s: float | None = None
-
-    def add_choice(self, stream: OpenStream, from_index: int = 0) -> None:
-        """The next choice, which is read from ``stream``."""
-        request = self.request
-        has_tools = (
-            bool(request.tools or self.own_tools) and request.tool_choice.mode is not ToolMode.NONE
-        )
-        tool_format = self.model.tool_format if has_tools else None
-        ends = _end_token_ids(self.model, request.sampling)
-        number = len(self.choices)
-        self.choices.append(Choice(number, stream, tool_format, self.own_tools, from_index, ends))
-
-    # --- what a client reads ---
-
-    def read_parts(self, now_s: float) -> list[Part]:
-        """The parts that came since the last call, in the order of each choice."""
-        parts: list[Part] = []
-        gaps = self.context.gaps
-        for choice in self.choices:
-            if choice.end is None or choice.pending:
-                choice.collect(now_s, gaps, parts)
-            if choice.round_end is not None:
-                self._run_tools(choice)
-            if choice.end is not None and type(choice.end) is not Done:
-                self._fail(choice)
-        return parts
-
-    @property
-    def ended(self) -> bool:
-        """Whether all that will ever come has been taken."""
-        if self._failure is not None:
-            return True
-        first = self.choices[0]
-        if first.end is None or first.pending:
-            return False  # the usual answer while tokens come, at no cost
-        return not any(choice.end is None or choice.pending for choice in self.choices)
-
-    @property
-    def refusal(self) -> Refusal | None:
-        """Why it ended, if that was not well; a cancel that the client asked for is in
-        ``was_cancelled``."""
-        return self._failure
 
     @property
     def was_resumed(self) -> bool:
@@ -191,51 +118,12 @@ class ResponseStream:
     def clients(self) -> set[Client]:
         return {choice.stream.client for choice in self.choices}
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a sign of life from a worker."""
-        return any(
-            choice.round or choice.stream.reader.started or choice.stream.reader.has_pending
-            for choice in self.choices
-        )
-
-    @property
-    def usage(self) -> Usage:
-        """Of all choices and rounds; the prompt that they share counts once."""
-        usages = [choice.usage for choice in self.choices]
-        of_prompts = total_usage(usages[:: self.request.sampling.n])
-        return replace(of_prompts, completion_tokens=total_usage(usages).completion_tokens)
-
-    @property
-    def texts(self) -> list[str]:
-        """The whole text of each choice so far, without the markup of tool calls."""
-        return [choice.text for choice in self.choices]
-
-    @property
-    def calls(self) -> list[list[ToolCall]]:
-        """The calls of each choice that are for the client to run."""
-        return [choice.client_calls for choice in self.choices]
-
-    @property
-    def reasons(self) -> list[str]:
-        """How each choice ended."""
-        return [choice.reason for choice in self.choices]
-
-    @property
-    def next_indices(self) -> tuple[int, ...]:
-        """The index of the first token of each choice that was not taken yet."""
-        return tuple([choice.next_index for choice in self.choices])
-
-    def prompt_of(self, choice: int) -> str | tuple[int, ...]:
-        """The prompt of a choice, if the ask had a prompt."""
-        request = self.request
-        number = choice // request.sampling.n
-        if number:
-            return request.other_prompts[number - 1]
-        return request.prompt if request.prompt is not None else request.prompt_token_ids or ()
-
-    def prompt_logprobs(self, choice: int) -> tuple[TokenLogprob | None, ...]:
-        return self.choices[choice].stream.reader.prompt_logprobs
+    def _enter(self, phase: Phase) -> bool:
+        """Go on to a phase, if it may follow; whether it did."""
+        if phase not in _NEXT[self._phase]:
+            return False
+        self._phase = phase
+        return True
 
     # --- what a client does ---
 
@@ -277,7 +165,7 @@ class ResponseStream:
         for choice in self.choices:
             stream = choice.stream
             stream.outcome = stream.outcome or outcome
-            self.context.streams.detach(stream, self._detached_until_s)
+            stream.detach(self._detached_until_s)
             stream.change_client(client)
 
     def hand_off(self) -> None:
@@ -292,7 +180,7 @@ class ResponseStream:
     @property
     def must_conclude(self) -> bool:
         """Whether the end has something to be stored before the client learns of it."""
-        is_kept = self._failure is None or self.was_cancelled
+        is_kept = self.refusal is None or self.was_cancelled
         return self.session is not None and is_kept and not self.was_handed_off
 
     async def conclude(self) -> None:
@@ -324,6 +212,14 @@ class ResponseStream:
         context.responses.remove(self)
         if was_attached and not self.is_copy:
             context.history.forget(self.request_id)
+
+    def _on_failure(self, end: TerminalFrame) -> None:
+        super()._on_failure(end)
+        if end is TAKEN_OVER or self.is_copy:
+            return
+        for other in self.choices:
+            if other.end is None:  # of no use any more
+                self.context.streams.cancel(other.stream, CancelReason.CLIENT)
 
     # --- without a client ---
 
@@ -381,7 +277,7 @@ class ResponseStream:
 
     # --- rounds of tools ---
 
-    def _run_tools(self, choice: Choice) -> None:
+    def _on_round_end(self, choice: Choice) -> None:
         if choice.runs_tools:
             return
         if self.was_handed_off:
@@ -411,39 +307,11 @@ class ResponseStream:
             return
         if self._phase is Phase.DETACHED:
             stream.outcome = former.outcome
-            streams.detach(stream, self._detached_until_s)
+            stream.detach(self._detached_until_s)
         choice.start_round(stream, may_call=may_call)
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)
         self._unlink(former)
-
-    # --- states and ends ---
-
-    def _enter(self, phase: Phase) -> bool:
-        """Go on to a phase, if it may follow; whether it did."""
-        if phase not in _NEXT[self._phase]:
-            return False
-        self._phase = phase
-        return True
-
-    def _fail(self, choice: Choice) -> None:
-        """One choice has failed: so has the response, and the others are of no use."""
-        end = choice.end
-        assert end is not None
-        assert not isinstance(end, Done)
-        if self._failure is None:
-            self._failure = refusal_of_end(end)
-        if end is TAKEN_OVER or self.is_copy:
-            return
-        for other in self.choices:
-            if other.end is None:
-                self.context.streams.cancel(other.stream, CancelReason.CLIENT)
-
-
-def _end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
-    """The tokens with which a completion is over."""
-    ends = () if sampling.ignore_eos else model.eos_token_ids
-    return frozenset(ends).union(sampling.stop_token_ids)
 
 
 def _usage_of(stream: OpenStream) -> Usage | None:

@@ -11,7 +11,8 @@ from bus.api import Bus
 from gateway.models import Models
 from gateway.request.index import RequestIndex, RequestState
 from gateway.request.job_maker import job_id, job_of
-from gateway.request.response_stream import AcceptedRequest, ResponseContext, ResponseStream
+from gateway.request.response_reader import AcceptedRequest
+from gateway.request.response_stream import ResponseContext, ResponseStream
 from gateway.streams.delivery_statistics import continue_statistics, statistics_of
 from gateway.streams.stream import Client
 from gateway.tenancy.caller import Caller
@@ -21,7 +22,6 @@ from schemas.control import DeliveryStatistics, HandedOver
 from schemas.errors import MillraceError, ParameterError
 
 _HANDOVER_TIMEOUT_S = 0.5
-_NS_PER_S = 1_000_000_000
 
 
 class UnknownRequestError(MillraceError, code="request_not_found", http_status=404):
@@ -82,7 +82,8 @@ class Resuming:
             )
         if min(next_indices) < 0:
             raise ParameterError("next_index", "next_index must not be negative.")
-        accepted = await self._accepted(state, caller)
+        model = await self._models.get(state.request.model)
+        accepted = AcceptedRequest.of(state, state.request, caller, model)
         # Of rounds that are still to be asked for.
         keep_transcript = await self._identity.keeps_transcripts(state.tenant)
         is_dead = False
@@ -134,7 +135,8 @@ class Resuming:
             is_here = self._context.responses.get(request_id) is not None
             if not (is_here or await self._is_held_elsewhere(state)):
                 return await self.resume(caller, request_id, indices, client, owner=owner)
-        accepted = await self._accepted(state, caller)
+        model = await self._models.get(state.request.model)
+        accepted = AcceptedRequest.of(state, state.request, caller, model)
         response = ResponseStream(
             self._context, accepted, first_indices=indices, owner=owner, is_copy=True
         )
@@ -145,17 +147,6 @@ class Resuming:
             response.add_choice(self._streams.copy(job, client, response, is_foreign=is_foreign))
         self._context.responses.copies.add(response)
         return response
-
-    async def _accepted(self, state: RequestState, caller: Caller) -> AcceptedRequest:
-        return AcceptedRequest(
-            state.request,
-            caller,
-            await self._models.get(state.request.model),
-            state.request_id,
-            state.created_ns // _NS_PER_S,
-            state.session,
-            state.idempotency_key,
-        )
 
     async def _is_held_elsewhere(self, state: RequestState) -> bool:
         if state.holder == self._gateway_id:

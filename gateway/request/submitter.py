@@ -15,7 +15,8 @@ from gateway.request.index import RequestIndex, RequestState
 from gateway.request.job_maker import JobMaker, job_of
 from gateway.request.job_publisher import JobPublisher
 from gateway.request.model_choice import ModelChoice
-from gateway.request.response_stream import AcceptedRequest, ResponseContext, ResponseStream
+from gateway.request.response_reader import AcceptedRequest
+from gateway.request.response_stream import ResponseContext, ResponseStream
 from gateway.request.tracing import RequestTrace
 from gateway.streams.stream import Client
 from gateway.tenancy.caller import Caller
@@ -91,15 +92,7 @@ class RequestSubmitter:
             context.admission.check_queue(request.model)
             context.admission.check_open()
             headers = await context.admission.reserve(caller, request_id, model, jobs)
-            accepted = AcceptedRequest(
-                request,
-                caller,
-                model,
-                request_id,
-                received_ns // _NS_PER_S,
-                session,
-                idempotency_key,
-            )
+            accepted = AcceptedRequest.of(state, request, caller, model)
             response = ResponseStream(context, accepted, headers=headers, owner=requester.owner)
             if trace is not None:
                 trace.attach_response(response)

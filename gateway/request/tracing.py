@@ -52,9 +52,6 @@ class TracedResponse(Protocol):
     def usage(self) -> Usage: ...
 
     @property
-    def reasons(self) -> list[str]: ...
-
-    @property
     def refusal(self) -> Refusal | None: ...
 
 
@@ -213,14 +210,15 @@ class RequestTrace:
         self, response: TracedResponse, events: list[SpanEvent], links: list[TraceContext]
     ) -> None:
         self.note_usage(response.usage)
-        reasons = tuple(reason for reason in response.reasons if reason)
+        reasons = tuple(choice.reason for choice in response.choices if choice.reason)
         if reasons:
             self._attributes["gen_ai.response.finish_reasons"] = reasons
         streams = [choice.stream for choice in response.choices]
         self._attributes["millrace.runs"] = sum(stream.reader.num_epochs for stream in streams)
-        firsts_s = [s.first_text_s for s in streams if s.first_text_s is not None]
-        if firsts_s:
-            first_s = min(firsts_s) - self._since_s
+        firsts_s = [stream.delivery.first_token_s for stream in streams]
+        known_s = [first_s for first_s in firsts_s if first_s is not None]
+        if known_s:
+            first_s = min(known_s) - self._since_s
             at_ns = self._since_ns + round(first_s * _NS_PER_S)
             events.append(SpanEvent("first token", at_ns))
             self._attributes["gen_ai.response.time_to_first_chunk"] = first_s

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from gateway.errors import Refusal
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
 from gateway.responses.store import ResponseStore
@@ -55,7 +55,7 @@ class ResponseRenderer:
     def __init__(
         self,
         request: ResponsesRequest,
-        response: ResponseStream,
+        response: ResponseReader,
         earlier: tuple[Item, ...],
         given: tuple[Item, ...],
         store: ResponseStore | None,

@@ -9,7 +9,7 @@ import zlib
 import msgspec
 
 from bus import redis_keys
-from runtime.redis.link import Argument, RedisLink, RedisUnreachableError
+from runtime.redis.link import Argument, RedisLink, reachable
 from runtime.retry import retry
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
@@ -98,7 +98,7 @@ class ResponseStore:
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None if there is none that can be read. Raises RedisUnreachableError."""
-        link = self._reach()
+        link = reachable(self._link)
         if len(response_id) > MAX_NAME_CHARACTERS:
             return None
         packed = await link.call("GET", redis_keys.response_key(tenant, response_id))
@@ -110,20 +110,15 @@ class ResponseStore:
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether there was one. Raises RedisUnreachableError."""
-        link = self._reach()
+        link = reachable(self._link)
         if len(response_id) > MAX_NAME_CHARACTERS:
             return False
         return bool(await link.call("DEL", redis_keys.response_key(tenant, response_id)))
 
     async def _insist(self, *command: Argument) -> None:
         """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
-        link = self._reach()
+        link = reachable(self._link)
         await retry(lambda: link.call(*command), _DELAYS_S, asyncio.sleep)
-
-    def _reach(self) -> RedisLink:
-        if self._link is None:
-            raise RedisUnreachableError
-        return self._link
 
 
 def _unpack(packed: bytes) -> StoredResponse | None:

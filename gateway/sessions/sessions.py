@@ -3,7 +3,6 @@ longer by a turn at its end."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink, RedisUnreachableError
+from runtime.tasks import Tasks
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import ChatMessage
@@ -53,9 +53,9 @@ class Sessions:
     """``begin`` before a request's jobs are made and ``commit`` when it is answered, on this
     gateway or another. Without a link all but ``commit`` raise RedisUnreachableError.
 
-    ``generate`` answers the jobs that summarise; ``definitions`` describes the gateway's own tools
-    by their names. Owns the commits that wait for Redis and the summaries under way; ``close`` ends
-    them.
+    ``generate`` answers the requests that summarise; ``definitions`` describes the gateway's own
+    tools by their names. Owns the commits that wait for Redis and the summaries under way;
+    ``close`` ends them.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Sessions:
         self._models = models
         self._definitions = definitions
         self._prompts = prompts
-        self._summaries = Summaries(self._store, config, clock, generate)
-        self._late: set[asyncio.Task[None]] = set()
+        self._summaries = Summaries(self._store, config, generate)
+        self._late = Tasks()
 
     async def open_turn(
         self, caller: Caller, request: GenerationRequest, model: ServedModelLike, request_id: str
@@ -137,9 +137,8 @@ class Sessions:
             if not error.retryable or len(self._late) >= _MAX_LATE_COMMITS:
                 _lost(request_id, error)
                 return
-            task = asyncio.create_task(self._commit_later(tenant, session_id, request_id, answer))
-            self._late.add(task)
-            task.add_done_callback(self._committed)
+            work = self._commit_later(tenant, session_id, request_id, answer)
+            self._late.spawn(work, "add a turn to its session")
 
     async def last_model(self, tenant: str, session_id: str) -> str:
         """The model that a conversation was with last; empty if there is none. Raises
@@ -170,10 +169,7 @@ class Sessions:
 
     async def close(self) -> None:
         """Give up what is under way."""
-        tasks = list(self._late)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._late.close()
         await self._summaries.close()
 
     def _window(self, caller: Caller, request: GenerationRequest, model: ServedModelLike) -> Window:
@@ -250,11 +246,6 @@ class Sessions:
 
         num_characters = sum(len(one.message.content) for one in (*base.messages, *turn.messages))
         return await self._prompts.run(tenant, num_characters, work)
-
-    def _committed(self, task: asyncio.Task[None]) -> None:
-        self._late.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a turn could not be added to its session", exc_info=error)
 
 
 def _check_keep(session: Session, keep: int | None) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from bus import redis_keys
 from gateway.sessions.context_window import Counted, continue_with, num_leading
 from runtime.clock import Clock
-from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import RedisLink, Script, reachable
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
@@ -189,7 +189,9 @@ class SessionStore:
         """The conversation, an empty one if there is none; ``renew`` starts its time to live
         again. Raises SessionUnreadableError."""
         key = redis_keys.session_key(tenant, session_id)
-        version, data, pttl_ms = await self._evaluate(_LOAD, [key], [self._ttl_ms if renew else 0])
+        version, data, pttl_ms = await reachable(self._link).evaluate(
+            _LOAD, [key], [self._ttl_ms if renew else 0]
+        )
         if not data:
             return Session(version=version)
         session, num_bytes = await off_loop(
@@ -223,16 +225,20 @@ class SessionStore:
         """Keep what a request adds until it is answered."""
         key = redis_keys.session_turn_key(tenant, session_id, request_id)
         data = await _encoded(turn)
-        await self._call("SET", key, data, "PX", self._turn_ttl_ms)
+        await reachable(self._link).call("SET", key, data, "PX", self._turn_ttl_ms)
 
     async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
         """The request was refused: it adds nothing."""
-        await self._call("DEL", redis_keys.session_turn_key(tenant, session_id, request_id))
+        await reachable(self._link).call(
+            "DEL", redis_keys.session_turn_key(tenant, session_id, request_id)
+        )
 
     async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
         """What a request adds; None if that was done, or its time is over. Raises
         SessionUnreadableError."""
-        data = await self._call("GET", redis_keys.session_turn_key(tenant, session_id, request_id))
+        data = await reachable(self._link).call(
+            "GET", redis_keys.session_turn_key(tenant, session_id, request_id)
+        )
         return None if data is None else _decode(_TURNS, data)[0]
 
     async def append(
@@ -274,33 +280,23 @@ class SessionStore:
         """Forget the conversation and what running requests would add to it; whether there was
         one."""
         key = redis_keys.session_key(tenant, session_id)
-        return bool(await self._evaluate(_DELETE, [key], [self._turn_ttl_ms]))
+        return bool(await reachable(self._link).evaluate(_DELETE, [key], [self._turn_ttl_ms]))
 
     async def lock_summary(self, tenant: str, session_id: str, ttl_s: float) -> bool:
         """Whether the caller is the one to summarise the conversation, for ``ttl_s``."""
         key = redis_keys.session_summary_key(tenant, session_id)
-        return await self._call("SET", key, 1, "NX", "PX", _ms(ttl_s)) is not None
+        return await reachable(self._link).call("SET", key, 1, "NX", "PX", _ms(ttl_s)) is not None
 
     async def unlock_summary(self, tenant: str, session_id: str, after_s: float = 0.0) -> None:
         """Let the next one summarise, not before ``after_s``."""
         key = redis_keys.session_summary_key(tenant, session_id)
-        await self._call("PEXPIRE", key, _ms(after_s))
+        await reachable(self._link).call("PEXPIRE", key, _ms(after_s))
 
     async def _store(self, keys: Sequence[str], expected: int, base: int, data: bytes) -> int:
-        answer = await self._evaluate(_STORE, keys, [expected, base, data, self._ttl_ms])
+        answer = await reachable(self._link).evaluate(
+            _STORE, keys, [expected, base, data, self._ttl_ms]
+        )
         return int(answer)
-
-    async def _evaluate(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> Any:
-        if self._link is None:
-            raise RedisUnreachableError
-        return await self._link.evaluate(script, keys, arguments)
-
-    async def _call(self, *command: Argument) -> Any:
-        if self._link is None:
-            raise RedisUnreachableError
-        return await self._link.call(*command)
 
 
 def _stored(session: Session) -> Session:

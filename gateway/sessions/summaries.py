@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from gateway.generation_request import GenerationRequest
 from gateway.sessions.context_window import Counted, text_of, turns
 from gateway.sessions.store import Session, SessionStore, Turn
 from gateway.transport.http import new_request_id
-from runtime.clock import Clock
 from runtime.redis.link import RedisUnreachableError
+from runtime.tasks import Tasks
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
-from schemas.jobs import ChatMessage, Job, Source, Tier
+from schemas.jobs import ChatMessage
 from schemas.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
-_NS_PER_S = 1_000_000_000
 _MAX_AT_ONCE = 32
 _MAX_ATTEMPTS = 16
 _LOCK_MARGIN_S = 30.0
@@ -42,7 +41,8 @@ _INSTRUCTION = (
     "text of at most {num_words} words and nothing else."
 )
 
-Generate = Callable[[Job], Awaitable[str]]
+# Tenant, request id, and what to generate.
+Generate = Callable[[str, str, GenerationRequest], Awaitable[str]]
 
 
 class _Plan(NamedTuple):
@@ -56,18 +56,16 @@ class Summaries:
     """At most one summary of a conversation is made at a time, by whichever gateway; no request
     waits for it, and if it fails the conversation stays as it is.
 
-    ``generate`` answers a job with its text, or raises MillraceError. Owns the tasks that wait for
+    ``generate`` gives the text of a request, or raises MillraceError. Owns the tasks that wait for
     it; ``close`` ends them.
     """
 
-    def __init__(
-        self, store: SessionStore, config: GatewayConfig, clock: Clock, generate: Generate
-    ) -> None:
+    def __init__(self, store: SessionStore, config: GatewayConfig, generate: Generate) -> None:
         self._store = store
         self._config = config
-        self._clock = clock
         self._generate = generate
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._under_way: set[tuple[str, str]] = set()
+        self._tasks = Tasks()
 
     def consider(self, tenant: str, session_id: str, session: Session, turn: Turn) -> None:
         """Begin a summary if the policy of the turn's caller says so and the conversation, which
@@ -75,26 +73,18 @@ class Summaries:
         if getattr(self._config.session_context, turn.tier.value) != "summary":
             return
         key = (tenant, session_id)
-        if key in self._tasks or len(self._tasks) >= _MAX_AT_ONCE:
+        if key in self._under_way or len(self._under_way) >= _MAX_AT_ONCE:
             return
         plan = self._plan(session, turn)
         if plan is None:
             return
-        task = asyncio.create_task(self._run(tenant, session_id, session, turn, plan))
-        self._tasks[key] = task
-        task.add_done_callback(lambda done: self._forget(key, done))
+        self._under_way.add(key)
+        work = self._run(tenant, session_id, session, turn, plan)
+        self._tasks.spawn(work, "summarise a session")
 
     async def close(self) -> None:
         """Give up what is under way."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _forget(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a session could not be summarised", exc_info=error)
+        await self._tasks.close()
 
     def _plan(self, session: Session, turn: Turn) -> _Plan | None:
         """The oldest whole turns, so many that what is left takes half of its bound; never the
@@ -129,18 +119,21 @@ class Summaries:
             await self._store.unlock_summary(tenant, session_id, 0.0 if is_done else _PAUSE_S)
         except RedisUnreachableError:
             _log.info("Redis became unreachable during a summary of a session")
+        finally:
+            self._under_way.discard((tenant, session_id))
 
     async def _summarise(
         self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan
     ) -> bool:
         """Whether there was nothing that would fail again."""
-        job = self._job(tenant, session_id, session, turn, plan)
+        request_id = new_request_id("sum")
+        request = self._request(session_id, session, turn, plan)
         try:
-            summary = (await self._generate(job)).strip()
+            summary = (await self._generate(tenant, request_id, request)).strip()
         except MillraceError as error:
             _log.warning(
                 "a session was not summarised",
-                extra={"request_id": job.request_id, "code": error.code},
+                extra={"request_id": request_id, "code": error.code},
             )
             return False
         if not summary:
@@ -162,27 +155,20 @@ class Summaries:
                 return True
         return True
 
-    def _job(self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan) -> Job:
+    def _request(
+        self, session_id: str, session: Session, turn: Turn, plan: _Plan
+    ) -> GenerationRequest:
         max_tokens = self._config.session_summary_tokens
-        now_ns = self._clock.now_ns()
         text = [_INSTRUCTION.format(num_words=round(max_tokens * _WORDS_PER_TOKEN))]
         if session.summary:
             text.append(f"What went before: {session.summary}")
         text += [_line(session.messages[index].message) for index in sorted(plan.indices)]
-        return Job(
-            request_id=new_request_id("sum"),
+        return GenerationRequest(
             model=turn.model,
             # One message of the user's: there are templates that take nothing else.
             messages=(ChatMessage("user", "\n\n".join(text)),),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            store_result=True,
-            tenant=tenant,
             session_id=session_id,
-            tier=Tier.BATCH,
-            source=Source.HTTP,
-            model_requested=turn.model,
-            received_ns=now_ns,
-            deadline_ns=now_ns + round(self._config.request_timeout_s * _NS_PER_S),
         )
 
 

@@ -104,7 +104,7 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """Of all rounds so far."""
-        return total_usage((self._earlier, self.stream.reader.usage or Usage()))
+        return total_usage((self._earlier, self.stream.reader.usage))
 
     @property
     def num_tokens(self) -> int:

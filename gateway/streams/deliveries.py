@@ -9,6 +9,7 @@ import logging
 from bus.api import Outbox
 from runtime.clock import Clock
 from runtime.retry import doubling_delays, is_retryable, retry
+from runtime.tasks import Tasks
 from schemas.errors import MillraceError
 from schemas.records import DeliveryRecord
 
@@ -32,11 +33,12 @@ class Deliveries:
         self._outbox = outbox
         self._clock = clock
         self._waiting: asyncio.Queue[DeliveryRecord] = asyncio.Queue(_MAX_WAITING)
-        self._senders: list[asyncio.Task[None]] = []
+        self._senders = Tasks()
         self.num_lost = 0
 
     def start(self) -> None:
-        self._senders = [asyncio.create_task(self._send_all()) for _ in range(_NUM_SENDERS)]
+        for _ in range(_NUM_SENDERS):
+            self._senders.spawn(self._send_all(), "send delivery records")
 
     def put(self, record: DeliveryRecord) -> None:
         """Queue a record; never waits. A full queue (the bus is unreachable for long) loses it."""
@@ -50,9 +52,7 @@ class Deliveries:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._waiting.join()
-        for sender in self._senders:
-            sender.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
+        await self._senders.close()
 
     async def _send_all(self) -> None:
         while True:

@@ -26,17 +26,18 @@ def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
     def epoch_ns(at_s: float | None) -> int:
         return 0 if at_s is None else now_ns - round((now_s - at_s) * _NS_PER_S)
 
+    delivery, reader = stream.delivery, stream.reader
     return DeliveryStatistics(
-        received_ns=epoch_ns(stream.received_s),
-        first_token_ns=epoch_ns(stream.first_text_s),
-        last_token_ns=epoch_ns(stream.last_delivery_s),
-        num_replays=stream.num_replays,
-        num_epochs=stream.reader.num_epochs,
-        epoch=stream.reader.counted_epoch,
-        num_resumes=stream.num_resumes,
-        num_stalls=stream.num_stalls,
-        stalled_ms=stream.stalled_s * _MS_PER_S,
-        longest_gap_ms=stream.longest_gap_s * _MS_PER_S,
+        received_ns=epoch_ns(delivery.received_s),
+        first_token_ns=epoch_ns(delivery.first_token_s),
+        last_token_ns=epoch_ns(delivery.last_token_s),
+        num_replays=delivery.num_replays,
+        num_epochs=reader.num_epochs,
+        epoch=reader.counted_epoch,
+        num_resumes=delivery.num_resumes,
+        num_stalls=delivery.num_stalls,
+        stalled_ms=delivery.stalled_s * _MS_PER_S,
+        longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
     )
 
 
@@ -49,16 +50,17 @@ def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clo
         # Two machines' clocks differ: nothing was before it could be.
         return None if not at_ns else now_s - max(0, now_ns - at_ns) / _NS_PER_S
 
+    delivery = stream.delivery
     received_s = monotonic_s(seen.received_ns)
-    stream.received_s = now_s if received_s is None else received_s
-    stream.first_text_s = monotonic_s(seen.first_token_ns)
-    stream.last_delivery_s = monotonic_s(seen.last_token_ns)
-    if stream.last_delivery_s is None and stream.from_index:
-        stream.last_delivery_s = now_s
-    stream.num_replays = seen.num_replays
+    delivery.received_s = now_s if received_s is None else received_s
+    delivery.first_token_s = monotonic_s(seen.first_token_ns)
+    delivery.last_token_s = monotonic_s(seen.last_token_ns)
+    if delivery.last_token_s is None and stream.from_index:
+        delivery.last_token_s = now_s
+    delivery.num_replays = seen.num_replays
     stream.reader.count_epochs_on(seen.num_epochs, seen.epoch)
-    stream.num_resumes = seen.num_resumes + 1
-    stream.count_gaps_on(
+    delivery.num_resumes = seen.num_resumes + 1
+    delivery.count_gaps_on(
         seen.num_stalls, seen.stalled_ms / _MS_PER_S, seen.longest_gap_ms / _MS_PER_S
     )
 
@@ -66,23 +68,23 @@ def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clo
 def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> DeliveryRecord:
     """The record of a stream that has ended, or whose client has left it. ``first_byte_ms`` is 0
     without a first token, and if nobody knows any more when that was."""
-    now_s = clock.monotonic()
-    first_s = stream.first_text_s
+    now_s, delivery = clock.monotonic(), stream.delivery
+    first_s, received_s = delivery.first_token_s, delivery.received_s
     return DeliveryRecord(
         request_id=stream.request_id,
         gateway_id=gateway_id,
         tenant=stream.job.tenant,
         source=stream.job.source,
         model=stream.job.model,
-        first_byte_ms=0.0 if first_s is None else (first_s - stream.received_s) * _MS_PER_S,
-        total_ms=(now_s - stream.received_s) * _MS_PER_S,
+        first_byte_ms=0.0 if first_s is None else (first_s - received_s) * _MS_PER_S,
+        total_ms=(now_s - received_s) * _MS_PER_S,
         tokens_delivered=stream.num_seen,
-        num_replays=stream.num_replays,
+        num_replays=delivery.num_replays,
         num_epochs=stream.reader.num_epochs,
-        num_resumes=stream.num_resumes,
-        num_stalls=stream.num_stalls,
-        stalled_ms=stream.stalled_s * _MS_PER_S,
-        longest_gap_ms=stream.longest_gap_s * _MS_PER_S,
+        num_resumes=delivery.num_resumes,
+        num_stalls=delivery.num_stalls,
+        stalled_ms=delivery.stalled_s * _MS_PER_S,
+        longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
         outcome=stream.outcome or status_of(stream).value,
         done_ns=clock.now_ns(),
     )

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
-
-import msgspec
 
 from bus.api import Bus
 from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView
+from gateway.streams.stored_results import frames_of
 from gateway.streams.stream import OpenStream
 from runtime.clock import Clock
 from schemas.control import Replay
 from schemas.errors import MillraceError
-from schemas.frames import (
-    Cancelled,
-    Delta,
-    Done,
-    Embedding,
-    Expired,
-    Failed,
-    Frame,
-    PromptLogprobs,
-    Shed,
-    Started,
-    Usage,
-)
-from schemas.jobs import JobResult
-from schemas.records import Status
+from schemas.frames import Failed, Frame
 
 _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
-_SHED_RETRY_S = 1.0
 
 
 class RunningRequestIndex(Protocol):
@@ -66,16 +50,16 @@ class Replays:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
-        self.num_asked = 0
 
     def is_due(self, stream: OpenStream) -> bool:
         """Whether it may be asked for now; it counts as being asked for then."""
+        replay = stream.replay
         due = not (
-            stream.replaying
-            or self._clock.monotonic() < stream.replay_after_s
-            or (stream.cancel_reason is not None and not stream.is_copy)
+            replay.is_asked
+            or self._clock.monotonic() < replay.not_before_s
+            or (stream.cancellation is not None and not stream.is_copy)
         )
-        stream.replaying = stream.replaying or due
+        replay.is_asked = replay.is_asked or due
         return due
 
     async def ask(self, stream: OpenStream) -> None:
@@ -84,8 +68,7 @@ class Replays:
             async with self._slots:
                 if stream.ended:
                     return
-                stream.num_replays += 1
-                self.num_asked += 1
+                stream.delivery.num_replays += 1
                 answers = []
                 for worker_id in await self._candidates(stream):
                     answers.append(await self._ask_worker(worker_id, stream))
@@ -93,12 +76,12 @@ class Replays:
                         return
                 nobody_has_it = None not in answers
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
-                if answers and nobody_has_it and not stream.foreign:
+                if answers and nobody_has_it and not stream.replay.is_foreign:
                     # It waits in the queue; its frames will come by themselves.
-                    stream.must_probe = False
+                    stream.replay.is_needed = False
         finally:
-            stream.replaying = False
-            stream.replay_after_s = self._clock.monotonic() + _MIN_INTERVAL_S
+            stream.replay.is_asked = False
+            stream.replay.not_before_s = self._clock.monotonic() + _MIN_INTERVAL_S
 
     async def look_up(self, stream: OpenStream) -> None:
         """Find out whether a stream of which nothing was heard has begun, or is over: word of that
@@ -106,17 +89,17 @@ class Replays:
         try:
             async with self._slots:
                 if await self._has_begun(stream) or await self._has_left_the_queue(stream):
-                    stream.must_probe = True
+                    stream.replay.is_needed = True
         finally:
-            stream.replaying = False
-            stream.replay_after_s = self._clock.monotonic()
+            stream.replay.is_asked = False
+            stream.replay.not_before_s = self._clock.monotonic()
 
     async def _candidates(self, stream: OpenStream) -> list[str]:
         """The worker that should have it first, then the others of the model."""
         known: list[str] = []
         if stream.reader.started is not None:
             known = [stream.reader.started.worker_id]
-        elif stream.must_probe and self._generations is not None:
+        elif stream.replay.is_needed and self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
             # A request that no worker answered is nobody's.
             known = [generation.worker_id] if generation and generation.worker_id else []
@@ -137,7 +120,7 @@ class Replays:
         if answer is None:
             return None
         if answer.ok:
-            stream.must_probe = False
+            stream.replay.is_needed = False
         return answer.ok
 
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
@@ -145,7 +128,7 @@ class Replays:
         if stream.job.store_result and await self._read_result(stream):
             return
         silent_s = self._clock.monotonic() - stream.last_frame_s
-        is_certain = nobody_has_it and stream.must_probe
+        is_certain = nobody_has_it and stream.replay.is_needed
         if silent_s < _LOST_AFTER_S and not is_certain:
             return
         is_over = await self._is_finished(stream) or (
@@ -187,38 +170,3 @@ class Replays:
         for frame in frames_of(result, stream.reader.epoch):
             self._on_frame(stream.request_id, frame)
         return stream.ended
-
-
-def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
-    """The frames that a reader would have got for a stored result."""
-    usage = result.usage or Usage()
-    token_ids = result.token_ids
-    if result.text and not token_ids:
-        # The result was too large to be stored with its ids; it can be read as a whole only.
-        token_ids = (0,) * usage.completion_tokens
-    yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
-    if result.prompt_logprobs:
-        yield PromptLogprobs(epoch=epoch, logprobs=result.prompt_logprobs)
-    if result.embedding:
-        yield Embedding(epoch=epoch, values=result.embedding)
-    if token_ids:
-        yield Delta(
-            epoch=epoch,
-            index=0,
-            token_ids=token_ids,
-            text=result.text,
-            text_ends=result.text_ends,
-            logprobs=result.logprobs,
-        )
-    yield msgspec.structs.replace(usage, epoch=epoch)
-    num_tokens = len(token_ids)
-    if result.status == Status.DONE and result.finish_reason is not None:
-        yield Done(epoch=epoch, finish_reason=result.finish_reason, num_tokens=num_tokens)
-    elif result.status == Status.CANCELLED:
-        yield Cancelled(epoch=epoch, num_tokens=num_tokens)
-    elif result.status == Status.EXPIRED:
-        yield Expired(epoch=epoch, num_tokens=num_tokens)
-    elif result.status == Status.SHED:
-        yield Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
-    else:
-        yield Failed(epoch=epoch, code=result.error_code, message=result.error_message)

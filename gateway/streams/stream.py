@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 from bus.frame_reader import Outcome, Progress, StreamReader
+from gateway.streams.state import Cancellation, DeliveryFigures, Phase, ReplayState
 from gateway.streams.token_gaps import TokenGaps
-from schemas.control import CancelReason
 from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from schemas.jobs import Job
-from schemas.records import STALL_MS, Status
+from schemas.records import Status
 
-_STALL_S = STALL_MS / 1e3
-_UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)
+# An attribute of an enum takes longer to look up, and each frame does so.
+_ATTACHED, _, _ABORTED = Phase
 
 
 class Client(ABC):
@@ -44,56 +43,35 @@ class OpenStream:
     """A job that this gateway answers, from before it is published until its end is recorded.
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
-    client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``).
-    ``stream_sequence`` is the job's place in the queue, if this gateway published it.
+    client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``). It
+    is ``accepted`` once the queue has its job, at ``stream_sequence`` if this gateway published it.
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
-    until its end is recorded.
-    A stream ``from_index`` is one that another connection began: the client has the tokens before
-    that. It is ``foreign`` if its frames go to another gateway that lives, so that each news of it
-    has to be asked for. While it is ``unattended`` it waits for somebody, at most until
-    ``held_until_s``, and what is taken of it nobody sees.
+    until its end is recorded. A stream ``from_index`` is one that another connection began: the
+    client has the tokens before that. While it is DETACHED, at most until ``detached_until_s``,
+    nobody sees what is taken of it.
 
     One that ``is_copy`` is read beside the stream itself, for somebody else who asked the same:
     nothing is settled, recorded or cancelled because of it.
-
-    What the client saw is counted over all connections that it had
-    (``gateway.streams.delivery_statistics``): from
-    ``received_s``, which may be before this gateway was asked, to ``last_delivery_s``, in the terms
-    of ``DeliveryRecord``. ``num_delivered`` are only the tokens that were given out here.
     """
 
     __slots__ = (
         "accepted",
-        "cancel_reason",
+        "cancellation",
         "client",
-        "client_gone",
-        "first_text_s",
-        "foreign",
+        "delivery",
+        "detached_until_s",
         "from_index",
-        "held_until_s",
         "is_copy",
         "is_ready",
         "job",
-        "last_delivery_s",
         "last_frame_s",
-        "longest_gap_s",
-        "must_probe",
-        "num_delivered",
-        "num_replays",
-        "num_resumes",
-        "num_stalls",
         "opened_s",
         "outcome",
         "owner",
+        "phase",
         "reader",
-        "received_s",
-        "remove_at_s",
-        "replay_after_s",
-        "replaying",
-        "stalled_s",
+        "replay",
         "stream_sequence",
-        "unattended",
-        "unnoted_gap_s",
     )
 
     def __init__(
@@ -108,34 +86,26 @@ class OpenStream:
         self.job = job
         self.client = client
         self.owner = owner
-        self.foreign = False
-        self.held_until_s: float | None = None
-        self.unattended = False
+        self.phase = Phase.ATTACHED
+        self.detached_until_s: float | None = None
         self.is_copy = False
         self.from_index = from_index
         self.reader = StreamReader(from_index)
-        self.accepted = False
-        self.client_gone = False
-        self.cancel_reason: CancelReason | None = None
         self.is_ready = False
-        self.must_probe = False
-        self.replaying = False
-        self.num_replays = 0
+        self.accepted = False
         self.stream_sequence: int | None = None
-        self.num_delivered = 0
+        self.cancellation: Cancellation | None = None
+        self.replay = ReplayState()
         self.outcome = ""
-        self.opened_s = now_s
-        self.received_s = now_s
-        self.last_frame_s = now_s
-        self.replay_after_s = 0.0
-        self.remove_at_s = 0.0
-        self.first_text_s: float | None = None
-        self.last_delivery_s: float | None = None
-        self.num_resumes = 0
-        self.num_stalls = 0
-        self.stalled_s = 0.0
-        self.longest_gap_s = 0.0
-        self.unnoted_gap_s = 0.0
+        self.opened_s = self.last_frame_s = now_s
+        self.delivery = DeliveryFigures(now_s)
+
+    def _enter(self, phase: Phase) -> bool:
+        """The one transition of phases: only forward; whether it was one."""
+        if phase <= self.phase:
+            return False
+        self.phase = phase
+        return True
 
     @property
     def request_id(self) -> str:
@@ -148,7 +118,7 @@ class OpenStream:
     @property
     def num_seen(self) -> int:
         """Tokens that the client has, those that another connection gave it among them."""
-        return min(self.from_index, self.reader.next_index) + self.num_delivered
+        return min(self.from_index, self.reader.next_index) + self.delivery.num_delivered
 
     def feed(self, frame: Frame, now_s: float) -> Outcome:
         """Read one frame and wake the client if there is something for it."""
@@ -158,7 +128,7 @@ class OpenStream:
         outcome = reader.feed(frame)
         if outcome is Outcome.NOTHING or outcome is Outcome.GAP:
             return outcome
-        if self.client_gone:
+        if self.phase is _ABORTED:
             reader.take()
             return outcome
         client = self.client
@@ -175,34 +145,18 @@ class OpenStream:
         self.is_ready = False
         self.client.pending_bytes -= self.reader.pending_bytes
         progress = self.reader.take()
-        if progress.num_tokens and not self.unattended:
-            self.num_delivered += progress.num_tokens
-            if self.last_delivery_s is None:
-                self.first_text_s = now_s
+        if progress.num_tokens and self.phase is _ATTACHED:
+            delivery = self.delivery
+            delivery.num_delivered += progress.num_tokens
+            if delivery.last_token_s is None:
+                delivery.first_token_s = now_s
             else:
-                gap_s = now_s - self.last_delivery_s
+                gap_s = now_s - delivery.last_token_s
                 gaps.add(gap_s, progress.num_tokens)
-                if gap_s > self.unnoted_gap_s:
-                    self.note_gap(gap_s)
-            self.last_delivery_s = now_s
+                if gap_s > delivery.unnoted_gap_s:
+                    delivery.note_gap(gap_s)
+            delivery.last_token_s = now_s
         return progress
-
-    def note_gap(self, gap_s: float) -> None:
-        """Take in a gap between two deliveries. One of up to ``unnoted_gap_s`` changes nothing,
-        which spares most tokens the call."""
-        is_stall = gap_s >= _STALL_S
-        self.count_gaps_on(
-            self.num_stalls + is_stall,
-            self.stalled_s + (gap_s if is_stall else 0.0),
-            max(self.longest_gap_s, gap_s),
-        )
-
-    def count_gaps_on(self, num_stalls: int, stalled_s: float, longest_gap_s: float) -> None:
-        """So much there was until now."""
-        self.num_stalls = num_stalls
-        self.stalled_s = stalled_s
-        self.longest_gap_s = longest_gap_s
-        self.unnoted_gap_s = min(longest_gap_s, _UNDER_STALL_S)
 
     def change_client(self, client: Client) -> None:
         """What waits, and all that comes, is for ``client`` from now on."""
@@ -212,15 +166,24 @@ class OpenStream:
         self.is_ready = True
         client.wake(self)
 
-    def abort(self, outcome: str) -> None:
-        """The client is gone; what still comes is read and thrown away."""
-        self.client_gone = True
+    def detach(self, until_s: float | None) -> None:
+        """Nobody is connected; somebody may come before ``until_s`` (monotonic; None: at any
+        time)."""
+        if self._enter(Phase.DETACHED):
+            self.detached_until_s = until_s
+
+    def abort(self, outcome: str) -> bool:
+        """The client is gone for good; what still comes is read and thrown away. Whether it was not
+        before."""
+        if not self._enter(Phase.ABORTED):
+            return False
         self.outcome = self.outcome or outcome
         self.client.pending_bytes -= self.reader.pending_bytes
         self.reader.take()
+        return True
 
     def wake(self) -> None:
-        if not self.is_ready and not self.client_gone:
+        if not self.is_ready and self.phase is not _ABORTED:
             self.is_ready = True
             self.client.wake(self)
 

@@ -12,6 +12,7 @@ from bus.transport import Subscription
 from gateway.streams.copies import StreamCopies
 from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import Replays, RunningRequestIndex
+from gateway.streams.state import Cancellation, Phase
 from gateway.streams.stream import Client, OpenStream
 from runtime.clock import Clock
 from runtime.tasks import Tasks
@@ -80,17 +81,13 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    @property
-    def num_replays(self) -> int:
-        return self._replays.num_asked
-
     def __iter__(self) -> Iterator[OpenStream]:
         return chain(self._streams.values(), self._copies)
 
     @property
     def num_served(self) -> int:
         """Streams whose client is still there."""
-        return sum(not (stream.client_gone or stream.unattended) for stream in self)
+        return sum(stream.phase is Phase.ATTACHED for stream in self)
 
     async def start(self) -> None:
         """Listen for frames and for questions about streams; probe after every reconnect."""
@@ -99,7 +96,7 @@ class StreamTable:
             await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
         ]
         self._bus.on_reconnect(self._on_reconnect)
-        self._sweeper.spawn(self._sweep_forever(), "sweep streams")
+        self._sweeper.repeat(self._sweep, _SWEEP_S, self._clock, "sweep streams")
 
     async def close(self) -> None:
         """Let the last cancels out, then stop."""
@@ -133,10 +130,8 @@ class StreamTable:
     def take_over(self, job: Job, client: Client, owner: object, from_index: int) -> OpenStream:
         """A stream for a job that was published before, of whose tokens the client has those before
         ``from_index``. ``follow`` it next."""
-        now_s = self._clock.monotonic()
-        stream = OpenStream(job, client, now_s, owner=owner, from_index=from_index)
+        stream = self.open(job, client, self._clock.monotonic(), owner, from_index)
         stream.accepted = True
-        self._streams[job.request_id] = stream
         return stream
 
     def copy(
@@ -146,7 +141,7 @@ class StreamTable:
         who has the job's stream keeps it. ``is_foreign`` None: as that stream, which is here."""
         main = self._streams.get(job.request_id)
         if is_foreign is None:
-            is_foreign = main is None or main.foreign
+            is_foreign = main is None or main.replay.is_foreign
         stream = OpenStream(job, client, self._clock.monotonic(), owner=owner)
         stream.accepted = True
         self._copies.add(stream)
@@ -156,8 +151,8 @@ class StreamTable:
     def follow(self, stream: OpenStream, *, is_foreign: bool = True) -> None:
         """Ask for all frames of a job that was published before; for news, too, if its frames are
         sent to another gateway (``is_foreign``)."""
-        stream.must_probe = True
-        stream.foreign = is_foreign
+        stream.replay.is_needed = True
+        stream.replay.is_foreign = is_foreign
         self._ask_replay(stream)
 
     def hand_off(self, stream: OpenStream) -> None:
@@ -166,11 +161,6 @@ class StreamTable:
         self._remove(stream)
         stream.reader.end(TAKEN_OVER)
         stream.wake()
-
-    def detach(self, stream: OpenStream, until_s: float | None) -> None:
-        """Nobody is connected; cancel it unless somebody comes before ``until_s`` (monotonic)."""
-        stream.unattended = True
-        stream.held_until_s = until_s
 
     async def subscribe_as_proxy_for(self, gateway_id: str, *, is_dead: bool) -> None:
         """Say in the place of another gateway, whose streams were taken over, which tokens their
@@ -202,10 +192,10 @@ class StreamTable:
         and a record."""
         stream.accepted = True
         stream.stream_sequence = stream_sequence
-        if stream.ended and stream.client_gone:
+        if stream.ended and stream.phase is Phase.ABORTED:
             self.finish(stream)
-        elif stream.cancel_reason is not None:
-            self._send_cancel(stream)
+        elif stream.cancellation is not None:
+            self._send_cancel(stream, stream.cancellation)
 
     def finish(self, stream: OpenStream) -> None:
         """The client has the end of it, or is gone and the end is known: record it."""
@@ -227,18 +217,16 @@ class StreamTable:
 
     def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
         """Ask for the stream's end; the terminal frame still comes from whoever runs it."""
-        if stream.ended or stream.cancel_reason is not None:
+        if stream.ended or stream.cancellation is not None:
             return
-        stream.cancel_reason = reason
-        stream.remove_at_s = self._clock.monotonic() + _CANCEL_BOUND_S
+        stream.cancellation = Cancellation(reason, self._clock.monotonic() + _CANCEL_BOUND_S)
         if stream.accepted:
-            self._send_cancel(stream)
+            self._send_cancel(stream, stream.cancellation)
 
     def abort(self, stream: OpenStream, outcome: str) -> None:
         """The client is gone: cancel, and hold the stream until its end is known."""
-        if stream.client_gone:
+        if not stream.abort(outcome):
             return
-        stream.abort(outcome)
         if stream.is_copy:
             self._remove(stream)
         elif not stream.ended:
@@ -257,7 +245,7 @@ class StreamTable:
         outcome = stream.feed(frame, self._clock.monotonic())
         if outcome is Outcome.GAP:
             self._ask_replay(stream)
-        elif outcome is Outcome.END and stream.client_gone and stream.accepted:
+        elif outcome is Outcome.END and stream.phase is Phase.ABORTED and stream.accepted:
             self.finish(stream)
 
     def resume_point(self, request_id: str) -> ResumePoint | None:
@@ -265,11 +253,11 @@ class StreamTable:
         stream = self._streams.get(request_id)
         if stream is None or stream.ended:
             return None
-        if stream.client_gone or stream.cancel_reason is not None:
+        if stream.phase is Phase.ABORTED or stream.cancellation is not None:
             return ResumePoint(open=False)
         return ResumePoint(token_ids=tuple(stream.reader.token_ids))
 
-    def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Look after the streams that frames alone do not move on."""
         now_s = self._clock.monotonic()
         for stream in list(self):
@@ -277,12 +265,14 @@ class StreamTable:
                 self._look_after(stream, now_s)
             except Exception:  # noqa: BLE001 (it is told, and the others go on)
                 _log.exception("a stream failed", extra={"request_id": stream.request_id})
+        await self._close_idle_proxies()
 
     def _look_after(self, stream: OpenStream, now_s: float) -> None:
-        config = self._config
+        config, replay = self._config, stream.replay
+        silent_s = now_s - max(stream.last_frame_s, replay.not_before_s)
         sending_since_s = stream.client.sending_since_s
         if (
-            not stream.client_gone
+            stream.phase is not Phase.ABORTED
             and sending_since_s is not None
             and now_s - sending_since_s > config.client_stall_timeout_s
         ):
@@ -290,27 +280,22 @@ class StreamTable:
         elif stream.ended:
             return
         elif (
-            stream.held_until_s is not None
-            and now_s >= stream.held_until_s
+            stream.phase is Phase.DETACHED
+            and stream.detached_until_s is not None
+            and now_s >= stream.detached_until_s
             and not self._copies.of(stream.request_id)
         ):
             self.abort(stream, "disconnect")
-        elif stream.cancel_reason is not None:
-            self._sweep_cancelled(stream, now_s)
+        elif stream.cancellation is not None:
+            self._sweep_cancelled(stream, stream.cancellation, now_s)
         elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:
             self._time_out(stream)
         elif (
-            stream.must_probe
-            or stream.reader.started is not None
-            or stream.reader.waits_for_missing
+            replay.is_needed or stream.reader.started is not None or stream.reader.waits_for_missing
         ):
-            if now_s - max(stream.last_frame_s, stream.replay_after_s) > config.replay_probe_s:
+            if silent_s > config.replay_probe_s:
                 self._ask_replay(stream)
-        elif (
-            stream.accepted
-            and now_s - max(stream.last_frame_s, stream.replay_after_s) > _LOOK_UP_S
-            and self._replays.is_due(stream)
-        ):
+        elif stream.accepted and silent_s > _LOOK_UP_S and self._replays.is_due(stream):
             self._tasks.spawn(self._replays.look_up(stream), "look a stream up")
 
     def _time_out(self, stream: OpenStream) -> None:
@@ -324,26 +309,27 @@ class StreamTable:
             ),
         )
 
-    def _sweep_cancelled(self, stream: OpenStream, now_s: float) -> None:
+    def _sweep_cancelled(
+        self, stream: OpenStream, cancellation: Cancellation, now_s: float
+    ) -> None:
         if not stream.accepted:
             return
-        if now_s >= stream.remove_at_s:
+        if now_s >= cancellation.give_up_s:
             self._end(stream, Cancelled(num_tokens=stream.reader.next_index))
-        elif now_s >= stream.replay_after_s:
+        elif now_s >= stream.replay.not_before_s:
             if stream.is_copy:
                 self._ask_replay(stream)  # its end may have been sent to the others only
-            self._send_cancel(stream)
+            self._send_cancel(stream, cancellation)
 
     def _end(self, stream: OpenStream, frame: TerminalFrame) -> None:
         stream.reader.end(frame)
         stream.wake()
-        if stream.client_gone and stream.accepted:
+        if stream.phase is Phase.ABORTED and stream.accepted:
             self.finish(stream)
 
-    def _send_cancel(self, stream: OpenStream) -> None:
-        assert stream.cancel_reason is not None
-        stream.replay_after_s = self._clock.monotonic() + _CANCEL_INTERVAL_S
-        self._send_cancel_to_bus(stream, stream.cancel_reason)
+    def _send_cancel(self, stream: OpenStream, cancellation: Cancellation) -> None:
+        stream.replay.not_before_s = self._clock.monotonic() + _CANCEL_INTERVAL_S
+        self._send_cancel_to_bus(stream, cancellation.reason)
 
     def _send_cancel_to_bus(self, stream: OpenStream, reason: CancelReason) -> None:
         cancel = Cancel(request_id=stream.request_id, reason=reason)
@@ -360,18 +346,12 @@ class StreamTable:
 
     def _on_reconnect(self) -> None:
         for stream in list(self):
-            stream.must_probe = True
+            stream.replay.is_needed = True
             self._ask_replay(stream)
 
     def _ask_replay(self, stream: OpenStream) -> None:
         if self._replays.is_due(stream):
             self._tasks.spawn(self._replays.ask(stream), "ask for a replay")
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await self._clock.sleep(_SWEEP_S)
-            self.sweep()
-            await self._close_idle_proxies()
 
     async def _close_idle_proxies(self) -> None:
         """Stop standing in for gateways none of whose streams is left."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from schemas.frames import Usage
 
 
-def total_usage(usages: Iterable[Usage]) -> Usage:
-    """The sum of each count."""
+def total_usage(usages: Iterable[Usage | None]) -> Usage:
+    """The sum of each count; None counts nothing."""
     num_prompt = num_cached = num_completion = 0
-    for usage in usages:
+    for usage in filter(None, usages):
         num_prompt += usage.prompt_tokens
         num_cached += usage.cached_tokens
         num_completion += usage.completion_tokens

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Set
+from functools import partial
 
 from bus.tenancy.tenants import TenantStore
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink, RedisUnreachableError
+from runtime.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
@@ -36,33 +36,24 @@ class KeyWatch:
         self._clock = clock
         self._in_use = in_use
         self._on_closed = on_closed
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     def start(self) -> None:
         if self._store is not None:
-            self._task = asyncio.create_task(self._watch(self._store), name="watch keys")
+            look = partial(self._look, self._store)
+            self._tasks.repeat(look, _INTERVAL_S, self._clock, "watch keys")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _watch(self, store: TenantStore) -> None:
-        while True:
-            await self._clock.sleep(_INTERVAL_S)
-            try:
-                await self._look(store)
-            except RedisUnreachableError:
-                continue  # the link logs that, once
-            except Exception:  # noqa: BLE001 (it is told, and the next look counts)
-                _log.exception("the keys in use could not be looked at")
+        await self._tasks.close()
 
     async def _look(self, store: TenantStore) -> None:
         key_ids = {key_id for key_id in self._in_use() if key_id}
         if not key_ids:
             return
-        closed = await store.closed_keys(key_ids)
+        try:
+            closed = await store.closed_keys(key_ids)
+        except RedisUnreachableError:
+            return  # the link logs that, once
         if closed:
             _log.info("keys in use were revoked", extra={"key_ids": sorted(closed)})
             self._on_closed(closed)

@@ -51,6 +51,13 @@ class RedisFullError(RedisUnreachableError, code="storage_full"):
         )
 
 
+def reachable(link: RedisLink | None) -> RedisLink:
+    """The link, if there is one. Raises RedisUnreachableError."""
+    if link is None:
+        raise RedisUnreachableError
+    return link
+
+
 class RedisLink:
     """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from bench.report.document import card, document, escape, figure, table
 from bench.report.plots import Marker, Series, line_chart, number
 from simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
-from simulation.report.table import render
+from simulation.report.table import render, shown_at
 
 # The style sheet has as many colours of lines.
 _COLOURS = "abcd"
@@ -140,12 +140,8 @@ def _cells(policy: str, group: Group) -> list[str]:
         policy,
         f"{group.num_requests:,}",
         f"{group.num_done:,}",
-        _at(group.ttft_ms, "p50"),
-        _at(group.ttft_ms, "p99"),
-        _at(group.tpot_ms, "p50"),
-        _at(group.e2e_ms, "p99"),
+        shown_at(group.ttft_ms, "p50"),
+        shown_at(group.ttft_ms, "p99"),
+        shown_at(group.tpot_ms, "p50"),
+        shown_at(group.e2e_ms, "p99"),
     ]
-
-
-def _at(of: Percentiles | None, share: str) -> str:
-    return "-" if of is None else f"{getattr(of, share):,.1f}"

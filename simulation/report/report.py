@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from bench.report.report import write_file
 from bench.settings import Slo
 from schemas.config import SchedulerConfig, WorkerConfig
 from simulation.settings import Failure
@@ -140,8 +137,3 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     setup: Setup
     policies: tuple[PolicyReport, ...]
-
-
-def write_report(report: Report, path: Path) -> None:
-    """Write it as JSON. Raises ConfigError if it cannot be written."""
-    write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from runtime.text_table import text_table
 from simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
@@ -68,7 +69,7 @@ def _totals(report: Report) -> list[Row]:
         ("answered", lambda one: f"{one.overall.num_done:,}"),
     ]
     rows += [
-        (name, _count(f"num_{name}"))
+        (name, _count(f"overall.num_{name}"))
         for name in ("shed", "expired", "cancelled", "failed", "unfinished")
         if any(getattr(one.overall, f"num_{name}") for one in report.policies)
     ]
@@ -80,7 +81,7 @@ def _totals(report: Report) -> list[Row]:
         ("workers, mean", lambda one: f"{one.mean_workers:,.1f}"),
     ]
     rows += [
-        (title, _field(name))
+        (title, _count(name))
         for name, title in (
             ("num_deaths", "workers that died"),
             ("num_runs_moved", "runs beyond the first"),
@@ -92,11 +93,9 @@ def _totals(report: Report) -> list[Row]:
 
 
 def _count(name: str) -> Callable[[PolicyReport], str]:
-    return lambda one: f"{getattr(one.overall, name):,}"
-
-
-def _field(name: str) -> Callable[[PolicyReport], str]:
-    return lambda one: f"{getattr(one, name):,}"
+    """``name`` may have dots."""
+    count = attrgetter(name)
+    return lambda one: f"{count(one):,}"
 
 
 def _overall(policies: Sequence[PolicyReport]) -> list[Row]:
@@ -111,7 +110,7 @@ def _overall(policies: Sequence[PolicyReport]) -> list[Row]:
 
 
 def _latency(field: str, share: str) -> Callable[[PolicyReport], str]:
-    return lambda one: _at(getattr(one.overall, field), share)
+    return lambda one: shown_at(getattr(one.overall, field), share)
 
 
 def _fairness(policies: Sequence[PolicyReport]) -> list[Row]:
@@ -151,15 +150,15 @@ def _groups(
         shown = name if len(name) <= 14 else f"{name[:13]}…"
         rows += [
             (f"{shown}, answered", cell(name, lambda group: f"{group.num_done:,}")),
-            (f"{shown}, TTFT p50, ms", cell(name, lambda group: _at(group.ttft_ms, "p50"))),
-            (f"{shown}, TTFT p99, ms", cell(name, lambda group: _at(group.ttft_ms, "p99"))),
+            (f"{shown}, TTFT p50, ms", cell(name, lambda group: shown_at(group.ttft_ms, "p50"))),
+            (f"{shown}, TTFT p99, ms", cell(name, lambda group: shown_at(group.ttft_ms, "p99"))),
         ]
         if any(one.overall.goodput is not None for one in policies):
             rows.append((f"{shown}, goodput", cell(name, lambda group: _share(group.goodput))))
     return rows
 
 
-def _at(of: Percentiles | None, share: str) -> str:
+def shown_at(of: Percentiles | None, share: str) -> str:
     return "-" if of is None else f"{getattr(of, share):,.1f}"
 
 

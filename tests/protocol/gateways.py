@@ -132,7 +132,7 @@ class Gateway:
         self._close(asked.request_id)
         if stream is not None:
             stream.change_client(_Nobody(self))
-            self.table.detach(stream, self._clock.monotonic() + _GRACE_S)
+            stream.detach(self._clock.monotonic() + _GRACE_S)
 
     def leave(self, asked: Asked) -> None:
         """The client does not want it any more."""

@@ -83,7 +83,7 @@ class Engine:
         costs = CostModel()
         host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
         self._host = HostCache(host_memory, monotonic=monotonic)
-        self._tables = BlockTables.make(
+        self._tables = BlockTables(
             runner.cache.num_blocks,
             config.block_size_tokens,
             runner.cache,

@@ -181,7 +181,8 @@ class Executor:
         output_processor.add_pooled(step.pooled, outputs)
         output_processor.add_scores(step.scored, outputs)
         output_processor.accept_device_tokens(step.by_device, pending.places, chosen, outputs)
-        output_processor.sample(step, outputs)
+        if step.by_host:
+            output_processor.sample(step.by_host, step.logits, outputs)
         now_s = self._monotonic()
         step_s = now_s - max(pending.begin_s, self._processed_s)
         self._costs.observe(pending.work, step_s)

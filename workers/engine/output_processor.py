@@ -12,7 +12,7 @@ import torch
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from workers.engine.grammar.grammars import Grammars
-from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
+from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens
 from workers.engine.kv.cache import KVCache
 from workers.engine.live_requests import LiveRequests
 from workers.engine.outputs import as_millrace_error, embedding_output, token_output
@@ -163,12 +163,7 @@ class OutputProcessor:
                 sequence.token_ids[place] = token
                 self._emit_token(sequence, place, token, logprob, outputs)
 
-    def sample(self, step: InFlightStep, outputs: list[EngineOutput]) -> None:
-        """Sample the tokens that the host chooses."""
-        if step.by_host:
-            self._sample(step.by_host, step.logits, outputs)
-
-    def _sample(
+    def sample(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
         """Sample the next token of each sequence, and the first one of each choice that forks."""
@@ -187,7 +182,7 @@ class OutputProcessor:
         except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
             for sequence in filter(_matcher, sequences):
                 self.fail_sequence(sequence, error, outputs)
-            self._sample(sequences, logits, outputs)
+            self.sample(sequences, logits, outputs)
             return
         sampled = self._sampler.sample(sequences, logits, masks)
         for sequence, outcome, logprob in zip(

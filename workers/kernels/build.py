@@ -82,7 +82,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """What this CPU can do, which is what the compiler is told to use."""
+    """The CPU's instruction sets, as flags of the compiler."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,7 +91,7 @@ def _cpu_flags() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile beside the target and rename, so that nobody ever loads half a file."""
+    """Compile beside the target and rename, so that a process never loads half a file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -38,7 +38,7 @@ class DecoderWeights(NamedTuple):
 
 
 class Decoder(Generic[BatchT_contra, MetadataT]):
-    """Runs flat batches; what it remembers between them is in the KV cache of ``operations``."""
+    """Runs flat batches; its only state between them is the KV cache of ``operations``."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._weights.dtype
 
     def forward(self, batch: BatchT_contra) -> torch.Tensor:
-        """What the layers make of the batch: [num_tokens, hidden_size] in the weights' dtype."""
+        """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype."""
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
         hidden = weights.embedding.index_select(0, batch.token_ids)
@@ -81,7 +81,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         mlp: MLP,
         following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``mlp`` makes of the rows, and its norm by the weight of the ``following`` layer."""
+        """The hidden states behind ``mlp``, and their norm by the ``following`` layer's weight."""
         operations = self._operations
         if isinstance(mlp, GatedMLP):
             gated = mlp.gate_up.gated(normed, operations.swiglu)

@@ -1,14 +1,12 @@
-"""Linear maps of rows on a device."""
+"""Linear layers by the kernels of a device."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from workers.kernels.gpu.kernel_set import KernelSet
-from workers.kernels.operations import Linear, SwiGLU
+from workers.kernels.operations import SwiGLU
 
 
 class DeviceLinear:
@@ -51,14 +49,3 @@ class DeviceLinear:
 
     def _is_ours(self, num_rows: int) -> bool:
         return self._fixed or self._kernels.prefers_skinny(num_rows, *self._weight.shape)
-
-
-def device_linears(
-    kernels: KernelSet, *, fixed: bool
-) -> Callable[[torch.Tensor, torch.Tensor | None], Linear]:
-    """Makes products by ``kernels``."""
-
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return DeviceLinear(weight, bias, kernels, fixed=fixed)
-
-    return make

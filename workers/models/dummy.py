@@ -21,7 +21,7 @@ class DummyTensors:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __iter__(self) -> Iterator[str]:
-        """It holds nothing that nobody asked for."""
+        """No names: no tensor of it can be left over."""
         return iter(())
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The feed-forward part of a layer: one gated MLP, or a mixture of them.
+"""The feed-forward part of a layer: a gated MLP, or a mixture of experts.
 
-A mixture computes expert after expert where the host may look at who chose whom, as on a CPU; where
-it must not, the experts are stacked.
+A mixture runs one expert after another where the host may read the routing, as on a CPU; where it
+may not, the experts' weights are stacked.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def plus_mlp(
     mlp: MLP,
     swiglu: SwiGLU,
 ) -> torch.Tensor:
-    """``total`` and what ``mlp`` makes of ``rows``, all [num_rows, hidden_size]; ``total`` may be
-    overwritten. ``swiglu``: see ``Operations``."""
+    """``total`` plus the output of ``mlp`` for ``rows``, all [num_rows, hidden_size]; ``total``
+    may be overwritten. ``swiglu``: see ``Operations``."""
     if isinstance(mlp, GatedMLP):
         return mlp.down.plus(total, mlp.gate_up.gated(rows, swiglu))
     if isinstance(mlp, StackedExperts):
@@ -51,7 +51,7 @@ def plus_mlp(
 
 def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> torch.Tensor:
     """Rows sorted by expert, so that each expert that is chosen at all runs once, over its own;
-    then each row's results are summed in the order of its choices, whoever else was in the batch.
+    then each row's results are summed in the order of its choices, whatever the rest of the batch.
     """
     scores = F.linear(rows, mixture.router)
     weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(mixture.num_chosen, -1)

@@ -1,4 +1,4 @@
-"""Linear maps of rows."""
+"""Linear layers on a CPU, or by torch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts that a CUDA device computes by itself: no step of it waits for the host."""
+"""Mixture of experts over stacked weights, computed without synchronising with the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StackedExperts(NamedTuple):
     """``num_chosen`` of the experts compute each row. ``router`` scores them; ``gate_up``:
     [num_experts, 2 * inner_size, hidden_size]; ``down``: [num_experts, hidden_size, inner_size].
 
-    If ``fixed``, what the experts make of a row does not depend on the other rows.
+    If ``fixed``, the result of a row does not depend on the other rows.
     """
 
     router: Linear
@@ -33,7 +33,7 @@ class StackedExperts(NamedTuple):
         rows: torch.Tensor,
         swiglu: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """``total`` and what the experts make of ``rows``, both [num_rows, hidden_size]; ``total``
+        """``total`` plus the mixture's output for ``rows``, both [num_rows, hidden_size]; ``total``
         is overwritten."""
         kernels, fixed = self.kernels, self.fixed
         scores = self.router(rows)

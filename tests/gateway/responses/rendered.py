@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.generation_request import GenerationRequest
 from gateway.request.parsing import decode
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.responses.input import check_fields, generation_request_of, given_items, messages_of
 from gateway.responses.renderer import ResponseRenderer
 from gateway.streams.parts import Part
@@ -52,7 +52,7 @@ def renderer_of(
         request=generation_request_of(request, messages_of(items, None)),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
     )
-    return ResponseRenderer(request, cast("ResponseStream", response), (), items, None, describe)
+    return ResponseRenderer(request, cast("ResponseReader", response), (), items, None, describe)
 
 
 def events_of(stream: bytes) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.streams.state import Phase
 from gateway.tools.catalogue import load_tools
 from schemas.config import RedisConfig
 from tests.gateway.resuming.clients import (
@@ -105,7 +106,7 @@ async def test_who_leaves_takes_nothing_from_the_others(pair: Pair, who: str) ->
     leaver.cancel()
     streams = pair.first.gateway.streams
     if who == "first":
-        await eventually(lambda: any(stream.unattended for stream in streams))
+        await eventually(lambda: any(stream.phase is Phase.DETACHED for stream in streams))
     else:
         await eventually(lambda: num_copies(pair) == 1)
     pair.worker.gate.set()

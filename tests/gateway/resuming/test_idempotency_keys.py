@@ -10,6 +10,7 @@ import pytest
 
 from bus.job_queue import PublishedJob
 from gateway.request.response_stream import ResponseStream
+from gateway.streams.state import Phase
 from schemas.errors import BusUnavailableError
 from schemas.jobs import Job
 from tests.gateway.resuming.clients import (
@@ -79,7 +80,7 @@ async def test_a_key_outlives_its_connection(pair: Pair) -> None:
                 break
             dripping.cancel()
             pair.worker.gate.clear()
-        await eventually(lambda: all(stream.unattended for stream in pair.first.gateway.streams))
+        await eventually(lambda: all(s.phase is Phase.DETACHED for s in pair.first.gateway.streams))
         assert len(pair.first.gateway.streams) == 1
         assert not pair.worker.cancelled
         pair.worker.gate.set()

@@ -7,17 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
+from gateway.sessions.summaries import Generate
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
 from runtime.clock import Clock
 from schemas.config import GatewayConfig
-from tests.gateway.sessions.fronts import (
-    MODEL,
-    Front,
-    Generate,
-    Make,
-    no_summary,
-)
+from tests.gateway.sessions.fronts import MODEL, Front, Make, no_summary
 from tests.support.servers import RedisServer
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
 from gateway.generation_request import GenerationRequest
 from gateway.models import Models
 from gateway.sessions.sessions import FittedSession, Sessions
+from gateway.sessions.summaries import Generate
 from gateway.tenancy.caller import LOCAL, Caller
 from gateway.tenancy.identity import Identity
 from registry.served import ServedModel
@@ -16,7 +17,7 @@ from registry.tokenizers.prompt_pool import PromptPool
 from runtime.clock import Clock, SystemClock
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig, SessionContexts
-from schemas.jobs import ChatMessage, Job
+from schemas.jobs import ChatMessage
 from schemas.openai import ModelCard
 from schemas.sampling import SamplingParams
 
@@ -27,11 +28,10 @@ SUMMARIES = GatewayConfig(session_context=SessionContexts(free="window"))
 # Half a hundred tokens of the demo model's.
 LONG = "The gateway sends tokens to the client as they come, and the worker makes them. " * 3
 
-Generate = Callable[[Job], Awaitable[str]]
 Make = Callable[..., "Front"]
 
 
-async def no_summary(_job: Job) -> str:
+async def no_summary(_tenant: str, _request_id: str, _request: GenerationRequest) -> str:
     raise AssertionError("nothing asked for a summary")
 
 

@@ -8,9 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 from bus.redis_keys import session_summary_key
+from gateway.generation_request import GenerationRequest
 from gateway.tenancy.caller import Caller
 from schemas.errors import BusUnavailableError, MillraceError, ParameterError
-from schemas.jobs import Job, Source, Tier
+from schemas.jobs import Tier
 from tests.gateway.sessions.fronts import (
     LONG,
     MODEL,
@@ -30,11 +31,11 @@ class Summariser:
 
     def __init__(self, answer: str | MillraceError = "They spoke of tokens.") -> None:
         self.answer = answer
-        self.jobs: list[Job] = []
+        self.requests: list[tuple[str, str, GenerationRequest]] = []
         self.gate = asyncio.Event()
 
-    async def __call__(self, job: Job) -> str:
-        self.jobs.append(job)
+    async def __call__(self, tenant: str, request_id: str, request: GenerationRequest) -> str:
+        self.requests.append((tenant, request_id, request))
         await self.gate.wait()
         if isinstance(self.answer, MillraceError):
             raise self.answer
@@ -55,27 +56,22 @@ async def _has_job(summariser: Summariser, front: Front) -> bool:
     """A summary that was begun asks Redis for the lock first; one more round trip is behind it."""
     await front.link.call("PING")
     await front.link.call("PING")
-    return bool(summariser.jobs)
+    return bool(summariser.requests)
 
 
 async def test_the_oldest_turns_become_a_summary(make: Make, redis: Redis) -> None:
     summariser = Summariser()
     front = make(SUMMARIES, generate=summariser)
     num_messages = await talk_until_summarised(front, summariser)
-    (job,) = summariser.jobs
-    assert job.request_id.startswith("sum-")
-    assert (job.tenant, job.tier, job.source, job.model) == (
-        "local",
-        Tier.BATCH,
-        Source.HTTP,
-        MODEL,
-    )
-    assert job.store_result
-    assert job.sampling.max_tokens == SUMMARIES.session_summary_tokens
-    assert job.messages is not None
-    assert "User: question 0" in job.messages[0].content
-    assert "Assistant: answer 0" in job.messages[0].content
-    ready = len(front.model.tokenizer.encode_chat(job.messages)) + (job.sampling.max_tokens or 0)
+    ((tenant, request_id, request),) = summariser.requests
+    assert request_id.startswith("sum-")
+    assert (tenant, request.model, request.session_id) == ("local", MODEL, SESSION)
+    assert request.sampling.max_tokens == SUMMARIES.session_summary_tokens
+    assert request.messages is not None
+    assert "User: question 0" in request.messages[0].content
+    assert "Assistant: answer 0" in request.messages[0].content
+    num_prompt_tokens = len(front.model.tokenizer.encode_chat(request.messages))
+    ready = num_prompt_tokens + SUMMARIES.session_summary_tokens
     assert ready <= front.model.context_window_tokens
 
     # Nobody waits for it, and what is said meanwhile stays.
@@ -115,9 +111,9 @@ async def test_a_second_summary_takes_the_first_one_in(make: Make) -> None:
     await talk_until_summarised(front, summariser)
     await eventually(lambda: _is_summarised(front))
     first = (await front.sessions.history("local", SESSION)).num_summarised
-    summariser.jobs.clear()
+    summariser.requests.clear()
     await talk_until_summarised(front, summariser)
-    messages = summariser.jobs[0].messages
+    messages = summariser.requests[0][2].messages
     assert messages is not None
     assert "What went before: They spoke of tokens." in messages[0].content
 
@@ -134,7 +130,7 @@ async def test_gateways_do_not_summarise_at_once(make: Make) -> None:
     for number in range(3):
         await other.exchange(f"more {number}", "ok")
         await _has_job(summariser, other)
-    assert len(summariser.jobs) == 1
+    assert len(summariser.requests) == 1
 
 
 async def test_a_failed_summary_changes_nothing(make: Make, redis: Redis) -> None:
@@ -152,7 +148,7 @@ async def test_a_failed_summary_changes_nothing(make: Make, redis: Redis) -> Non
     assert (history.summary, len(history.messages)) == ("", num_messages)
     await front.exchange("next", "ok")
     await _has_job(summariser, front)
-    assert len(summariser.jobs) == 1, "it is not tried again at once"
+    assert len(summariser.requests) == 1, "it is not tried again at once"
 
 
 async def test_a_deleted_conversation_is_not_summarised(make: Make, redis: Redis) -> None:

@@ -112,7 +112,7 @@ async def test_a_client_that_is_slow_to_read_saw_a_stall() -> None:
 async def test_what_nobody_takes_was_not_delivered() -> None:
     watched = Watched(ManualClock())
     await watched.give(0.1, 0, 2)
-    watched.stream.unattended = True
+    watched.stream.detach(None)
     await watched.give(0.1, 2, 5)
     record = watched.end(7)
     assert (record.tokens_delivered, record.longest_gap_ms) == (2, 0)
@@ -125,7 +125,7 @@ async def test_another_gateway_counts_on() -> None:
     await first.give(0.5, 0)
     await first.give(1.5, 1)
     first.start(epoch=1)
-    first.stream.num_replays = 2
+    first.stream.delivery.num_replays = 2
     seen = statistics_of(first.stream, first.clock)
     assert seen.num_epochs == 2
 

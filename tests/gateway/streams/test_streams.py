@@ -114,7 +114,7 @@ async def test_a_gap_is_filled_by_the_worker_that_has_it(table: Table) -> None:
     assert table.text(stream) == "abc"
     assert isinstance(stream.reader.terminal, Done)
     table.streams.finish(stream)
-    assert [ended.num_replays for ended in table.ended] == [1]
+    assert [ended.delivery.num_replays for ended in table.ended] == [1]
     assert len(table.streams) == 0
 
 
@@ -222,6 +222,20 @@ async def test_a_cancel_without_an_answer_ends_after_a_bound(table: Table) -> No
     await table.clock.advance(16)
     assert table.ended == [stream]
     assert stream.outcome == "disconnect"
+
+
+async def test_a_stream_that_nobody_came_back_for_ends_though_its_cancel_was_lost(
+    table: Table,
+) -> None:
+    stream = table.open()
+    stream.detach(table.clock.monotonic() + 1.0)
+    await table.clock.advance(1.5)
+    assert len(table.cancels) == 1
+    await table.clock.advance(2.5)
+    assert len(table.cancels) > 2
+    await table.clock.advance(16.0)
+    assert len(table.streams) == 0
+    assert [ended.outcome for ended in table.ended] == ["disconnect"]
 
 
 async def test_a_client_that_leaves_before_its_job_is_stored(table: Table) -> None:

@@ -272,7 +272,7 @@ async def test_an_event_stream_that_outlasts_the_gateway_says_how_to_go_on() -> 
     ):
         front.worker.stop_before = 2
         asking = asyncio.create_task(http.post(_PATH, json=_CHAT | {"stream": True}))
-        await eventually(lambda: any(stream.num_delivered for stream in front.gateway.streams))
+        await eventually(lambda: any(s.delivery.num_delivered for s in front.gateway.streams))
         await front.server.stop(drain_timeout_s=0.0)
         lines = [line for line in (await asking).text.splitlines() if line]
         assert any(line.startswith("id: ") for line in lines)

@@ -14,7 +14,6 @@ import huggingface_hub
 import pytest
 
 from benchmarks.support.gguf_files import write_gguf
-from cli.local.models import catalogue_for
 from registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from registry.checkpoints.checkpoint import read_model_config, read_model_outline
 from registry.gguf import checkpoint_folder as folders
@@ -63,6 +62,20 @@ def test_a_file_is_served_as_its_checkpoint_is(checkpoint: Path, file: Path) -> 
     assert ours.tool_format == hf.tool_format
     chat = Job(request_id="r", model="x", messages=(ChatMessage("user", "mill 水車"),))
     assert ours.prepare(chat, random.Random(1)) == hf.prepare(chat, random.Random(1))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+)
+def test_a_window_that_scaling_has_made_longer(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "hf", rope_scaling=scaling)
+    ours = served_by(write_gguf(tmp_path / "x.gguf", checkpoint))
+    assert ours.context_window_tokens == 2 * CONTEXT_WINDOW_TOKENS
+    assert ours.context_window_tokens == served_by(checkpoint).context_window_tokens
 
 
 def test_the_catalogue_names_files(tmp_path: Path, file: Path) -> None:
@@ -232,13 +245,12 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve(load_catalogue("").entry_for("org/mill/x.gguf"))
 
 
-def test_the_own_engine_says_which_one_computes_such_files(tmp_path: Path, file: Path) -> None:
+def test_the_own_engine_says_which_one_computes_such_files(file: Path) -> None:
     folder = resolve(entry_of(file))
     assert read_model_outline(folder).architecture == "llama"
     for refused in (
         lambda: read_model_config(folder),
         lambda: load_runner(folder, EngineConfig(device="cpu")),
-        lambda: catalogue_for("", [str(file)], tmp_path / "models.yaml"),
     ):
         with pytest.raises(CheckpointError, match=r"tiny\.gguf is .* --engine llamacpp"):
             refused()

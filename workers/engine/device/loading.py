@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from workers.kernels.gpu.attention_shape import AttentionShape
 from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from workers.kernels.gpu.step_inputs import StepShape
 from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.device_linear import device_linears
+from workers.models.device_linear import DeviceLinear
 from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
 from workers.models.stacked_experts import stacked_experts
@@ -55,7 +56,7 @@ def load_device_runner(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
     fixed = engine.deterministic
-    product = device_linears(kernels, fixed=fixed)
+    product = partial(DeviceLinear, kernels=kernels, fixed=fixed)
     weights = load_weights(
         path,
         config,
@@ -94,14 +95,7 @@ def _num_blocks(plans: _Plans) -> int:
     kv_cache_bytes = engine.kv_cache_bytes
     if not engine.num_blocks and not kv_cache_bytes:
         kv_cache_bytes = _profiled_bytes(plans, size_bytes)
-    return choose_num_blocks(
-        config,
-        num_blocks=engine.num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size_tokens=engine.block_size_tokens,
-        max_num_sequences=engine.max_num_sequences,
-        dtype=plans.cache_dtype,
-    )
+    return choose_num_blocks(config, engine, kv_cache_bytes, plans.cache_dtype)
 
 
 def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:

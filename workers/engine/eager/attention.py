@@ -214,8 +214,25 @@ class TorchAttention:
     ) -> None:
         """The rows of ``chunks`` of ``attended`` [num_tokens, num_heads, head_dim]; their keys and
         values are in the cache already."""
+        # Key heads are the batch; each is seen, not copied, by the query heads that share it.
+        shape = (-1, self.num_kv_heads, self._group_size, self._head_dim)
         for chunk in chunks:
-            self._attend_chunk(layer, queries, keys_values, attended, chunk)
+            rows = slice(chunk.start, chunk.end)
+            if chunk.block_ids is None:
+                keys = keys_values[rows, : self.num_kv_heads]
+                values = keys_values[rows, self.num_kv_heads :]
+            else:
+                gathered = self._gather(layer, chunk.block_ids, 1)
+                keys, values = gathered[0, : chunk.length].unbind(1)
+            expanded = (self.num_kv_heads, self._group_size, chunk.length, self._head_dim)
+            out = F.scaled_dot_product_attention(
+                queries[rows].view(shape).permute(1, 2, 0, 3),
+                keys.transpose(0, 1).unsqueeze(1).expand(expanded),
+                values.transpose(0, 1).unsqueeze(1).expand(expanded),
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+            )
+            attended[rows].view(shape).copy_(out.permute(2, 0, 1, 3))
 
     def _attend_tile(
         self, layer: int, queries: torch.Tensor, attended: torch.Tensor, tile: DecodeTile
@@ -232,33 +249,6 @@ class TorchAttention:
             attn_mask=tile.mask,
         )
         attended[tile.start : tile.end].view(shape).copy_(out)
-
-    def _attend_chunk(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys_values: torch.Tensor,
-        attended: torch.Tensor,
-        chunk: PrefillChunk,
-    ) -> None:
-        rows = slice(chunk.start, chunk.end)
-        if chunk.block_ids is None:
-            keys = keys_values[rows, : self.num_kv_heads]
-            values = keys_values[rows, self.num_kv_heads :]
-        else:
-            gathered = self._gather(layer, chunk.block_ids, 1)
-            keys, values = gathered[0, : chunk.length].unbind(1)
-        # Key heads are the batch; each is seen, not copied, by the query heads that share it.
-        shape = (-1, self.num_kv_heads, self._group_size, self._head_dim)
-        expanded = (self.num_kv_heads, self._group_size, chunk.length, self._head_dim)
-        out = F.scaled_dot_product_attention(
-            queries[rows].view(shape).permute(1, 2, 0, 3),
-            keys.transpose(0, 1).unsqueeze(1).expand(expanded),
-            values.transpose(0, 1).unsqueeze(1).expand(expanded),
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-        )
-        attended[rows].view(shape).copy_(out.permute(2, 0, 1, 3))
 
     def _gather(self, layer: int, block_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Contents of padded block tables: [num_rows, num_blocks * block_size, 2, num_kv_heads,

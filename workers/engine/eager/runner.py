@@ -69,14 +69,7 @@ class ModelRunner:
         weights = load_weights(path, config, dtype=dtype, device=device, source=source)
         cache = KVCache(
             config,
-            num_blocks=choose_num_blocks(
-                config,
-                num_blocks=engine.num_blocks,
-                kv_cache_bytes=engine.kv_cache_bytes,
-                block_size_tokens=engine.block_size_tokens,
-                max_num_sequences=engine.max_num_sequences,
-                dtype=dtype,
-            ),
+            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, dtype),
             block_size_tokens=engine.block_size_tokens,
             dtype=dtype,
             device=device,

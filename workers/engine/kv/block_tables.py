@@ -37,7 +37,7 @@ class PrefixHit(NamedTuple):
 
 
 class BlockTables:
-    """Allocates, shares and frees the blocks of sequences.
+    """Allocates, shares and frees the blocks of sequences, from a pool of its own.
 
     A block of a sequence's table is *cached* once it is full, computed and known to be finite;
     cached blocks are never written again, and if tables are ``shared``, others find them by their
@@ -51,36 +51,6 @@ class BlockTables:
 
     def __init__(
         self,
-        pool: BlockPool,
-        memory: BlockMemory,
-        cache: PrefixCache,
-        *,
-        shared: bool = True,
-        host: HostCache | None = None,
-        idle_offload_s: float = math.inf,
-    ) -> None:
-        self.pool = pool
-        self.host = host
-        self._memory = memory
-        self._cache = cache
-        self._shared = shared
-        self._idle_offload_s = idle_offload_s
-        self._size = pool.block_size_tokens
-        self._computing: dict[bytes, Sequence] = {}
-        self._events = KvEvents(self._is_kept, self._kept_keys)
-        if shared:
-            cache.on_change = self._events.record
-            if host is not None:
-                host.on_change = self._events.record
-        self.num_reserved_blocks = 0
-        self.num_guaranteed_blocks = 0
-        self.num_query_tokens = 0
-        self.num_hit_tokens = 0
-        self.num_swaps = 0
-
-    @classmethod
-    def make(
-        cls,
         num_blocks: int,
         block_size_tokens: int,
         memory: BlockMemory,
@@ -88,11 +58,25 @@ class BlockTables:
         shared: bool = True,
         host: HostCache | None = None,
         idle_offload_s: float = math.inf,
-    ) -> BlockTables:
-        """Tables over a pool of their own."""
-        cache = PrefixCache()
-        pool = BlockPool(num_blocks, block_size_tokens, cache.evict)
-        return cls(pool, memory, cache, shared=shared, host=host, idle_offload_s=idle_offload_s)
+    ) -> None:
+        self.host = host
+        self._memory = memory
+        self._cache = PrefixCache()
+        self.pool = BlockPool(num_blocks, block_size_tokens, self._cache.evict)
+        self._shared = shared
+        self._idle_offload_s = idle_offload_s
+        self._size = block_size_tokens
+        self._computing: dict[bytes, Sequence] = {}
+        self._events = KvEvents(self._is_kept, self._kept_keys)
+        if shared:
+            self._cache.on_change = self._events.record
+            if host is not None:
+                host.on_change = self._events.record
+        self.num_reserved_blocks = 0
+        self.num_guaranteed_blocks = 0
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_swaps = 0
 
     @property
     def num_evicted_blocks(self) -> int:

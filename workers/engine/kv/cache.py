@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
+from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from workers.kernels.gpu.device_batch import CacheLayer
 
@@ -138,21 +139,16 @@ def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype)
 
 
 def choose_num_blocks(
-    config: ModelConfig,
-    *,
-    num_blocks: int,
-    kv_cache_bytes: int,
-    block_size_tokens: int,
-    max_num_sequences: int,
-    dtype: torch.dtype,
+    config: ModelConfig, engine: EngineConfig, kv_cache_bytes: int, dtype: torch.dtype
 ) -> int:
-    """``num_blocks`` if given; else what fits ``kv_cache_bytes``, but never more than
-    ``max_num_sequences`` full context windows can use.
+    """``engine.num_blocks`` if given; else what fits ``kv_cache_bytes``, but never more than
+    ``engine.max_num_sequences`` full context windows can use.
 
     Raises ConfigError if not even one block fits.
     """
-    if num_blocks:
-        return num_blocks
+    if engine.num_blocks:
+        return engine.num_blocks
+    block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
     fitting = kv_cache_bytes // size_bytes
     if fitting < 1:
@@ -161,4 +157,4 @@ def choose_num_blocks(
             f"tokens takes {size_bytes} bytes for this model."
         )
     per_sequence = -(-config.context_window_tokens // block_size_tokens)
-    return min(fitting, per_sequence * max_num_sequences)
+    return min(fitting, per_sequence * engine.max_num_sequences)

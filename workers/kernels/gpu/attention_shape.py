@@ -1,4 +1,4 @@
-"""What attention is of: heads, blocks and windows of a model."""
+"""The shape of a model's attention: heads, blocks and windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class AttentionShape:
     ``softcap``: scores s become softcap * tanh(s / softcap). ``scale``: what scores are multiplied
     by before; None is head_dim**-0.5. ``block_size``: tokens of a block of the KV cache.
 
-    Raises ValueError for what no model has.
+    Raises ValueError for a shape that no model has.
     """
 
     num_heads: int

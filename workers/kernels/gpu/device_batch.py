@@ -1,4 +1,4 @@
-"""The nouns of the kernels: a step's batch as it lies on the device, and one layer's KV cache."""
+"""Arguments of the kernels: a step's batch on the device, and one layer's KV cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A mixture of experts whose weights lie in one stack, without the host's knowing who chose whom.
+"""Mixture of experts over stacked weights; the routing decisions never leave the device.
 
-``route`` chooses, ``sort_by_expert`` brings the choices of one expert together, ``gate_up`` and
-``down`` multiply them with their expert's weights, ``add_choices`` sums what each row chose. A
-choice is a pair of a row and one of its experts, number ``row * num_chosen + choice``.
+``route`` chooses experts by top-k of the softmax, ``sort_by_expert`` groups the choices by expert,
+``gate_up`` and ``down`` are grouped matrix products, ``add_choices`` sums the weighted results of
+each row. A choice is a pair of a row and one of its experts, number ``row * num_chosen + choice``.
 """
 
 from __future__ import annotations

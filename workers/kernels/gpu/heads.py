@@ -1,4 +1,4 @@
-"""Query, key and value heads between their projection and attention."""
+"""RMSNorm and RoPE of query and key heads, and the store of keys and values in the cache."""
 
 from __future__ import annotations
 

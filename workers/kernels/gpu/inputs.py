@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device from what the host sends and what the last step chose."""
+"""A step's inputs, unpacked on the device; tokens of the last step are read there."""
 
 from __future__ import annotations
 

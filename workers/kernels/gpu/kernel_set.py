@@ -32,7 +32,7 @@ class Attention(Protocol):
 
 
 class ExpertKernels(Protocol):
-    """What the modules ``experts`` both are; see ``workers.kernels.gpu.experts``."""
+    """The interface of both modules ``experts``; see ``workers.kernels.gpu.experts``."""
 
     def route(
         self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
@@ -99,7 +99,7 @@ def is_interpreted() -> bool:
 
 
 def triton_kernels() -> KernelSet:
-    """Triton's, wherever they then run."""
+    """The Triton kernels: compiled on a CUDA device, else interpreted."""
     from workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
 
     return _gathered(
@@ -116,7 +116,7 @@ def _reference_kernels() -> KernelSet:
     return _gathered(
         "reference",
         *(inputs, rows, heads, matmul, experts),
-        prefers_skinny=_never,
+        prefers_skinny=lambda *_: False,
         attention=attention.ReferenceAttention,
     )
 
@@ -146,8 +146,3 @@ def _gathered(
         attention=attention,
         experts=experts,
     )
-
-
-def _never(num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-    del num_rows, num_outputs, num_inputs
-    return False

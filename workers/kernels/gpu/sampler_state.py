@@ -1,5 +1,5 @@
-"""What tokens are chosen by, as it lies on the device: a row of parameters for each sequence, and
-how often a penalised one has had each token."""
+"""The sampler's state on the device: a row of sampling parameters for each sequence, and token
+counts of the penalised ones."""
 
 from __future__ import annotations
 

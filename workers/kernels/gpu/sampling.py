@@ -1,7 +1,7 @@
 """The choice of each row's next token, and log-probabilities, on the device alone.
 
 Nothing here waits for the device or reads from it, and all grids depend on shapes, so that a CUDA
-graph may hold it. A row's token depends on its logits and its state alone, whoever else is in the
+graph may hold it. A row's token depends on its logits and its state alone, whatever the rest of the
 batch.
 """
 

@@ -1,4 +1,4 @@
-"""Where a step's numbers lie in the one vector that the host sends, and what is made of them."""
+"""The layout of the one vector that the host sends for a step, and the tensors made of it."""
 
 from __future__ import annotations
 

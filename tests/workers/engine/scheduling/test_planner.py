@@ -25,7 +25,7 @@ def make_planner(
     **settings: Any,
 ) -> Planner:
     return Planner(
-        BlockTables.make(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache),
+        BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache),
         max_batch_tokens=max_batch_tokens,
         max_num_sequences=max_num_sequences,
         **settings,

@@ -1,4 +1,4 @@
-"""Attention of sequences with one row each: how the work is cut, the work, and its sum."""
+"""Split-KV decode attention: the partition of the tiles, the partial results, their reduction."""
 
 import triton
 import triton.language as tl
@@ -48,7 +48,7 @@ def cut_kernel(
         inside = begin + rows < num_sequences
         length = tl.load(lengths + begin + rows, mask=inside, other=0)
         first = first_tile_of(length, window, BLOCK_TOKENS)
-        # One tile even of an empty sequence: somebody has to write its zeros.
+        # One tile even for an empty sequence: a program has to write its zeros.
         counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)
         num_tiles += tl.sum(tl.where(inside, counts, 0))
 

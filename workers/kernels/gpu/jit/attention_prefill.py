@@ -1,4 +1,4 @@
-"""Attention of sequences with any number of rows each."""
+"""Prefill attention: sequences with any number of query rows each."""
 
 import triton
 import triton.language as tl

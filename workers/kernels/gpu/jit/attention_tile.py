@@ -1,4 +1,4 @@
-"""What attention does with one tile of keys and values, for a tile of query rows."""
+"""One step of online-softmax attention: a tile of query rows by a tile of keys and values."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts take a row, their products, and the sum of a row's choices.
+"""Mixture of experts: top-k routing, grouped matrix products, and the sum of a row's choices.
 
 The products are of rows sorted by expert with the weights that each row chose. How many rows an
 expert has is known on the device only: the grid has room for the worst case, every program looks

@@ -1,5 +1,5 @@
-"""What becomes of query, key and value heads before attention. One program takes a few heads of
-one token, each as its two halves, whose elements RoPE pairs."""
+"""RMSNorm and RoPE of query and key heads, and the store of keys and values in the cache. One
+program takes a few heads of one token, each as its two halves, whose elements RoPE pairs."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device."""
+"""A step's inputs, unpacked on the device."""
 
 import triton
 import triton.language as tl

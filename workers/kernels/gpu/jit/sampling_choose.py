@@ -153,7 +153,7 @@ def choose_kernel(
         token = group * GROUP + member
         penalised, _, _, _ = penalties(record)
         if penalised:
-            tl.debug_barrier()  # nobody reads the counts any more
+            tl.debug_barrier()  # no thread reads the counts any more
             entry = tl.load(counts + token)
             counted = (entry & MOST_COUNTED) < MOST_COUNTED
             tl.store(counts + token, tl.where(counted, entry + 1, entry))

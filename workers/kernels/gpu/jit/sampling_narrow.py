@@ -54,7 +54,7 @@ def _peak_rank(peaks, rank):
 @triton.jit
 def _list_groups(listing, chosen, groups):
     """Write the ``chosen`` of the ``groups`` to ``listing``, in order; returns how many."""
-    tl.debug_barrier()  # nobody reads an earlier list any more
+    tl.debug_barrier()  # no thread reads an earlier list any more
     ones = chosen.to(tl.int32)
     tl.store(listing + tl.cumsum(ones, 0) - 1, groups, mask=chosen)
     tl.debug_barrier()
@@ -141,7 +141,7 @@ def _gather(
 ):  # fmt: skip
     """The listed tokens' gaps in (low, high], of which there are at most CAPACITY, then NO_GAP."""
     num_gathered = tl.full((), 0, tl.int32)
-    tl.debug_barrier()  # nobody reads what was gathered before any more
+    tl.debug_barrier()  # no thread reads the bits gathered before any more
     for start in range(0, num_listed, TILE_GROUPS):
         bits = _listed_gaps(
             logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,

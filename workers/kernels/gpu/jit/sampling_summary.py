@@ -1,4 +1,4 @@
-"""What each group of a row's logits has: its largest, and how much it weighs.
+"""The summary of each group of a row's logits: the largest logit, and the group's mass.
 
 The only pass over all logits that every row takes; each program takes a part of one row.
 """

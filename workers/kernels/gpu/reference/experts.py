@@ -1,4 +1,4 @@
-"""A mixture of experts whose weights lie in one stack. The products look at who chose whom."""
+"""Mixture of experts over stacked weights; the products read the routing on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of rows and weights."""
+"""Linear layers: matrix products of rows and weights."""
 
 from __future__ import annotations
 

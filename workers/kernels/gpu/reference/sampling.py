@@ -99,7 +99,7 @@ def _lowest(scaled: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(weights: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The winners of a race of groups and one within the winner's."""
+    """A draw by exponential variates: of a group, then of a token in it."""
     groups = num_groups(weights.shape[1])
     padding = groups * GROUP_TOKENS - weights.shape[1]
     members = torch.nn.functional.pad(weights, (0, padding)).view(-1, groups, GROUP_TOKENS)

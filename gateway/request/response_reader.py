@@ -1,0 +1,151 @@
+"""What a request's response is made of: its choices' streams, read into parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from gateway.errors import Refusal, refusal_of_end
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
+from gateway.request.index import RequestState
+from gateway.streams.choice import Choice
+from gateway.streams.parts import Part
+from gateway.streams.stream import OpenStream
+from gateway.streams.token_gaps import TokenGaps
+from gateway.streams.usage import total_usage
+from gateway.tenancy.caller import Caller
+from schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
+from schemas.sampling import SamplingParams
+from schemas.sessions import SessionInfo
+from schemas.tools import ToolMode
+
+_NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """What was asked, by whom and of which model. ``created_s`` is UTC epoch."""
+
+    request: GenerationRequest
+    caller: Caller
+    model: ServedModelLike
+    request_id: str
+    created_s: int
+    session: SessionInfo | None = None
+    idempotency_key: str = ""
+
+    @classmethod
+    def of(
+        cls, state: RequestState, request: GenerationRequest, caller: Caller, model: ServedModelLike
+    ) -> AcceptedRequest:
+        """``request`` is the state's own, or that with its prompt."""
+        return cls(
+            request,
+            caller,
+            model,
+            state.request_id,
+            state.created_ns // _NS_PER_S,
+            state.session,
+            state.idempotency_key,
+        )
+
+
+class ResponseReader:
+    """Reads until ``ended``. The client has the tokens before ``first_indices``, one for each
+    choice, from another connection."""
+
+    def __init__(
+        self, accepted: AcceptedRequest, gaps: TokenGaps, first_indices: tuple[int, ...] = ()
+    ) -> None:
+        self.request = accepted.request
+        self.caller = accepted.caller
+        self.model = accepted.model
+        self.request_id = accepted.request_id
+        self.created_s = accepted.created_s
+        self.session = accepted.session
+        self.first_indices = first_indices
+        self.own_tools = frozenset(accepted.request.server_tools)
+        self.choices: list[Choice] = []
+        self.refusal: Refusal | None = None
+        self._gaps = gaps
+
+    def add_choice(self, stream: OpenStream, from_index: int = 0) -> None:
+        """The next choice, which is read from ``stream``."""
+        request = self.request
+        has_tools = (
+            bool(request.tools or self.own_tools) and request.tool_choice.mode is not ToolMode.NONE
+        )
+        tool_format = self.model.tool_format if has_tools else None
+        ends = _end_token_ids(self.model, request.sampling)
+        number = len(self.choices)
+        self.choices.append(Choice(number, stream, tool_format, self.own_tools, from_index, ends))
+
+    def read_parts(self, now_s: float) -> list[Part]:
+        """The parts that came since the last call, in the order of each choice."""
+        parts: list[Part] = []
+        gaps = self._gaps
+        for choice in self.choices:
+            if choice.end is None or choice.pending:
+                choice.collect(now_s, gaps, parts)
+            if choice.round_end is not None:
+                self._on_round_end(choice)
+            if choice.end is not None and type(choice.end) is not Done:
+                self._on_failure(choice.end)
+        return parts
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that will ever come has been taken."""
+        if self.refusal is not None:
+            return True
+        first = self.choices[0]
+        if first.end is None or first.pending:
+            return False  # the usual answer while tokens come, at no cost
+        return not any(choice.end is None or choice.pending for choice in self.choices)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a sign of life from a worker."""
+        return any(
+            choice.round or choice.stream.reader.started or choice.stream.reader.has_pending
+            for choice in self.choices
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """Of all choices and rounds; the prompt that they share counts once."""
+        usages = [choice.usage for choice in self.choices]
+        of_prompts = total_usage(usages[:: self.request.sampling.n])
+        return replace(of_prompts, completion_tokens=total_usage(usages).completion_tokens)
+
+    @property
+    def next_indices(self) -> tuple[int, ...]:
+        """The index of the first token of each choice that was not taken yet."""
+        return tuple([choice.next_index for choice in self.choices])
+
+    def prompt_of(self, choice: int) -> str | tuple[int, ...]:
+        """The prompt of a choice, if the ask had a prompt."""
+        request = self.request
+        number = choice // request.sampling.n
+        if number:
+            return request.other_prompts[number - 1]
+        return request.prompt if request.prompt is not None else request.prompt_token_ids or ()
+
+    def prompt_logprobs(self, choice: int) -> tuple[TokenLogprob | None, ...]:
+        return self.choices[choice].stream.reader.prompt_logprobs
+
+    def _on_round_end(self, choice: Choice) -> None:
+        """The model has called tools of the gateway's own."""
+
+    def _on_failure(self, end: TerminalFrame) -> None:
+        """One choice has failed: so has the response."""
+        if self.refusal is None:
+            self.refusal = refusal_of_end(end)
+
+
+def _end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
+    """The tokens with which a completion is over."""
+    ends = () if sampling.ignore_eos else model.eos_token_ids
+    return frozenset(ends).union(sampling.stop_token_ids)

@@ -1,0 +1,71 @@
+"""Results that were stored, as the frames that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Embedding,
+    Expired,
+    Failed,
+    Frame,
+    PromptLogprobs,
+    Shed,
+    Started,
+    TerminalFrame,
+    Usage,
+)
+from schemas.jobs import JobResult
+from schemas.records import Status
+
+_SHED_RETRY_S = 1.0
+
+
+def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
+    """The frames that a reader would have got for a stored result."""
+    usage = result.usage or Usage()
+    token_ids = _token_ids(result)
+    yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
+    if result.prompt_logprobs:
+        yield PromptLogprobs(epoch=epoch, logprobs=result.prompt_logprobs)
+    if result.embedding:
+        yield Embedding(epoch=epoch, values=result.embedding)
+    if token_ids:
+        yield Delta(
+            epoch=epoch,
+            index=0,
+            token_ids=token_ids,
+            text=result.text,
+            text_ends=result.text_ends,
+            logprobs=result.logprobs,
+        )
+    yield msgspec.structs.replace(usage, epoch=epoch)
+    yield end_of(result, epoch)
+
+
+def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
+    """The last of these frames."""
+    num_tokens = len(_token_ids(result))
+    match result.status:
+        case Status.DONE if result.finish_reason is not None:
+            return Done(epoch=epoch, finish_reason=result.finish_reason, num_tokens=num_tokens)
+        case Status.CANCELLED:
+            return Cancelled(epoch=epoch, num_tokens=num_tokens)
+        case Status.EXPIRED:
+            return Expired(epoch=epoch, num_tokens=num_tokens)
+        case Status.SHED:
+            return Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
+        case _:
+            return Failed(epoch=epoch, code=result.error_code, message=result.error_message)
+
+
+def _token_ids(result: JobResult) -> tuple[int, ...]:
+    if result.text and not result.token_ids:
+        # The result was too large to be stored with its ids; it can be read as a whole only.
+        return (0,) * (result.usage.completion_tokens if result.usage is not None else 1)
+    return result.token_ids
