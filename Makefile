@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DATA   ?= data
 CODE   := schemas runtime bus registry gateway scheduler workers telemetry bench simulation cli benchmarks tests
 
-.PHONY: setup up test lint types imports check bench clean
+.PHONY: setup up test lint types imports check bench engines-vllm clean
 
 setup: $(READY)
 
@@ -47,6 +47,9 @@ check: lint types imports test
 
 bench: setup  ## what the whole path costs beside the engine alone
 	$(BIN)/python -m benchmarks.walk $(ARGS)
+
+engines-vllm:  ## vLLM for processors, in an environment of its own under .engines
+	deploy/engines/install-vllm $(PYTHON)
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -83,7 +83,9 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         ),
         grammars=frozenset(),
     ),
-    EngineKind.VLLM: EnginePromises(unsupported=frozenset({"pooling", "n", "typical_p"})),
+    EngineKind.VLLM: EnginePromises(
+        continues_grammars=True, unsupported=frozenset({"pooling", "n", "typical_p"})
+    ),
     EngineKind.SGLANG: EnginePromises(
         unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"})
     ),

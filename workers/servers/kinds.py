@@ -4,5 +4,8 @@ from __future__ import annotations
 
 from schemas.engines import EngineKind
 from workers.servers.dialect import Dialect
+from workers.servers.dialects.vllm import VllmDialect
 
-DIALECTS: dict[EngineKind, type[Dialect]] = {}
+DIALECTS: dict[EngineKind, type[Dialect]] = {
+    EngineKind.VLLM: VllmDialect,
+}

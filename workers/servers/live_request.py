@@ -6,7 +6,7 @@ import asyncio
 
 from schemas.frames import FinishReason
 from workers.engine.types import EngineRequest
-from workers.servers.dialect import Part, ServerStreamError
+from workers.servers.dialect import Part
 from workers.servers.guided import Guide
 
 
@@ -22,6 +22,7 @@ class LiveRequest:
         self.last_token_s = added_s
         self.num_cached_tokens = 0
         self.is_resampled = False
+        self.num_calls = 0
         self.task: asyncio.Task[None] | None = None
         self.guide: Guide | None = None
         self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
@@ -55,9 +56,10 @@ class LiveRequest:
         self, part: Part, *, is_complete: bool = False
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens of a part that belong to the completion, and how it ends by them.
-        ``is_complete``: its grammar has come to its end. A server may stop later than was asked
-        for, never earlier: raises ServerStreamError then."""
-        if part.num_cached_tokens is not None:
+        ``is_complete``: its grammar has come to its end. A server that stops before it has made as
+        many as were asked for has not ended it."""
+        # A later call finds in the cache what the first one put there.
+        if part.num_cached_tokens is not None and self.num_calls == 1:
             self.num_cached_tokens = part.num_cached_tokens
         accepted: list[int] = []
         for token_id in part.token_ids:
@@ -71,10 +73,7 @@ class LiveRequest:
         if is_complete:
             return tuple(accepted), FinishReason.STOP
         if part.finish_reason is FinishReason.LENGTH:
-            raise ServerStreamError(
-                f"The engine's server ended the answer after {len(self.token_ids)} of "
-                f"{self._max_tokens} tokens."
-            )
+            return tuple(accepted), None
         if part.finish_reason is FinishReason.STOP and not self.request.sampling.ignore_eos:
             # Many servers keep the token by which a sequence ends to themselves.
             end = self.request.eos_token_ids[:1]

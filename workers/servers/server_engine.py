@@ -213,6 +213,7 @@ class ServerEngine(EngineLike):
             is_over = self._accept(live, Part(token_ids=question.forced))
             return _StreamEnd.OVER if is_over else _StreamEnd.GUIDED
         reader = self._dialect.reader(question.request, live.token_ids)
+        live.num_calls += 1
         events = cast("AsyncGenerator[bytes]", self._client.stream(call.path, call.body))
         try:
             async with aclosing(events):

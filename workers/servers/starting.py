@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 from registry.checkpoints.fingerprint import weights_fingerprint
 from registry.served import ServedModel
@@ -18,6 +17,7 @@ from workers.servers.dialect import Dialect, ServerFacts
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
 from workers.servers.server_process import ServerProcess, find_program
+from workers.servers.versions import version_of
 
 _POLL_S = 0.1
 # The host of a URL is of no meaning on a Unix socket.
@@ -117,7 +117,7 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
     kind, model = dialect.kind, dialect.model
     try:
         facts = await dialect.read_facts(client)
-    except EngineFailedError:
+    except (EngineFailedError, ConfigError):
         raise
     except MillraceError as error:
         raise EngineFailedError(
@@ -141,9 +141,3 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
             f"one, or set context_window_tokens of the model to {window}."
         )
     return facts
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version."""
-    found = re.match(r"[^\d]*(\d+(?:\.\d+)*)", text)
-    return tuple(map(int, found.group(1).split("."))) if found else ()

@@ -25,9 +25,9 @@ MAX_MESSAGE_CHARACTERS = 240
 COMPILE_STACK_BYTES = 64 << 20
 _WORD_BITS = 32
 _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
 # Unbounded blanks between the parts of a document are where a model gets stuck.
-_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
+JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
 # Some 1 to 2 kB each; the library's own bound would let one grammar fill half a gigabyte.
 _MAX_LEXER_STATES = 50_000
 # What the library puts before the bytes of a token that is no text; never in UTF-8.
@@ -129,7 +129,7 @@ def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return _json_source(_ANY_OBJECT)
+            return _json_source(ANY_OBJECT)
         case GrammarKind.JSON_SCHEMA:
             return _json_source(grammar.text)
         case GrammarKind.REGEX:
@@ -139,7 +139,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _json_source(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_BLANKS})
 
 
 def raise_error_of(matcher: LLMatcher) -> None:

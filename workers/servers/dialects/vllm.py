@@ -1,0 +1,310 @@
+"""vLLM's server, by token ids in and out.
+
+``/inference/v1/generate`` takes 14 % less of the server's processor time for a token than
+``/v1/completions`` does, since it makes no text; a server that does not have it, or is older than
+the one that this was tried with, is asked by the other, and so is who wants log-probabilities of
+the prompt, which only that one streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from registry.served import ServedModel
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError
+from schemas.sampling import Grammar, GrammarKind
+from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
+from workers.engine.types import EngineRequest
+from workers.engine_like import EngineFailedError
+from workers.servers.client import AnswerError, ServerClient
+from workers.servers.dialect import (
+    Call,
+    Command,
+    Dialect,
+    Reader,
+    ServerFacts,
+    ServerLoad,
+)
+from workers.servers.dialects.vllm_answers import VllmReader
+from workers.servers.dialects.vllm_command import SCHEDULING_POLICY, num_sequences, vllm_command
+from workers.servers.prometheus_text import read_labels, read_samples
+from workers.servers.versions import version_of
+
+_GENERATE = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
+_GENERATE_SINCE = (0, 32)
+_PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."
+_KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_PREEMPTIONS = "vllm:num_preemptions_total"
+_STEPS = "vllm:iteration_tokens_total_count"
+_CACHE_CONFIG = "vllm:cache_config_info"
+
+
+class VllmDialect(Dialect):
+    """See the module. Of a server that runs already, ``priority`` is not sent (it may not take it),
+    and grammars are read by the backend that it was started with."""
+
+    kind = EngineKind.VLLM
+    package = "vllm"
+    program = "vllm"
+    oldest_version = (0, 11)
+    takes_cache_salt = True
+    takes_allowed_tokens = True
+    native_grammars = frozenset(GrammarKind)
+
+    def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
+        super().__init__(model, config, owned=owned)
+        self._name = model.entry.name
+        self._generates = owned
+        self._takes_priority = owned and _last_option(config.arguments, SCHEDULING_POLICY) in (
+            None,
+            "priority",
+        )
+
+    def command(self, program: Path, socket: Path) -> Command:
+        return vllm_command(program, socket, self.model, self.config)
+
+    # --- what it says of itself ---
+
+    async def read_facts(self, client: ServerClient) -> ServerFacts:
+        version = _text(await client.get_json("/version"), "version")
+        models = await client.get_json("/v1/models")
+        model = _chosen(models, self.config.served_name)
+        self._name = str(model["id"])
+        window = model.get("max_model_len")
+        facts = ServerFacts(
+            version=version,
+            model=self._name,
+            context_window_tokens=window if isinstance(window, int) else None,
+            kv_capacity_tokens=_kv_capacity_tokens(await client.get("/metrics")),
+            max_num_sequences=num_sequences(self.config) if self.owned else 0,
+        )
+        if version_of(version) < self.oldest_version:
+            return facts
+        await self._check_tokenizer(client)
+        self._generates = version_of(version) >= _GENERATE_SINCE
+        await self._check_vocabulary(client)
+        return facts
+
+    async def _check_tokenizer(self, client: ServerClient) -> None:
+        """Raises ConfigError if it cuts a text into other tokens than the catalogue's model."""
+        body = {"model": self._name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
+        answer = await client.post_json("/tokenize", body)
+        own = self.model.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
+        if answer.get("tokens") != list(own):
+            raise ConfigError(
+                f"The vLLM server's tokenizer is not that of the catalogue's "
+                f"{self.model.entry.name}: they are not the same model."
+            )
+
+    async def _check_vocabulary(self, client: ServerClient) -> None:
+        """Whether it takes the model's last token id, and none behind it. Raises ConfigError."""
+        size = self.model.vocab_size
+        if await self._takes(client, size - 1) and not await self._takes(client, size):
+            return
+        raise ConfigError(
+            f"The vLLM server's model does not have the {size} token ids of the catalogue's "
+            f"{self.model.entry.name}: they are not the same model."
+        )
+
+    async def _takes(self, client: ServerClient, token_id: int) -> bool:
+        request = EngineRequest(request_id="probe", prompt_token_ids=(token_id,))
+        call = self._asking_one(self.call(request, ()))
+        body = {name: value for name, value in call.body.items() if name != "stream_options"}
+        try:
+            await client.post_json(call.path, body | {"stream": False})
+        except AnswerError as error:
+            if self._generates and error.status in _ABSENT:
+                self._generates = False
+                return await self._takes(client, token_id)
+            if error.status != _BAD_REQUEST:
+                raise
+            return False
+        return True
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        names = (*_KV_USAGE, _PREEMPTIONS, _STEPS)
+        samples = read_samples(await client.get("/metrics"), names)
+        usages = samples[_KV_USAGE[0]] or samples[_KV_USAGE[1]]
+        return ServerLoad(
+            kv_usage=sum(usages) / len(usages) if usages else 0.0,
+            num_steps=int(sum(samples[_STEPS])),
+            num_preemptions=int(sum(samples[_PREEMPTIONS])),
+        )
+
+    # --- requests ---
+
+    def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
+        prompt = [*request.prompt_token_ids, *token_ids]
+        body: dict[str, Any] = {
+            "model": self._name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        if self._takes_priority and request.priority:
+            # Who has the lower number is served first.
+            body["priority"] = -request.priority
+        sampling = self._sampling(request, len(token_ids))
+        if self._generates and not _wants_prompt_logprobs(request, token_ids):
+            if sampling["logprobs"] is not None:
+                # It counts the token itself as one of them.
+                sampling["logprobs"] += 1
+            sampling |= {"detokenize": False}
+            return Call(_GENERATE, body | {"token_ids": prompt, "sampling_params": sampling})
+        body |= {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        if _wants_prompt_logprobs(request, token_ids):
+            counts = (request.sampling.prompt_logprobs, request.sampling.logprobs)
+            sampling |= {"echo": True, "logprobs": max(count or 0 for count in counts)}
+        return Call(_COMPLETIONS, body | sampling)
+
+    def call_one_of(
+        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+    ) -> Call:
+        call = self._asking_one(self.call(request, token_ids))
+        _sampling_of(call)["allowed_token_ids"] = list(allowed)
+        return call
+
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+        sampling = request.sampling
+        if not _wants_prompt_logprobs(request, token_ids):
+            return VllmReader(num_logprobs=sampling.logprobs)
+        return VllmReader(
+            num_logprobs=sampling.logprobs,
+            num_echoed=len(request.prompt_token_ids) + len(token_ids),
+            num_prompt_logprobs=sampling.prompt_logprobs or 0,
+        )
+
+    def _asking_one(self, call: Call) -> Call:
+        sampling = _sampling_of(call)
+        sampling |= {"max_tokens": 1, "min_tokens": min(1, sampling["min_tokens"])}
+        return call
+
+    def _sampling(self, request: EngineRequest, num_made: int) -> dict[str, Any]:
+        """Every parameter, so that nothing of the server's own defaults counts; what ends a
+        sequence is named by us, for it may know other tokens that do."""
+        sampling = request.sampling
+        max_tokens = sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
+        max_tokens = max(1, max_tokens - num_made)
+        ends = dict.fromkeys(sampling.stop_token_ids)
+        if not sampling.ignore_eos or sampling.grammar is not None:
+            ends |= dict.fromkeys(request.eos_token_ids)
+        said: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "min_tokens": min(max_tokens, max(0, sampling.min_tokens - num_made)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "seed": sampling.seed,
+            "stop_token_ids": list(ends),
+            "ignore_eos": True,
+            "logprobs": sampling.logprobs,
+            "bad_words": list(sampling.bad_words),
+        }
+        if sampling.logit_bias:
+            said["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        if sampling.grammar is not None:
+            said["structured_outputs"] = self._structured_outputs(sampling.grammar)
+        return said
+
+    def _structured_outputs(self, grammar: Grammar) -> dict[str, Any]:
+        match grammar.kind:
+            case GrammarKind.REGEX:
+                return {"regex": grammar.text}
+            case GrammarKind.EBNF:
+                return {"grammar": grammar.text}
+            case GrammarKind.JSON_OBJECT if not self.owned:
+                return {"json_object": True}
+            case GrammarKind.JSON_OBJECT:
+                return {"json": self._schema(ANY_OBJECT)}
+            case GrammarKind.JSON_SCHEMA:
+                return {"json": self._schema(grammar.text)}
+
+    def _schema(self, text: str) -> str | dict[str, Any]:
+        """As the own engine reads it, by a key of the library that both have."""
+        try:
+            schema = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            return text
+        if not self.owned or not isinstance(schema, dict):
+            return text
+        given = schema.get("x-guidance")
+        options = given if isinstance(given, dict) else {}
+        return schema | {"x-guidance": {"whitespace_pattern": JSON_BLANKS} | options}
+
+
+_ABSENT = frozenset({403, 404, 405})
+_BAD_REQUEST = 400
+
+
+def _sampling_of(call: Call) -> dict[str, Any]:
+    """Where a call has its sampling parameters."""
+    sampling: dict[str, Any] = call.body.get("sampling_params", call.body)
+    return sampling
+
+
+def _wants_prompt_logprobs(request: EngineRequest, token_ids: Sequence[int]) -> bool:
+    """They come with the first tokens of an engine, and not again."""
+    return request.sampling.prompt_logprobs is not None and len(token_ids) == len(
+        request.output_token_ids
+    )
+
+
+def _chosen(models: Any, served_name: str) -> dict[str, Any]:
+    """The model to ask for, of those that /v1/models lists. Raises EngineFailedError or
+    ConfigError."""
+    listed: list[dict[str, Any]] = []
+    if isinstance(models, dict) and isinstance(models.get("data"), list):
+        listed = [one for one in models["data"] if isinstance(one, dict) and "id" in one]
+    if not listed:
+        raise EngineFailedError("The vLLM server lists no models.")
+    if not served_name:
+        return listed[0]
+    for one in listed:
+        if one["id"] == served_name:
+            return one
+    raise ConfigError(
+        f"The vLLM server has no model {served_name!r} (worker.engine.served_name); it has "
+        f"{', '.join(str(one['id']) for one in listed)}."
+    )
+
+
+def _text(answer: Any, name: str) -> str:
+    said = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(said, str):
+        raise EngineFailedError("The server does not say its version, as vLLM's does.")
+    return said
+
+
+def _kv_capacity_tokens(metrics: bytes) -> int:
+    """Of all of its engines together."""
+    capacity = 0
+    for labels in read_labels(metrics, _CACHE_CONFIG):
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        if blocks.isdecimal() and size.isdecimal():
+            capacity += int(blocks) * int(size)
+    return capacity
+
+
+def _last_option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an option of a command line."""
+    found = None
+    for at, argument in enumerate(arguments):
+        if argument == name and at + 1 < len(arguments):
+            found = arguments[at + 1]
+        elif argument.startswith(f"{name}="):
+            found = argument.removeprefix(f"{name}=")
+    return found
