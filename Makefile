@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DATA   ?= data
 CODE   := schemas runtime bus registry gateway scheduler workers telemetry bench simulation cli benchmarks tests
 
-.PHONY: setup up test lint types imports check bench engines-vllm clean
+.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines clean
 
 setup: $(READY)
 
@@ -47,6 +47,12 @@ check: lint types imports test
 
 bench: setup  ## what the whole path costs beside the engine alone
 	$(BIN)/python -m benchmarks.walk $(ARGS)
+
+engines: setup  ## llama.cpp's server, built from source into .engines
+	deploy/engines/install-llamacpp $(BIN)/python
+
+test-engines: setup  ## the tests of the engines that others wrote, as far as these are here
+	$(BIN)/pytest -m "vllm or llamacpp" $(ARGS)
 
 engines-vllm:  ## vLLM for processors, in an environment of its own under .engines
 	deploy/engines/install-vllm $(PYTHON)

@@ -90,8 +90,14 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"})
     ),
     EngineKind.LLAMACPP: EnginePromises(
-        unsupported=frozenset({"pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"}),
-        grammars=_JSON,
+        # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
+        unsupported=frozenset(
+            {
+                *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
+                *("presence_penalty", "frequency_penalty"),
+            }
+        ),
+        continues_grammars=True,
     ),
     EngineKind.OPENAI: EnginePromises(
         exact_token_ids=False,

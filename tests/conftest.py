@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
+from tests.support.engine_servers import is_there
 from tests.support.nats.streams import delete_streams
 from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
@@ -70,7 +71,19 @@ def pytest_runtest_makereport(
     return report
 
 
+# What installs the program of another engine, by the marker of the tests that need it.
+_ENGINE_PROGRAMS = {
+    "llamacpp": ("llama-server", "make engines"),
+    "vllm": ("vllm", "make engines-vllm"),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for marker, (program, target) in _ENGINE_PROGRAMS.items():
+        if not is_there(program):
+            for item in items:
+                if item.get_closest_marker(marker) is not None:
+                    item.add_marker(pytest.mark.skip(reason=f"needs {program}: {target}"))
     if hasattr(config, "workerinput"):  # one of several processes
         items[:] = longest_first(items)
 

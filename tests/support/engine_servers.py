@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import psutil
 
+from schemas.errors import ConfigError
 from tests.support.system import System
+from workers.servers.server_process import find_program
+
+
+def is_there(program: str) -> bool:
+    """Whether a worker would find this program."""
+    try:
+        find_program(program, "", program)
+    except ConfigError:
+        return False
+    return True
 
 
 def server_process(system: System, program: str, worker: str = "worker-1") -> psutil.Process:

@@ -138,7 +138,7 @@ class EngineConformance:
         await heard.ended("a")
         end = heard.end("a")
         assert end is not None
-        assert end.error is None
+        assert end.error is None, end.error
         assert len(heard.tokens("a")) == 12 or end.finish_reason is FinishReason.STOP
         assert [output.started for output in heard.of("a")].count(True) == 1
         assert heard.of("a")[0].started
@@ -250,7 +250,7 @@ class EngineConformance:
         self, engine: EngineLike, name: str
     ) -> None:
         if name == "n" and self._can("n"):
-            pytest.skip("several choices are tested with the engine that makes them")
+            return  # several choices are tested with the engine that makes them
         heard = Heard(engine)
         engine.add(request("r", **{"temperature": 1.0, name: _REFUSED[name]}))
         await heard.ended("r")
@@ -261,7 +261,7 @@ class EngineConformance:
         else:
             is_taken = self._can(name)
         if is_taken:
-            assert end.error is None
+            assert end.error is None, end.error
         else:
             assert end.error is not None
             assert end.error[0] == "invalid_parameter"
@@ -278,7 +278,7 @@ class EngineConformance:
 
     async def test_prefixes_that_it_may_have_are_told(self, engine: EngineLike) -> None:
         if not self.has_prefix_cache:
-            pytest.skip("it has no prefix cache")
+            return
         heard = Heard(engine)
         prompt = tuple(range(70, 70 + 48))
         engine.add(request("p", prompt=prompt))

@@ -39,10 +39,12 @@ class ServerClient:
 
     def __init__(self, url: str, *, socket: Path | None = None, api_key: str = "") -> None:
         self.url = url.rstrip("/")
+        # A kept connection may be closed by the server while a request is on its way, and a POST
+        # cannot tell whether it was heard then; a fresh one costs a fraction of a token.
         connector: aiohttp.BaseConnector = (
-            aiohttp.TCPConnector(limit=0)
+            aiohttp.TCPConnector(limit=0, force_close=True)
             if socket is None
-            else aiohttp.UnixConnector(str(socket), limit=0)
+            else aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         )
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
@@ -96,6 +98,22 @@ class ServerClient:
                         raise AnswerError(f"{path} sent an event without an end.", response.status)
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(self.url, error) from error
+
+    async def whole(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The one answer to a POST, as ``stream`` gives many: it may take its time, and closing the
+        iterator ends the request. Raises as ``stream`` does."""
+        try:
+            async with self._session.post(
+                self.url + path,
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                answer = await response.read()
+                if response.status != HTTPStatus.OK:
+                    raise _answer_error(path, response.status, answer)
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(self.url, error) from error
+        yield answer
 
     async def close(self) -> None:
         await self._session.close()

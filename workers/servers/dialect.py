@@ -51,21 +51,24 @@ class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(NamedTuple):
-    """One streaming POST."""
+    """One POST, answered by server-sent events or, unless it ``streams``, as a whole."""
 
     path: str
     body: dict[str, Any]
+    streams: bool = True
 
 
 class Part(NamedTuple):
     """What one event of a stream says: tokens in order, and how they ended, if they did.
-    ``num_cached_tokens`` of the prompt, once it is known."""
+    ``num_cached_tokens`` of the prompt, once it is known. Of ``num_hidden`` tokens that come next
+    the server does not tell the ids in a stream."""
 
     token_ids: Sequence[int] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
+    num_hidden: int = 0
 
 
 class ServerStreamError(MillraceError, code="engine_failed", retryable=True):
@@ -139,6 +142,16 @@ class Dialect(ABC):
         """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
         others."""
         raise NotImplementedError
+
+    def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:
+        """As ``call``, for ``num_tokens`` more that no stream tells."""
+        raise NotImplementedError
+
+    def begin(self, request: EngineRequest) -> None:  # noqa: B027  (most need not know)
+        """The server is given this request from now on."""
+
+    def end(self, request_id: str) -> None:  # noqa: B027  (most need not know)
+        """The server has it no more."""
 
     @abstractmethod
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:

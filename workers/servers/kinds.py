@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from schemas.engines import EngineKind
 from workers.servers.dialect import Dialect
+from workers.servers.dialects.llamacpp import LlamaCppDialect
 from workers.servers.dialects.vllm import VllmDialect
 
 DIALECTS: dict[EngineKind, type[Dialect]] = {
+    EngineKind.LLAMACPP: LlamaCppDialect,
     EngineKind.VLLM: VllmDialect,
 }

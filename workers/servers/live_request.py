@@ -25,6 +25,7 @@ class LiveRequest:
         self.num_calls = 0
         self.task: asyncio.Task[None] | None = None
         self.guide: Guide | None = None
+        self.num_hidden = 0
         self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
         sampling = request.sampling
         self._ends = frozenset(sampling.stop_token_ids)

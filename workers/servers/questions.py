@@ -36,8 +36,11 @@ def next_question(dialect: Dialect, live: LiveRequest) -> Question:
         # Its random stream begins anew with each call; the same draws are not to come again.
         seed = (sampling.seed + len(token_ids) * _SEED_STRIDE) % MAX_SEED
         sampling = msgspec.structs.replace(sampling, seed=seed)
+    num_hidden, live.num_hidden = live.num_hidden, 0
     if guide is None:
         request = msgspec.structs.replace(request, sampling=sampling)
+        if num_hidden:
+            return Question(request, dialect.call_whole(request, token_ids, num_hidden))
         return Question(request, dialect.call(request, token_ids))
     sampling = msgspec.structs.replace(sampling, grammar=None)
     request = msgspec.structs.replace(request, sampling=sampling)
@@ -47,6 +50,8 @@ def next_question(dialect: Dialect, live: LiveRequest) -> Question:
     if guide.asks_for_one:
         call = dialect.call_one_of(request, token_ids, allowed.tolist())
         return Question(request, call, is_single=True)
+    if num_hidden:
+        return Question(request, dialect.call_whole(request, token_ids, num_hidden))
     return Question(request, dialect.call(request, token_ids))
 
 

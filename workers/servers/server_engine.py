@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 class _StreamEnd(Enum):
     """How the answer to one call ended: the request is over, the connection broke though the server
-    lives, or the grammar wants another call."""
+    lives, or it goes on by another call."""
 
     OVER = auto()
     BROKEN = auto()
-    GUIDED = auto()
+    CONTINUES = auto()
 
 
 class ServerEngine(EngineLike):
@@ -134,6 +134,7 @@ class ServerEngine(EngineLike):
             self._put(refusal(request, error))
             return
         self._live[request.request_id] = live
+        self._dialect.begin(request)
         self._shares.begin(request.request_id, self._clock.monotonic())
         live.task = self._tasks.spawn(self._serve(live), f"stream {request.request_id}")
         self._has_work.set()
@@ -211,28 +212,33 @@ class ServerEngine(EngineLike):
         if call is None:
             await asyncio.sleep(0)
             is_over = self._accept(live, Part(token_ids=question.forced))
-            return _StreamEnd.OVER if is_over else _StreamEnd.GUIDED
+            return _StreamEnd.OVER if is_over else _StreamEnd.CONTINUES
         reader = self._dialect.reader(question.request, live.token_ids)
         live.num_calls += 1
-        events = cast("AsyncGenerator[bytes]", self._client.stream(call.path, call.body))
+        ask = self._client.stream if call.streams else self._client.whole
+        events = cast("AsyncGenerator[bytes]", ask(call.path, call.body))
         try:
             async with aclosing(events):
                 async for event in events:
                     part = reader.read(event)
                     if part is None:
                         break
+                    if part.num_hidden:
+                        live.num_hidden = part.num_hidden
+                        return _StreamEnd.CONTINUES
                     if self._accept(live, part):
                         return _StreamEnd.OVER
                     if guide is not None and guide.asks_for_one and not is_single:
-                        return _StreamEnd.GUIDED
+                        return _StreamEnd.CONTINUES
         except AnswerError as error:
             if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise RefusedByServerError(error.message) from error
             await self._check_alive()
         except (ServerUnreachableError, ServerStreamError):
             await self._check_alive()
+        is_short = is_single or not call.streams
         has_advanced = len(live.token_ids) > num_before
-        return _StreamEnd.GUIDED if is_single and has_advanced else _StreamEnd.BROKEN
+        return _StreamEnd.CONTINUES if is_short and has_advanced else _StreamEnd.BROKEN
 
     async def _check_alive(self) -> None:
         """Returns once the server is known to live. If it does not, the engine ends, and with it
@@ -285,6 +291,7 @@ class ServerEngine(EngineLike):
         """The server has it no more; what it took of the server, in us."""
         request_id = live.request.request_id
         del self._live[request_id]
+        self._dialect.end(request_id)
         self._stats.note_prompt(live)
         self._note_prefix(live)
         return self._shares.end(request_id, self._clock.monotonic()) * _US_PER_S

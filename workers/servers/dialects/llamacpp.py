@@ -1,0 +1,161 @@
+"""llama.cpp's server, by token ids in and out over its own ``/completion``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from registry.served import ServedModel
+from registry.source import gguf_file
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError
+from schemas.sampling import SamplingParams
+from workers.engine.types import EngineRequest
+from workers.engine_like import EngineFailedError
+from workers.servers.client import ServerClient
+from workers.servers.dialect import Call, Command, Dialect, Reader, ServerFacts, ServerLoad
+from workers.servers.dialects.llamacpp_answers import LlamaReader
+from workers.servers.dialects.llamacpp_slots import Slots
+from workers.servers.prometheus_text import read_samples
+
+_NUM_SLOTS = 8
+_MAX_SEED = 2**32 - 1
+_STEPS = "llamacpp:n_decode_total"
+# Behind the logit of every other token, yet within what a float holds exactly enough.
+_CHOSEN_BIAS = 10_000.0
+# As Millrace's own engine: what came before changes the logits, then they are scaled, then cut.
+_SAMPLERS = ("penalties", "temperature", "top_k", "typ_p", "top_p", "min_p")
+
+
+class LlamaCppDialect(Dialect):
+    """Each request is given a slot, one that has last had a prompt of the same salt where there is
+    one: a slot's cache is used for prompts of one salt only."""
+
+    kind = EngineKind.LLAMACPP
+    package = "llama.cpp"
+    program = "llama-server"
+    takes_cache_salt = True
+    takes_allowed_tokens = True
+
+    def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
+        super().__init__(model, config, owned=owned)
+        self._slots = Slots(config.max_num_sequences or _NUM_SLOTS)
+
+    def command(self, program: Path, socket: Path) -> Command:
+        entry, config = self.model.entry, self.config
+        if not entry.is_gguf:
+            raise ConfigError(
+                f"The model {entry.name} is no GGUF file, which is what llama.cpp reads: name one, "
+                f"or run the checkpoint by another engine."
+            )
+        num_slots = config.max_num_sequences or _NUM_SLOTS
+        num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        arguments = [
+            *(str(program), "--model", str(gguf_file(entry)), "--host", str(socket)),
+            *("--parallel", str(num_slots), "--no-kv-unified"),
+            *("--ctx-size", str(num_slots * self.model.context_window_tokens)),
+            *("--threads", str(num_threads), "--metrics", "--no-webui", "--offline"),
+            # A cache for all slots would be one for all tenants.
+            *("--cache-ram", "0"),
+        ]
+        if config.max_batch_tokens:
+            arguments += ["--batch-size", str(config.max_batch_tokens)]
+        return Command((*arguments, *config.arguments), {})
+
+    async def read_facts(self, client: ServerClient) -> ServerFacts:
+        props = await client.get_json("/props")
+        models = await client.get_json("/v1/models")
+        try:
+            num_slots = int(props["total_slots"])
+            window = int(props["default_generation_settings"]["n_ctx"])
+            model = models["data"][0]
+            vocab_size = int(model["meta"]["n_vocab"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineFailedError(
+                f"What listens at {client.url} is no llama.cpp server: it does not tell {error}."
+            ) from error
+        self._slots = Slots(num_slots)
+        return ServerFacts(
+            model=str(model.get("id", "")),
+            context_window_tokens=window,
+            vocab_size=vocab_size,
+            kv_capacity_tokens=window * num_slots,
+            max_num_sequences=num_slots,
+        )
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        samples = read_samples(await client.get("/metrics"), (_STEPS,))
+        return ServerLoad(kv_usage=self._slots.share_in_use, num_steps=int(sum(samples[_STEPS])))
+
+    def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
+        slot = self._slots.slot_of(request.request_id)
+        body = {
+            "prompt": [*request.prompt_token_ids, *token_ids],
+            "n_predict": (request.sampling.max_tokens or self.model.context_window_tokens)
+            - len(token_ids),
+            "stream": True,
+            "return_tokens": True,
+            "return_progress": True,
+            "cache_prompt": slot is None or slot.may_reuse,
+            **({} if slot is None else {"id_slot": slot.number}),
+            **_sampling(request.sampling, self.model.context_window_tokens),
+        }
+        return Call("/completion", body)
+
+    def call_one_of(
+        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+    ) -> Call:
+        call = self.call(request, token_ids)
+        known = dict(request.sampling.logit_bias)
+        if 2 * len(allowed) <= self.model.vocab_size:
+            biases: list[list[Any]] = [[one, _CHOSEN_BIAS + known.get(one, 0.0)] for one in allowed]
+        else:
+            others = set(range(self.model.vocab_size)).difference(allowed)
+            biases = [[one, False] for one in sorted(others)]
+            biases += [[one, bias] for one, bias in known.items() if one not in others]
+        body = call.body | {"n_predict": 1, "logit_bias": biases, "stream": False}
+        return call._replace(body=body, streams=False)
+
+    def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:
+        call = self.call(request, token_ids)
+        body = call.body | {"n_predict": num_tokens, "stream": False}
+        return call._replace(body=body, streams=False)
+
+    def reader(
+        self,
+        request: EngineRequest,
+        token_ids: Sequence[int],  # noqa: ARG002  (it counts by itself)
+    ) -> Reader:
+        return LlamaReader(self.model.tokenizer.table, request.sampling.logprobs)
+
+    def begin(self, request: EngineRequest) -> None:
+        self._slots.begin(request.request_id, request.cache_salt, request.prompt_token_ids)
+
+    def end(self, request_id: str) -> None:
+        self._slots.end(request_id)
+
+
+def _sampling(sampling: SamplingParams, window_tokens: int) -> dict[str, Any]:
+    """Every setting, so that none of the server's own counts."""
+    fields: dict[str, Any] = {
+        "samplers": list(_SAMPLERS),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "repeat_last_n": window_tokens,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "ignore_eos": sampling.ignore_eos,
+        "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+    }
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed % _MAX_SEED
+    if sampling.logprobs is not None:
+        fields["n_probs"] = max(1, sampling.logprobs)
+    return fields

@@ -1,0 +1,117 @@
+"""Reads what llama.cpp's server answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from registry.tokenizers.token_bytes import TokenBytes
+from schemas.frames import FinishReason, TokenLogprob
+from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CALLERS_FAULT = range(400, 500)
+
+
+class LlamaReader(Reader):
+    """An event has the id of its last token only, and none comes for tokens that end within a
+    character: these are found by the text that they gave later. Where that leaves a doubt the part
+    says how many tokens were ``num_hidden``."""
+
+    def __init__(self, table: TokenBytes, logprobs: int | None) -> None:
+        self._table = table
+        self._logprobs = logprobs
+        self._num_tokens = 0
+        self._by_bytes: dict[bytes, list[int]] | None = None
+
+    def read(self, event: bytes) -> Part | None:
+        try:
+            said = msgspec.json.decode(event)
+            return self._part(said)
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+            kind = type(error).__name__
+            raise ServerStreamError(f"llama.cpp's server sent nonsense ({kind}).") from error
+
+    def _part(self, said: dict[str, Any]) -> Part:
+        if "error" in said:
+            raise _error(said["error"])
+        if said.get("stop"):
+            return self._last_part(said)
+        progress = said.get("prompt_progress")
+        if progress is not None:
+            return Part(num_cached_tokens=int(progress["cache"]))
+        num_tokens, last = int(said["tokens_predicted"]), int(said["tokens"][-1])
+        num_hidden = num_tokens - self._num_tokens - 1
+        if num_hidden <= 0:
+            self._num_tokens = num_tokens
+            return Part(token_ids=(last,), logprobs=self._logprobs_of(said))
+        hidden = self._hidden(said["content"], last, num_hidden)
+        if hidden is None or self._logprobs is not None:
+            return Part(num_hidden=num_hidden + 1)
+        self._num_tokens = num_tokens
+        return Part(token_ids=(*hidden, last))
+
+    def _last_part(self, said: dict[str, Any]) -> Part:
+        ids = tuple(map(int, said.get("tokens") or ()))
+        if ids:  # not streamed
+            return Part(token_ids=ids, logprobs=self._logprobs_of(said))
+        num_hidden = int(said["tokens_predicted"]) - self._num_tokens
+        if num_hidden > 0:
+            return Part(num_hidden=num_hidden)
+        is_end = said.get("stop_type") == "eos"
+        return Part(finish_reason=FinishReason.STOP if is_end else FinishReason.LENGTH)
+
+    def _hidden(self, text: str, last: int, num_hidden: int) -> tuple[int, ...] | None:
+        """The one sequence of so many tokens whose bytes come before those of ``last`` in ``text``;
+        None if there is none or more than one."""
+        if _REPLACEMENT in text:
+            return None
+        whole, end = text.encode(), self._table.bytes_of(last)
+        if not whole.endswith(end):
+            return None
+        found = self._split(whole[: len(whole) - len(end)], num_hidden)
+        return found[0] if len(found) == 1 else None
+
+    def _split(self, data: bytes, num_tokens: int) -> list[tuple[int, ...]]:
+        """All ways to make ``data`` of so many tokens; of many, the first few."""
+        if num_tokens == 1:
+            return [(token_id,) for token_id in self._ids_of(data)]
+        ways: list[tuple[int, ...]] = []
+        for size in range(1, len(data) - num_tokens + 2):
+            for token_id in self._ids_of(data[:size]):
+                ways += [(token_id, *rest) for rest in self._split(data[size:], num_tokens - 1)]
+                if len(ways) > 1:
+                    return ways
+        return ways
+
+    def _ids_of(self, data: bytes) -> Sequence[int]:
+        if self._by_bytes is None:
+            self._by_bytes = {}
+            for token_id in range(len(self._table.pieces)):
+                piece = self._table.bytes_of(token_id)
+                self._by_bytes.setdefault(piece, []).append(token_id)
+        return self._by_bytes.get(data, ())
+
+    def _logprobs_of(self, said: dict[str, Any]) -> tuple[TokenLogprob, ...]:
+        if self._logprobs is None:
+            return ()
+        return tuple(
+            TokenLogprob(
+                token_id=int(one["id"]),
+                logprob=float(one["logprob"]),
+                top=tuple(
+                    (int(other["id"]), float(other["logprob"]))
+                    for other in one["top_logprobs"][: self._logprobs]
+                ),
+            )
+            for one in said["completion_probabilities"]
+        )
+
+
+def _error(said: dict[str, Any]) -> Exception:
+    message = f"llama.cpp's server says: {said.get('message', 'nothing'):.500}"
+    if said.get("code") in _CALLERS_FAULT:
+        return RefusedByServerError(message)
+    return ServerStreamError(message)
