@@ -76,6 +76,9 @@ _ENGINE_PROGRAMS = {
     "llamacpp": ("llama-server", "make engines"),
     "vllm": ("vllm", "make engines-vllm"),
 }
+    "llamacpp": ("llama-server", "make engines"),
+    "vllm": ("vllm", "make engines-vllm"),
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
