@@ -76,9 +76,6 @@ _ENGINE_PROGRAMS = {
     "llamacpp": ("llama-server", "make engines"),
     "vllm": ("vllm", "make engines-vllm"),
 }
-    "llamacpp": ("llama-server", "make engines"),
-    "vllm": ("vllm", "make engines-vllm"),
-}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 QUESTION = "What is TTFT?"
 _NUM_STREAMS = 20
-_NUM_TOKENS = 300
+_NUM_TOKENS = 150
 _WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

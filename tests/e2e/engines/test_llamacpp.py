@@ -19,7 +19,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.llamacpp]
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("llamacpp")
     model = write_gguf(folder / "demo.gguf", ROOT / "registry" / "demo" / "model", "float32")
-    arguments = ("--port", "18400", "--engine", "llamacpp", "--model", str(model))
+    # Near ties among tokens would be decided by how many were computed together.
+    exact = "--cache-type-k f32 --cache-type-v f32 --flash-attn off"
+    arguments = (
+        *("--port", "18400", "--engine", "llamacpp", "--model", str(model)),
+        *("--engine-arguments", exact),
+    )
     running = System(folder / "data", arguments).start()
     yield running
     assert running.stop() == 0
