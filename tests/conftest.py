@@ -79,6 +79,11 @@ _ENGINE_PROGRAMS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "vllm" not in config.option.markexpr:
+        # It takes minutes, and an environment that is not made for a run of all other tests.
+        left_out = [item for item in items if item.get_closest_marker("vllm")]
+        items[:] = [item for item in items if not item.get_closest_marker("vllm")]
+        config.hook.pytest_deselected(items=left_out)
     for marker, (program, target) in _ENGINE_PROGRAMS.items():
         if not is_there(program):
             for item in items:

@@ -120,8 +120,9 @@ class EngineKeeper:
         Raises EngineFailedError when no other can be started, with why the last one ended.
         """
         while True:
-            assert self._engine is not None
-            why = await self._engine.wait_closed()
+            ended = self._engine
+            assert ended is not None
+            why = await ended.wait_closed()
             self._ended = msgspec.structs.replace(
                 self.stats,
                 num_running=0,
@@ -135,6 +136,8 @@ class EngineKeeper:
             self.on_prefixes(PrefixChanges(whole=True))
             logger.warning("the engine has ended and is started again", extra={"reason": why})
             self.on_lost()
+            # What it still holds, such as memory of the device, is for the next one.
+            await ended.close()
             self._take_over(await self._start_another(why))
             logger.info("a new engine runs")
             self.on_replaced()

@@ -52,6 +52,12 @@ async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
         raise ConfigError(
             f"worker.engine.url is {config.url!r}; it starts with http:// or https://."
         )
+    for name in ("command", "arguments"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"worker.engine.{name} is for a server that the worker starts; the one at "
+                f"worker.engine.url runs already."
+            )
     client = ServerClient(config.url, api_key=config.api_key)
     try:
         async with asyncio.timeout(config.start_timeout_s):
