@@ -50,6 +50,11 @@ class QueryError(MillraceError, code="query_failed", http_status=400):
         self.number = number
 
     @classmethod
+    def refusing(cls, number: int, why: str) -> QueryError:
+        """In ClickHouse's words for what it was not even asked."""
+        return cls(number, f"Code: {number}. DB::Exception: {why}")
+
+    @classmethod
     def of(cls, text: str) -> QueryError:
         """From ClickHouse's own text, from its last ``Code:`` prefix on."""
         start = text.find("Code: ")
@@ -69,6 +74,12 @@ def escaped(text: str) -> EscapedText:
     if isinstance(text, EscapedText):
         return text
     return EscapedText(_TO_ESCAPE.sub(lambda match: _ESCAPES[match[0]], text))
+
+
+def quote(identifier: str) -> str:
+    """An identifier as SQL."""
+    inner = identifier.replace("\\", "\\\\").replace("`", "\\`")
+    return f"`{inner}`"
 
 
 class Reader(Protocol):
@@ -98,10 +109,10 @@ class Turnstile:
     async def run(self, work: Callable[[], bytes]) -> bytes:
         """Run in a thread. Raises QueryError at once when too many wait already."""
         if self._num_inside >= self._limits.max_running + self._limits.max_waiting:
-            raise QueryError(
+            raise QueryError.refusing(
                 TOO_MANY_QUERIES,
-                f"Code: {TOO_MANY_QUERIES}. DB::Exception: Too many simultaneous queries: "
-                f"{self._num_inside}. Ask again later. (TOO_MANY_SIMULTANEOUS_QUERIES)",
+                f"Too many simultaneous queries: {self._num_inside}. Ask again later. "
+                "(TOO_MANY_SIMULTANEOUS_QUERIES)",
             )
         self._num_inside += 1
         call = asyncio.get_running_loop().run_in_executor(self._pool, work)

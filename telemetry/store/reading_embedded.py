@@ -9,7 +9,7 @@ from typing import Any
 from chdb import ChdbError
 
 from telemetry.store.embedded_engine import connect, connect_again
-from telemetry.store.reading import QueryError, ReadLimits, Turnstile, escaped
+from telemetry.store.reading import QueryError, ReadLimits, Turnstile, escaped, quote
 from telemetry.store.sql_guard import require_plain_names, require_reading
 
 _UNKNOWN_FORMAT = 73
@@ -53,10 +53,8 @@ class EmbeddedReader:
     ) -> bytes:
         """The engine's own output. Raises QueryError."""
         if output_format.lower() in _OBJECTS:
-            raise QueryError(
-                _UNKNOWN_FORMAT,
-                f"Code: {_UNKNOWN_FORMAT}. DB::Exception: Unknown format {output_format}. "
-                "(UNKNOWN_FORMAT)",
+            raise QueryError.refusing(
+                _UNKNOWN_FORMAT, f"Unknown format {output_format}. (UNKNOWN_FORMAT)"
             )
         return await self._turnstile.run(
             lambda: self._run(sql, parameters, output_format, database or self._database)
@@ -70,7 +68,6 @@ class EmbeddedReader:
         database: str,
     ) -> bytes:
         connection = self._idle.get()
-        quoted = database.replace("\\", "\\\\").replace("`", "\\`")
         values = {
             name: escaped(value) if isinstance(value, str) else value
             for name, value in parameters.items()
@@ -78,7 +75,7 @@ class EmbeddedReader:
         try:
             statement = self._checked(connection, sql)
             require_plain_names(statement, values)
-            connection.query(f"USE `{quoted}`")
+            connection.query(f"USE {quote(database)}")
             result: bytes = connection.query(statement, output_format, params=values).bytes()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
