@@ -1,7 +1,7 @@
 """What analytics is made of. No prompt or completion text is in any of these but transcripts.
 
-A batch of the sink holds tens of thousands of records, which no cycle can lead to: ``gc=False`` keeps
-them out of collections, which took over a quarter of the sink's time.
+A batch of the sink holds tens of thousands of records, which no cycle can lead to: ``gc=False``
+keeps them out of collections, which took over a quarter of the sink's time.
 """
 
 from __future__ import annotations
