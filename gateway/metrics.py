@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -114,21 +114,29 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, streams: StreamTable, fleet: FleetView) -> None:
+    def watch(
+        self, streams: StreamTable, fleet: FleetView, limiter: Limiter, deliveries: Deliveries
+    ) -> None:
         """Report the present state of these at every scrape."""
-        self.registry.register(_PresentState(streams, fleet))
-
-    def watch_limits(self, limiter: Limiter) -> None:
-        """Report what was refused and done without Redis at every scrape."""
-        self.registry.register(_Limits(limiter))
-
-    def watch_deliveries(self, deliveries: Deliveries) -> None:
-        """Report the delivery records that were given up at every scrape."""
-        self.registry.register(_LostRecords(deliveries))
+        self.watch_sizes(
+            {
+                "millrace_open_streams": (
+                    "Streams that clients are waiting for",
+                    lambda: streams.num_served,
+                ),
+                "millrace_live_workers": (
+                    "Workers heard of lately",
+                    lambda: len(fleet.live_workers()),
+                ),
+            }
+        )
+        self.registry.register(_Queues(fleet))
+        self.registry.register(_Losses(limiter, deliveries))
 
     def watch_sizes(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
         """Report what is held, each a gauge of a name with what it is and how to count it."""
-        self.registry.register(_Sizes(sizes))
+        for name, (what, count) in sizes.items():
+            Gauge(name, what, registry=self.registry).set_function(count)
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
@@ -157,26 +165,13 @@ class Metrics:
         return render(self.registry)
 
 
-class _PresentState(Collector):
-    """Gauges that are read when they are asked for."""
+class _Queues(Collector):
+    """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
 
-    def __init__(self, streams: StreamTable, fleet: FleetView) -> None:
-        self._streams = streams
+    def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        open_streams = GaugeMetricFamily(
-            "millrace_open_streams", "Streams that clients are waiting for"
-        )
-        open_streams.add_metric([], self._streams.num_served)
-        yield open_streams
-        yield from self._queues()
-        workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
-        workers.add_metric([], len(self._fleet.live_workers()))
-        yield workers
-
-    def _queues(self) -> Iterator[Metric]:
-        """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
         queued = GaugeMetricFamily(
             "millrace_queued_jobs", "Jobs that wait in a model's queue", labels=["model"]
         )
@@ -206,39 +201,12 @@ class _PresentState(Collector):
         yield from (queued, bound, desired, oldest, ttft)
 
 
-class _LostRecords(Collector):
-    """Telemetry that is lost, which is none while the bus is there."""
+class _Losses(Collector):
+    """What was refused, given up, or done without Redis, as those who do so count it."""
 
-    def __init__(self, deliveries: Deliveries) -> None:
-        self._deliveries = deliveries
-
-    def collect(self) -> Iterator[Metric]:
-        lost = CounterMetricFamily(
-            "millrace_lost_delivery_records",
-            "Delivery records that were given up while the message bus was unreachable",
-        )
-        lost.add_metric([], self._deliveries.num_lost)
-        yield lost
-
-
-class _Sizes(Collector):
-    """How much of what is held."""
-
-    def __init__(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
-        self._sizes = sizes
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (what, count) in self._sizes.items():
-            gauge = GaugeMetricFamily(name, what)
-            gauge.add_metric([], count())
-            yield gauge
-
-
-class _Limits(Collector):
-    """Counters of the limiter."""
-
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(self, limiter: Limiter, deliveries: Deliveries) -> None:
         self._limiter = limiter
+        self._deliveries = deliveries
 
     def collect(self) -> Iterator[Metric]:
         refused = CounterMetricFamily(
@@ -247,15 +215,18 @@ class _Limits(Collector):
         for limit, count in self._limiter.num_refusals.items():
             refused.add_metric([limit], count)
         yield refused
-        degraded = CounterMetricFamily(
+        yield CounterMetricFamily(
             "millrace_degraded_reservations",
             "Reservations that were made while Redis was unreachable",
+            self._limiter.num_degraded,
         )
-        degraded.add_metric([], self._limiter.num_degraded)
-        yield degraded
-        lost = CounterMetricFamily(
+        yield CounterMetricFamily(
             "millrace_lost_settlements",
             "Settlements that were given up while Redis was unreachable",
+            self._limiter.num_settlements_lost,
         )
-        lost.add_metric([], self._limiter.num_settlements_lost)
-        yield lost
+        yield CounterMetricFamily(
+            "millrace_lost_delivery_records",
+            "Delivery records that were given up while the message bus was unreachable",
+            self._deliveries.num_lost,
+        )

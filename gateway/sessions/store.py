@@ -204,22 +204,16 @@ class SessionStore:
     def check_room(self, session: Session, turn: Turn) -> None:
         """Raises SessionTooLargeError if the conversation has no room for what a request adds."""
         history = session.cut(turn.keep).messages
-        num_messages = len(history) + len(turn.messages)
-        if num_messages > self._config.session_max_messages:
-            raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
         num_bytes = session.num_bytes + len(msgspec.json.encode(turn.messages))
         if turn.keep is not None and num_bytes > self._config.session_max_bytes:
             num_bytes -= session.num_bytes - len(msgspec.json.encode(history))
-        if num_bytes > self._config.session_max_bytes:
-            raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
+        self._check_size(len(history) + len(turn.messages), num_bytes)
 
-    def _check_not_full(self, session: Session) -> None:
-        """Requests at the same time all found room: what they add may pass the bounds once."""
-        num_messages = len(session.messages)
+    def _check_size(self, num_messages: int, num_bytes: int) -> None:
         if num_messages > self._config.session_max_messages:
             raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
-        if session.num_bytes > self._config.session_max_bytes:
-            raise SessionTooLargeError(session.num_bytes, self._config.session_max_bytes, "bytes")
+        if num_bytes > self._config.session_max_bytes:
+            raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
 
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
@@ -261,7 +255,8 @@ class SessionStore:
                 updated_ns=self._clock.now_ns(),
             )
             if len(changed.messages) > len(session.messages):
-                self._check_not_full(session)
+                # Requests at the same time all found room: what they add may pass the bounds once.
+                self._check_size(len(session.messages), session.num_bytes)
             data = await _encoded(_stored(changed))
             version = await self._store(keys, session.version, turn.base_version, data)
             if version in (_COMMITTED, _DELETED):
