@@ -43,18 +43,21 @@ class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
 def load_queries() -> dict[str, SavedQuery]:
     """The saved queries by name, which is the file's name without ``.sql``."""
     folder = resources.files("telemetry").joinpath("queries")
-    fragments = {name: without_comments(text) for name, text in _read(folder / "fragments")}
+    fragments = dict(_read(folder / "fragments"))
 
     def fragment(place: re.Match[str]) -> str:
         indent, before, name = place.groups()
-        return indent + before + fragments[name].replace("\n", f"\n{indent}")
+        return indent + before + without_comments(fragments[name]).replace("\n", f"\n{indent}")
 
     queries = {}
     for name, text in _read(folder):
         sql = _FRAGMENT.sub(fragment, text)
-        summary = sql.partition("\n")[0].removeprefix("--").strip()
+        used = (fragments[each] for *_, each in _FRAGMENT.findall(text))
         queries[name] = SavedQuery(
-            name=name, sql=sql, summary=summary, parameters=parameters_of(sql)
+            name=name,
+            sql=sql,
+            summary=sql.partition("\n")[0].removeprefix("--").strip(),
+            parameters=parameters_of(sql, "\n".join((*used, text))),
         )
     return queries
 
