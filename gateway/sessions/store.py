@@ -7,9 +7,8 @@ its own until the request is answered, so that any gateway can add it, and only 
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ from bus import redis_keys
 from gateway.sessions.context_window import Counted, continue_with, num_leading
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink, Script, reachable
+from runtime.tasks import in_thread_if
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
@@ -194,7 +194,7 @@ class SessionStore:
         )
         if not data:
             return Session(version=version)
-        session, num_bytes = await off_loop(
+        session, num_bytes = await in_thread_if(
             len(data) > _MAX_INLINE_BYTES, lambda: _decode(_SESSIONS, data)
         )
         return msgspec.structs.replace(
@@ -301,7 +301,7 @@ def _stored(session: Session) -> Session:
 
 async def _encoded(value: Session | Turn) -> bytes:
     num_characters = sum(len(one.message.content) for one in value.messages)
-    return await off_loop(
+    return await in_thread_if(
         num_characters > _MAX_INLINE_BYTES,
         lambda: zlib.compress(msgspec.json.encode(value), _COMPRESSION_LEVEL),
     )
@@ -314,11 +314,6 @@ def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value,
         return decoder.decode(plain), len(plain)
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SessionUnreadableError from error
-
-
-async def off_loop(is_long: bool, work: Callable[[], _Value]) -> _Value:
-    """What ``work`` gives; in a thread if it takes long enough to hold up others."""
-    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _ms(seconds: float) -> int:
