@@ -9,7 +9,7 @@ import asyncio
 import functools
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MillraceError
 from schemas.redaction import redact_urls
 from telemetry.store.clickhouse_server import raise_refusal, server_connect
-from telemetry.store.reading import Reader, ReadLimits, ServerReader, quote
+from telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
@@ -33,7 +33,6 @@ _NOT_ENOUGH_SPACE = 243
 _NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
 
 T = TypeVar("T")
-Parameters = Mapping[str, str | int | float]
 
 
 class StoreUnavailableError(

@@ -12,7 +12,8 @@ import pytest
 from runtime.clock import SystemClock
 from schemas.records import RequestRecord
 from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Parameters, Store, StoreUnavailableError
+from telemetry.store.reading import Parameters
+from telemetry.store.store import Store, StoreUnavailableError
 from telemetry.store.tables import REQUESTS, WORKER_SAMPLES
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
