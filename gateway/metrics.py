@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -27,91 +28,61 @@ class Metrics:
         self.registry = new_registry()
         self.gaps = TokenGaps()
         self.registry.register(self.gaps)
-        self.requests = Counter(
-            "millrace_http_requests",
-            "HTTP requests by route and status",
-            ["route", "status"],
-            registry=self.registry,
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, labelnames=["model"], registry=self.registry)
+        self.requests = counter(
+            "millrace_http_requests", "HTTP requests by route and status", ["route", "status"]
         )
-        self.refusals = Counter(
-            "millrace_ws_errors",
-            "Error messages sent on WebSockets, by code",
-            ["code"],
-            registry=self.registry,
+        self.refusals = counter(
+            "millrace_ws_errors", "Error messages sent on WebSockets, by code", ["code"]
         )
-        self.refused_requests = Counter(
+        self.refused_requests = counter(
             "millrace_refused_requests",
             "Requests that were refused before they were jobs, by route, status and code",
             ["route", "status", "code"],
-            registry=self.registry,
         )
-        self._generations = Counter(
+        self._generations = counter(
             "millrace_generations",
             "Generations that ended, by model, door and outcome",
             ["model", "source", "outcome"],
-            registry=self.registry,
         )
-        self._prompt_tokens = Counter(
-            "millrace_prompt_tokens",
-            "Prompt tokens of generations that ended well",
-            ["model"],
-            registry=self.registry,
+        self._prompt_tokens = counter(
+            "millrace_prompt_tokens", "Prompt tokens of generations that ended well", ["model"]
         )
-        self._generation_tokens = Counter(
-            "millrace_generation_tokens",
-            "Tokens given out to clients",
-            ["model"],
-            registry=self.registry,
+        self._generation_tokens = counter(
+            "millrace_generation_tokens", "Tokens given out to clients", ["model"]
         )
-        self._replays = Counter(
-            "millrace_replays",
-            "Times that missing frames were asked for",
-            registry=self.registry,
+        self._replays = counter("millrace_replays", "Times that missing frames were asked for")
+        self._resumes = counter(
+            "millrace_resumes", "Times that a client came back to its stream", ["model"]
         )
-        self._resumes = Counter(
-            "millrace_resumes",
-            "Times that a client came back to its stream",
-            ["model"],
-            registry=self.registry,
-        )
-        self._stalls = Counter(
+        self._stalls = counter(
             "millrace_stalls",
             "Gaps of a second or more between two deliveries of an answer's tokens",
             ["model"],
-            registry=self.registry,
         )
-        self._stalled_s = Counter(
-            "millrace_stalled_seconds",
-            "How long those gaps were together",
-            ["model"],
-            registry=self.registry,
+        self._stalled_s = counter(
+            "millrace_stalled_seconds", "How long those gaps were together", ["model"]
         )
-        self._reruns = Counter(
+        self._reruns = counter(
             "millrace_moved_generations",
             "Generations of which the client saw more than one run",
             ["model"],
-            registry=self.registry,
         )
-        self._first_token_s = Histogram(
+        self._first_token_s = histogram(
             "millrace_time_to_first_token_seconds",
             "From receipt to the first token given out",
-            ["model"],
             buckets=FIRST_TOKEN_S,
-            registry=self.registry,
         )
-        self._per_token_s = Histogram(
+        self._per_token_s = histogram(
             "millrace_time_per_output_token_seconds",
             "Mean time per token after the first, one observation for each generation",
-            ["model"],
             buckets=PER_TOKEN_S,
-            registry=self.registry,
         )
-        self._whole_s = Histogram(
+        self._whole_s = histogram(
             "millrace_e2e_request_latency_seconds",
             "From receipt to the end",
-            ["model"],
             buckets=DURATION_S,
-            registry=self.registry,
         )
 
     def watch(
