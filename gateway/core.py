@@ -139,7 +139,7 @@ class Gateway:
             self.intake_limits,
             settings.request_timeout_s,
         )
-        self.maker = JobMaker(self.tools, seed_source or random.Random(), self.prompts)
+        self.maker = JobMaker(self.tools.catalogue, seed_source or random.Random(), self.prompts)
         self.runner = JobRunner(
             bus,
             settings,
@@ -156,7 +156,7 @@ class Gateway:
             clock,
             models,
             self.runner.generate,
-            self.tools.definitions,
+            self.tools.catalogue.definitions,
             self.prompts,
         )
         self.choice = ModelChoice(models, self.fleet, self.sessions)
@@ -192,9 +192,7 @@ class Gateway:
 
     def _watch(self) -> None:
         """Have Prometheus see it."""
-        self.metrics.watch(self.streams, self.fleet)
-        self.metrics.watch_limits(self.limiter)
-        self.metrics.watch_deliveries(self.deliveries)
+        self.metrics.watch(self.streams, self.fleet, self.limiter, self.deliveries)
         self.metrics.registry.register(
             StoreMetrics((NATS, REDIS), self.stores.troubles, lambda: self.stores.free)
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -27,108 +28,86 @@ class Metrics:
         self.registry = new_registry()
         self.gaps = TokenGaps()
         self.registry.register(self.gaps)
-        self.requests = Counter(
-            "millrace_http_requests",
-            "HTTP requests by route and status",
-            ["route", "status"],
-            registry=self.registry,
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, labelnames=["model"], registry=self.registry)
+        self.requests = counter(
+            "millrace_http_requests", "HTTP requests by route and status", ["route", "status"]
         )
-        self.refusals = Counter(
-            "millrace_ws_errors",
-            "Error messages sent on WebSockets, by code",
-            ["code"],
-            registry=self.registry,
+        self.refusals = counter(
+            "millrace_ws_errors", "Error messages sent on WebSockets, by code", ["code"]
         )
-        self.refused_requests = Counter(
+        self.refused_requests = counter(
             "millrace_refused_requests",
             "Requests that were refused before they were jobs, by route, status and code",
             ["route", "status", "code"],
-            registry=self.registry,
         )
-        self._generations = Counter(
+        self._generations = counter(
             "millrace_generations",
             "Generations that ended, by model, door and outcome",
             ["model", "source", "outcome"],
-            registry=self.registry,
         )
-        self._prompt_tokens = Counter(
-            "millrace_prompt_tokens",
-            "Prompt tokens of generations that ended well",
-            ["model"],
-            registry=self.registry,
+        self._prompt_tokens = counter(
+            "millrace_prompt_tokens", "Prompt tokens of generations that ended well", ["model"]
         )
-        self._generation_tokens = Counter(
-            "millrace_generation_tokens",
-            "Tokens given out to clients",
-            ["model"],
-            registry=self.registry,
+        self._generation_tokens = counter(
+            "millrace_generation_tokens", "Tokens given out to clients", ["model"]
         )
-        self._replays = Counter(
-            "millrace_replays",
-            "Times that missing frames were asked for",
-            registry=self.registry,
+        self._replays = counter("millrace_replays", "Times that missing frames were asked for")
+        self._resumes = counter(
+            "millrace_resumes", "Times that a client came back to its stream", ["model"]
         )
-        self._resumes = Counter(
-            "millrace_resumes",
-            "Times that a client came back to its stream",
-            ["model"],
-            registry=self.registry,
-        )
-        self._stalls = Counter(
+        self._stalls = counter(
             "millrace_stalls",
             "Gaps of a second or more between two deliveries of an answer's tokens",
             ["model"],
-            registry=self.registry,
         )
-        self._stalled_s = Counter(
-            "millrace_stalled_seconds",
-            "How long those gaps were together",
-            ["model"],
-            registry=self.registry,
+        self._stalled_s = counter(
+            "millrace_stalled_seconds", "How long those gaps were together", ["model"]
         )
-        self._reruns = Counter(
+        self._reruns = counter(
             "millrace_moved_generations",
             "Generations of which the client saw more than one run",
             ["model"],
-            registry=self.registry,
         )
-        self._first_token_s = Histogram(
+        self._first_token_s = histogram(
             "millrace_time_to_first_token_seconds",
             "From receipt to the first token given out",
-            ["model"],
             buckets=FIRST_TOKEN_S,
-            registry=self.registry,
         )
-        self._per_token_s = Histogram(
+        self._per_token_s = histogram(
             "millrace_time_per_output_token_seconds",
             "Mean time per token after the first, one observation for each generation",
-            ["model"],
             buckets=PER_TOKEN_S,
-            registry=self.registry,
         )
-        self._whole_s = Histogram(
+        self._whole_s = histogram(
             "millrace_e2e_request_latency_seconds",
             "From receipt to the end",
-            ["model"],
             buckets=DURATION_S,
-            registry=self.registry,
         )
 
-    def watch(self, streams: StreamTable, fleet: FleetView) -> None:
+    def watch(
+        self, streams: StreamTable, fleet: FleetView, limiter: Limiter, deliveries: Deliveries
+    ) -> None:
         """Report the present state of these at every scrape."""
-        self.registry.register(_PresentState(streams, fleet))
-
-    def watch_limits(self, limiter: Limiter) -> None:
-        """Report what was refused and done without Redis at every scrape."""
-        self.registry.register(_Limits(limiter))
-
-    def watch_deliveries(self, deliveries: Deliveries) -> None:
-        """Report the delivery records that were given up at every scrape."""
-        self.registry.register(_LostRecords(deliveries))
+        self.watch_sizes(
+            {
+                "millrace_open_streams": (
+                    "Streams that clients are waiting for",
+                    lambda: streams.num_served,
+                ),
+                "millrace_live_workers": (
+                    "Workers heard of lately",
+                    lambda: len(fleet.live_workers()),
+                ),
+            }
+        )
+        self.registry.register(_Queues(fleet))
+        self.registry.register(_Losses(limiter, deliveries))
 
     def watch_sizes(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
         """Report what is held, each a gauge of a name with what it is and how to count it."""
-        self.registry.register(_Sizes(sizes))
+        for name, (what, count) in sizes.items():
+            Gauge(name, what, registry=self.registry).set_function(count)
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
@@ -157,26 +136,13 @@ class Metrics:
         return render(self.registry)
 
 
-class _PresentState(Collector):
-    """Gauges that are read when they are asked for."""
+class _Queues(Collector):
+    """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
 
-    def __init__(self, streams: StreamTable, fleet: FleetView) -> None:
-        self._streams = streams
+    def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        open_streams = GaugeMetricFamily(
-            "millrace_open_streams", "Streams that clients are waiting for"
-        )
-        open_streams.add_metric([], self._streams.num_served)
-        yield open_streams
-        yield from self._queues()
-        workers = GaugeMetricFamily("millrace_live_workers", "Workers heard of lately")
-        workers.add_metric([], len(self._fleet.live_workers()))
-        yield workers
-
-    def _queues(self) -> Iterator[Metric]:
-        """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
         queued = GaugeMetricFamily(
             "millrace_queued_jobs", "Jobs that wait in a model's queue", labels=["model"]
         )
@@ -206,39 +172,12 @@ class _PresentState(Collector):
         yield from (queued, bound, desired, oldest, ttft)
 
 
-class _LostRecords(Collector):
-    """Telemetry that is lost, which is none while the bus is there."""
+class _Losses(Collector):
+    """What was refused, given up, or done without Redis, as those who do so count it."""
 
-    def __init__(self, deliveries: Deliveries) -> None:
-        self._deliveries = deliveries
-
-    def collect(self) -> Iterator[Metric]:
-        lost = CounterMetricFamily(
-            "millrace_lost_delivery_records",
-            "Delivery records that were given up while the message bus was unreachable",
-        )
-        lost.add_metric([], self._deliveries.num_lost)
-        yield lost
-
-
-class _Sizes(Collector):
-    """How much of what is held."""
-
-    def __init__(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
-        self._sizes = sizes
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (what, count) in self._sizes.items():
-            gauge = GaugeMetricFamily(name, what)
-            gauge.add_metric([], count())
-            yield gauge
-
-
-class _Limits(Collector):
-    """Counters of the limiter."""
-
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(self, limiter: Limiter, deliveries: Deliveries) -> None:
         self._limiter = limiter
+        self._deliveries = deliveries
 
     def collect(self) -> Iterator[Metric]:
         refused = CounterMetricFamily(
@@ -247,15 +186,18 @@ class _Limits(Collector):
         for limit, count in self._limiter.num_refusals.items():
             refused.add_metric([limit], count)
         yield refused
-        degraded = CounterMetricFamily(
+        yield CounterMetricFamily(
             "millrace_degraded_reservations",
             "Reservations that were made while Redis was unreachable",
+            self._limiter.num_degraded,
         )
-        degraded.add_metric([], self._limiter.num_degraded)
-        yield degraded
-        lost = CounterMetricFamily(
+        yield CounterMetricFamily(
             "millrace_lost_settlements",
             "Settlements that were given up while Redis was unreachable",
+            self._limiter.num_settlements_lost,
         )
-        lost.add_metric([], self._limiter.num_settlements_lost)
-        yield lost
+        yield CounterMetricFamily(
+            "millrace_lost_delivery_records",
+            "Delivery records that were given up while the message bus was unreachable",
+            self._deliveries.num_lost,
+        )

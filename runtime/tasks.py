@@ -64,6 +64,11 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
+    """What ``work`` gives; in a thread if it takes long enough to hold up others."""
+    return await asyncio.to_thread(work) if is_long else work()
+
+
 async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:
     """Until the event is set, or ``timeout_s`` have passed on the clock."""
     await outcome_unless(event, clock.sleep(timeout_s))

@@ -7,7 +7,12 @@ import ssl
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from schemas.errors import ConfigError
+from schemas.errors import (
+    ConfigError,
+    CredentialsRefusedError,
+    MillraceError,
+    UntrustedServerError,
+)
 
 # OpenSSL's numbers of what may be wrong with a certificate.
 _EXPIRED, _NOT_YET_VALID, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
@@ -110,7 +115,30 @@ def read_setting_file(setting: str, path: str) -> str:
         raise ConfigError(f"{setting}: {path} cannot be read: {why}.") from error
 
 
-def distrust_of(error: BaseException, section: str) -> str | None:
+def handshake_refusal(
+    error: BaseException,
+    server: str,
+    section: str,
+    files: TlsFiles,
+    *,
+    wants_certificate: bool = False,
+) -> MillraceError | None:
+    """What a handshake ended with that trying again does not mend: the server is not trusted, or
+    does not take our certificate. None for all else. ``server`` is what it is called in a sentence;
+    ``wants_certificate``: it is known that the server ended the connection for want of one."""
+    distrust = _distrust_of(error, section)
+    if distrust is not None:
+        return UntrustedServerError(f"{server} {distrust}.")
+    if wants_certificate or _wants_other_certificate(error):
+        ours = "our certificate" if files.certificate_file else "clients without a certificate"
+        return CredentialsRefusedError(
+            f"{server} does not take {ours}; set {section}.certificate_file and "
+            f"{section}.key_file to those of a client that it trusts."
+        )
+    return None
+
+
+def _distrust_of(error: BaseException, section: str) -> str | None:
     """Why the certificate that a server showed is not trusted, if that is what ended a handshake:
     words to go after the server's name."""
     cause = _find(error, ssl.SSLCertVerificationError)
@@ -134,7 +162,7 @@ def distrust_of(error: BaseException, section: str) -> str | None:
     return f"shows a certificate that is not trusted ({cause.verify_message})"
 
 
-def wants_other_certificate(error: BaseException) -> bool:
+def _wants_other_certificate(error: BaseException) -> bool:
     """Whether a server ended the connection over our certificate, or for want of one."""
     if isinstance(error, HungUpError):
         return True

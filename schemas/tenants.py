@@ -155,13 +155,8 @@ def unknown_tenant(tenant: str) -> TenantRecord:
     return TenantRecord() if tenant == LOCAL_TENANT else TenantRecord(tier=Tier.FREE)
 
 
-def tenant_limits(record: TenantRecord, tiers: TierLimits) -> LimitSet:
-    """The limits of all that a tenant does, over all its keys."""
-    return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
-
-
-def key_limits(record: KeyRecord, tiers: TierLimits) -> LimitSet:
-    """The limits of a key within those of its tenant."""
+def limits_of(record: TenantRecord | KeyRecord, tiers: TierLimits) -> LimitSet:
+    """The limits of all that a tenant does, over all its keys, or those of a key within them."""
     return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
 
 

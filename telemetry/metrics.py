@@ -37,19 +37,16 @@ class TelemetryMetrics(Collector):
         for topic, num_behind in self._service.sink.lag().items():
             lag.add_metric([topic], num_behind)
         yield lag
-        age = GaugeMetricFamily(
+        yield GaugeMetricFamily(
             "millrace_telemetry_rollup_age_seconds",
             "For how long usage by the minute has not been brought up to date without a failure",
+            self._service.rollups.age_s,
         )
-        age_s = self._service.rollups.age_s
-        if age_s is not None:
-            age.add_metric([], age_s)
-        yield age
-        minutes = CounterMetricFamily(
-            "millrace_telemetry_rollup_minutes", "Minutes of usage that were computed"
+        yield CounterMetricFamily(
+            "millrace_telemetry_rollup_minutes",
+            "Minutes of usage that were computed",
+            self._service.rollups.num_computed,
         )
-        minutes.add_metric([], self._service.rollups.num_computed)
-        yield minutes
 
     def _bridge(self) -> Iterator[Metric]:
         bridge = self._service.bridge
@@ -67,11 +64,11 @@ class TelemetryMetrics(Collector):
 
     def _sink(self) -> Iterator[Metric]:
         sink, bridge = self._service.sink, self._service.bridge
-        stored = CounterMetricFamily(
-            "millrace_telemetry_stored_records", "Records that became rows, some of them twice"
+        yield CounterMetricFamily(
+            "millrace_telemetry_stored_records",
+            "Records that became rows, some of them twice",
+            sink.num_stored,
         )
-        stored.add_metric([], sink.num_stored)
-        yield stored
         dead = CounterMetricFamily(
             "millrace_telemetry_dead_letters",
             "Records that cannot be stored and went to the dead letters, by who found out",
@@ -80,18 +77,16 @@ class TelemetryMetrics(Collector):
         dead.add_metric(["sink"], sink.num_dead)
         dead.add_metric(["bridge"], 0 if bridge is None else bridge.num_dead)
         yield dead
-        failures = CounterMetricFamily(
+        yield CounterMetricFamily(
             "millrace_telemetry_insert_failures",
             "Writes that ClickHouse did not take, and that were tried again",
+            sink.insertion.num_failures,
         )
-        failures.add_metric([], sink.insertion.num_failures)
-        yield failures
-        last = GaugeMetricFamily(
+        yield GaugeMetricFamily(
             "millrace_telemetry_last_stored_timestamp_seconds",
             "When the latest batch was stored, in seconds of the UTC epoch; 0 before the first",
+            sink.last_stored_s,
         )
-        last.add_metric([], sink.last_stored_s)
-        yield last
 
     def _inserts(self) -> Iterator[Metric]:
         took = HistogramMetricFamily(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
 
 from bus.api import Bus
+from bus.transport import Subscription
 from registry.catalogue import load_catalogue
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.config import Config
 from schemas.errors import ConfigError
 from telemetry.bridge.bridge import Bridge
@@ -84,35 +85,21 @@ class TelemetryService:
             num_behind=self.sink.num_behind,
             on_new_cluster=self.sink.begin_again,
         )
+        tasks = Tasks()
 
-        async def answer() -> None:
-            subscription = await bus.control.serve_telemetry(self.answers.answer)
-            try:
-                await self._stop.wait()
-            finally:
-                await subscription.close()
+        def start(name: str, part: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+            return tasks.spawn(keep_running(name, part, self._clock), name)
 
-        async def count_unstored() -> None:
-            subscription = await self.unstored.watch(bus)
-            try:
-                await self._stop.wait()
-            finally:
-                await subscription.close()
-
-        async with AsyncExitStack() as stack:
+        try:
             self.stores.watch.start()
-            stack.push_async_callback(self.stores.watch.close)
+            serve, watch = bus.control.serve_telemetry, bus.workers.watch
             parts = [
-                self._part(stack, "bridge", keep_running("bridge", bridge.run, self._clock)),
-                self._part(stack, "sink", keep_running("sink", self.sink.run, self._clock)),
-                self._part(stack, "answers", keep_running("answers", answer, self._clock)),
-                self._part(
-                    stack, "unstored", keep_running("unstored", count_unstored, self._clock)
-                ),
+                start("bridge", bridge.run),
+                start("sink", self.sink.run),
+                start("answers", lambda: self._hold(serve(self.answers.answer))),
+                start("unstored", lambda: self._hold(watch(self.unstored.on_status))),
             ]
-            rollups = self._part(
-                stack, "rollups", keep_running("rollups", self.rollups.run, self._clock)
-            )
+            rollups = start("rollups", self.rollups.run)
             await self._stop.wait()
             bridge.stop()
             self.sink.stop()
@@ -123,6 +110,8 @@ class TelemetryService:
             # After the last batch, which it is to count.
             self.rollups.stop()
             _, still = await asyncio.wait([rollups], timeout=_FLUSH_TIMEOUT_S)
+            for part in still:
+                part.cancel()
             late |= still
             if late:
                 # Nothing is lost by it: what was not committed comes again at the next start, and
@@ -130,24 +119,23 @@ class TelemetryService:
                 logger.warning(
                     "stopped without flushing", extra={"parts": [t.get_name() for t in late]}
                 )
+                # Cancelled once: a second time would break off letting go.
+                await asyncio.wait(late)
+        finally:
+            await tasks.close()
+            await self.stores.watch.close()
 
     async def close(self) -> None:
         """Let go of the store."""
         await self.store.close()
 
-    @staticmethod
-    def _part(
-        stack: AsyncExitStack, name: str, work: Coroutine[None, None, None]
-    ) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-
-        async def end() -> None:
-            if not task.cancelling():  # else it is letting go of what it holds
-                task.cancel()
-            await asyncio.wait([task])
-
-        stack.push_async_callback(end)
-        return task
+    async def _hold(self, subscribing: Awaitable[Subscription]) -> None:
+        """Subscribe, until ``stop``."""
+        subscription = await subscribing
+        try:
+            await self._stop.wait()
+        finally:
+            await subscription.close()
 
 
 async def _note_prices(config: Config, store: Store, clock: Clock) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bus.api import Bus
 from bus.storage import CLICKHOUSE, KAFKA
 from bus.store.watch import StoreWatch
-from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.config import StorageConfig
 from schemas.control import WorkerStatus
@@ -44,9 +42,6 @@ class UnstoredRecords:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._by_worker: dict[str, tuple[int, float]] = {}
-
-    async def watch(self, bus: Bus) -> Subscription:
-        return await bus.workers.watch(self.on_status)
 
     def on_status(self, status: WorkerStatus) -> None:
         if status.retired:

@@ -12,6 +12,8 @@ import ssl
 import time
 from typing import TypeVar, cast
 
+from httptools import HttpParserError, HttpResponseParser
+
 from bench.clients.events import read_event, read_refusal
 from bench.clients.exchange import Exchange
 from bench.settings import Target
@@ -29,12 +31,12 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
-        self._buffer = b""
+        self._parser = HttpResponseParser(self)
+        self._now_s = 0.0  # when the piece of the answer came that is being read
+        self._head_bytes = 0  # that came so far, until the body begins
         self._in_body = False
         self._is_stream = False
-        self._is_chunked = False
-        self._keep_alive = True
-        self._left_bytes: int | None = None  # of a body with a length; None: until the end
+        self._is_delimited = False  # by a length or in chunks, not by the connection's end
         self._pending = b""  # of an event that is not whole yet
         self._data: list[bytes] = []
         self._body: list[bytes] = []
@@ -49,12 +51,13 @@ class HttpConnection(asyncio.Protocol):
         assert self._transport is not None
         assert self.is_idle, "one request at a time"
         self._exchange = exchange
-        self._in_body = False
+        self._head_bytes = 0
         exchange.sent_s = time.perf_counter()
         self._transport.write(request)
 
     def close(self) -> None:
         """Part with the server, whatever it is doing."""
+        self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -66,97 +69,51 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        if self._exchange is None:
-            return
-        ends_the_body = self._in_body and not self._is_chunked and self._left_bytes is None
-        if not (ends_the_body and exc is None):
-            self._exchange.fail(CONNECTION_LOST)
-        self._finish(time.perf_counter())
+        self._now_s = time.perf_counter()
+        is_end = self._in_body and not self._is_delimited and exc is None
+        self._finish("" if is_end else CONNECTION_LOST)
 
     def data_received(self, data: bytes) -> None:
-        now_s = time.perf_counter()
-        self._buffer = self._buffer + data if self._buffer else data
+        if self._exchange is None:
+            self.close()  # nothing was asked
+            return
+        self._now_s = time.perf_counter()
         try:
-            while self._exchange is not None and self._step(now_s):
-                pass
-        except (ValueError, IndexError):
-            self._break("malformed_http", now_s)
-
-    # The answer, piece by piece.
-
-    def _step(self, now_s: float) -> bool:
-        """Go one piece further; False if more bytes are needed for that."""
+            self._parser.feed_data(data)
+        except HttpParserError:
+            self._break()
+            return
         if not self._in_body:
-            return self._read_head(now_s)
-        return self._read_chunk(now_s) if self._is_chunked else self._read_plain(now_s)
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._break()
 
-    def _read_head(self, now_s: float) -> bool:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise ValueError("an endless head")
-            return False
-        assert self._exchange is not None
-        first, *lines = self._buffer[:end].split(b"\r\n")
-        self._buffer = self._buffer[end + 4 :]
-        version, status = first.split(b" ", 2)[:2]
-        if int(status) < 200:
-            return True
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value.strip().lower()
-        self._exchange.status = int(status)
-        self._keep_alive = headers.get(b"connection") != b"close" and version == b"HTTP/1.1"
-        self._is_chunked = headers.get(b"transfer-encoding") == b"chunked"
-        length = headers.get(b"content-length")
-        self._left_bytes = None if length is None else int(length)
-        self._is_stream = self._exchange.status == 200 and headers.get(
-            b"content-type", b""
-        ).startswith(_EVENT_STREAM)
-        self._in_body = True
-        if self._left_bytes == 0 and not self._is_chunked:
-            self._finish(now_s)
-        return True
+    # What the parser calls.
 
-    def _read_chunk(self, now_s: float) -> bool:
-        buffer, position = self._buffer, 0
-        while (line_end := buffer.find(b"\r\n", position)) >= 0:
-            size = int(buffer[position:line_end].split(b";", 1)[0], 16)
-            start = line_end + 2
-            if len(buffer) < start + size + 2:
-                break
-            position = start + size + 2
-            if size == 0:
-                self._buffer = buffer[position:]
-                self._finish(now_s)
-                return True
-            self._take(buffer[start : start + size], now_s)
-        self._buffer = buffer[position:]
-        return False
+    def on_message_begin(self) -> None:
+        self._in_body = self._is_stream = self._is_delimited = False
 
-    def _read_plain(self, now_s: float) -> bool:
-        if not self._buffer:
-            return False
-        if self._left_bytes is None:
-            data, self._buffer = self._buffer, b""
-        else:
-            data, self._buffer = (
-                self._buffer[: self._left_bytes],
-                self._buffer[self._left_bytes :],
-            )
-            self._left_bytes -= len(data)
-        self._take(data, now_s)
-        if self._left_bytes == 0:
-            self._finish(now_s)
-        return True
+    def on_header(self, name: bytes, value: bytes) -> None:
+        match name.lower():
+            case b"content-length" | b"transfer-encoding":
+                self._is_delimited = True
+            case b"content-type":
+                self._is_stream = value.lower().startswith(_EVENT_STREAM)
 
-    def _take(self, data: bytes, now_s: float) -> None:
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._exchange is not None and status >= 200:
+            self._exchange.status = status
+            self._is_stream &= status == 200
+            self._in_body = True
+
+    def on_body(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return  # a second answer
         if not self._is_stream:
             self._body.append(data)
             return
-        exchange = self._exchange
-        assert exchange is not None
         if self._pending:
             data = self._pending + data
         start = 0
@@ -168,14 +125,23 @@ class HttpConnection(asyncio.Protocol):
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
             elif not line and self._data:
-                read_event(exchange, b"\n".join(self._data), now_s)
+                read_event(exchange, b"\n".join(self._data), self._now_s)
                 self._data.clear()
         self._pending = data[start:]
 
-    def _finish(self, now_s: float) -> None:
+    def on_message_complete(self) -> None:
+        if self._in_body:  # not one of those that only announce the answer
+            keeps = self._parser.should_keep_alive()
+            self._finish()
+            if not keeps:
+                self.close()
+
+    def _finish(self, error: str = "") -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
+        if error:
+            exchange.fail(error)
         exchange.body = b"".join(self._body)
         if self._is_stream and not exchange.finished:
             exchange.fail("cut_short")
@@ -184,15 +150,10 @@ class HttpConnection(asyncio.Protocol):
         self._body.clear()
         self._data.clear()
         self._pending = b""
-        if not self._keep_alive:
-            self.close()
-            self.is_open = False
-        exchange.close(now_s)
+        exchange.close(self._now_s)
 
-    def _break(self, code: str, now_s: float) -> None:
-        if self._exchange is not None:
-            self._exchange.fail(code)
-        self._finish(now_s)
+    def _break(self) -> None:
+        self._finish("malformed_http")
         self.close()
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
+import msgspec
+
+from bench.clients.exchange import Exchange
+from bench.clients.http_client import HttpConnection, connect, request_bytes
+from bench.settings import Target, target_of
 from benchmarks.support.figures import RequestTimes, percentile
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-# What stands in an event before text, and in one that brings none.
-_TEXT_KEYS = {CHAT: (b'"content":"', b'"content":""'), COMPLETIONS: (b'"text":"', b'"text":""')}
+# Routes below the base URL's path.
+CHAT = "/chat/completions"
+COMPLETIONS = "/completions"
 
 
 @dataclass
@@ -33,69 +36,34 @@ class LoadResult:
 
 
 async def run_load(
-    base_url: str, bodies: list[dict[str, Any]], num_clients: int, path: str = CHAT
+    base_url: str, bodies: list[dict[str, Any]], num_clients: int, route: str = CHAT
 ) -> LoadResult:
-    """Send every body once to ``path``, ``num_clients`` at a time, each client on one kept
+    """Send every body once to ``route``, ``num_clients`` at a time, each client on one kept
     connection. Raises RuntimeError when a request is not answered with text."""
     result = LoadResult()
-    waiting = iter(bodies)
-    started = time.perf_counter()
-    await asyncio.gather(*(_client(base_url, path, waiting, result) for _ in range(num_clients)))
-    result.wall_s = time.perf_counter() - started
+    target, waiting = target_of(base_url), iter(bodies)
+    started_s = time.perf_counter()
+    await asyncio.gather(*(_client(target, route, waiting, result) for _ in range(num_clients)))
+    result.wall_s = time.perf_counter() - started_s
     return result
 
 
-async def _client(base_url: str, path: str, waiting: Any, result: LoadResult) -> None:
-    address = urlsplit(base_url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+async def _client(
+    target: Target, route: str, waiting: Iterator[dict[str, Any]], result: LoadResult
+) -> None:
+    connection = await connect(target, HttpConnection)
     try:
         for body in waiting:
-            result.requests.append(await _one(reader, writer, address.netloc, path, body))
+            streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            request = request_bytes(target, "POST", route, [], msgspec.json.encode(streamed))
+            exchange = Exchange(0, 0.0, asyncio.get_running_loop())
+            connection.send(request, exchange)
+            await exchange.done
+            if exchange.error or not exchange.has_usage or not exchange.parts_s:
+                why = exchange.error or "no text or no usage"
+                raise RuntimeError(f"a request was not answered: {why}")
+            result.requests.append(
+                RequestTimes(exchange.sent_s, tuple(exchange.parts_s), exchange.output_tokens)
+            )
     finally:
-        writer.close()
-
-
-async def _one(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    host: str,
-    path: str,
-    body: dict[str, Any],
-) -> RequestTimes:
-    payload = json.dumps(
-        {**body, "stream": True, "stream_options": {"include_usage": True}}
-    ).encode()
-    text, no_text = _TEXT_KEYS[path]
-    sent_s = time.perf_counter()
-    writer.write(
-        b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (path.encode(), host.encode(), len(payload), payload)
-    )
-    head = await reader.readuntil(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(f"the server answered {head.splitlines()[0].decode()}")
-    parts_s: list[float] = []
-    usage = b""
-    async for event in _events(reader):
-        if text in event and no_text not in event:
-            parts_s.append(time.perf_counter())
-        if b'"usage":{' in event:
-            usage = event
-    if not usage or not parts_s:
-        raise RuntimeError("the server's answer has no text or no usage")
-    counted = json.loads(usage.split(b"data: ", 1)[1])["usage"]
-    return RequestTimes(sent_s, tuple(parts_s), counted["completion_tokens"])
-
-
-async def _events(reader: asyncio.StreamReader) -> Any:
-    """The events of a chunked SSE body."""
-    pending = b""
-    while True:
-        size = int(await reader.readline(), 16)
-        chunk = (await reader.readexactly(size + 2))[:-2]
-        if size == 0:
-            return
-        pending += chunk
-        *complete, pending = pending.split(b"\n\n")
-        for event in complete:
-            yield event
+        connection.close()

@@ -82,7 +82,7 @@ async def time_query(
 async def measure(store: Store, runs: int, only: list[str]) -> list[Timing]:
     """The timings of all saved queries, or of those named, over all ranges that they take."""
     queries = load_queries()
-    answers = Answers(store.reader, queries)
+    answers = Answers(store.reader)
     ((request_id,),) = await store.rows("SELECT request_id FROM requests LIMIT 1 OFFSET 1000")
     asked = [
         (queries[name], span)

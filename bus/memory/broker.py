@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from bus.codec import CONTENT_TYPE
-from bus.memory.journal import StoredJournal
+from bus.memory.journal import MemoryJournal
 from bus.memory.queue import StoredJobs
-from bus.memory.stores import Entries, OutboxLog, StoredResults
+from bus.memory.server import MemoryServer
+from bus.memory.stores import MemoryBucket, MemoryOutbox, StoredResults
 from bus.transport import Message, OnMessage
 from runtime.clock import Clock, SystemClock
 from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, PayloadTooLargeError
 from schemas.jobs import DeadJob
 
 DEFAULT_MAX_PAYLOAD_BYTES = 1024 * 1024
@@ -87,7 +87,7 @@ class _Subscribers:
         return self._exact.setdefault(subscriber.subject, [])
 
 
-class MemoryBroker:
+class MemoryBroker(MemoryServer):
     """A server in memory. ``stop`` and ``start`` play an outage: stored work stays, core messages
     published meanwhile are lost, leases run on. A stream put among ``failed_streams``, with a
     cause, takes nothing until the next start."""
@@ -98,18 +98,13 @@ class MemoryBroker:
         config: NatsConfig | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        self.clock: Clock = clock or SystemClock()
-        self.config = config or NatsConfig()
-        self.max_payload_bytes = max_payload_bytes
-        self.up = True
-        self.num_starts = 1
+        super().__init__(clock or SystemClock(), config or NatsConfig(), max_payload_bytes)
         self.jobs = StoredJobs(self.clock, self.config)
         self.dead: list[DeadJob] = []
         self.results = StoredResults(self.clock, self.config.results_ttl_s)
-        self.journal = StoredJournal(self.clock, self.config.files_ttl_s)
-        self.outbox = OutboxLog(self.clock, self.config.outbox_max_age_s)
-        self.workers = Entries(self.clock)
-        self.failed_streams: dict[str, str] = {}
+        self.journal = MemoryJournal(self)
+        self.outbox = MemoryOutbox(self)
+        self.workers = MemoryBucket(self)
         self.admits_jobs = True
         self.on_start: list[Callable[[], None]] = []
         self._subscribers = _Subscribers()
@@ -131,22 +126,6 @@ class MemoryBroker:
         self.outbox.wake()
         for callback in list(self.on_start):
             callback()
-
-    def require_up(self) -> None:
-        """Raises BusUnavailableError while the broker is stopped."""
-        if not self.up:
-            raise BusUnavailableError("The message bus cannot be reached. Try again later.")
-
-    def require_store(self, stream: str) -> None:
-        """Raises BusUnavailableError while the broker is stopped or has given the stream up."""
-        self.require_up()
-        if stream in self.failed_streams:
-            raise BusUnavailableError("The message bus cannot be reached: no answer in time.")
-
-    def require_fits(self, size_bytes: int) -> None:
-        """Raises PayloadTooLargeError."""
-        if size_bytes > self.max_payload_bytes:
-            raise PayloadTooLargeError(size_bytes, self.max_payload_bytes)
 
     # --- core messaging ---
 

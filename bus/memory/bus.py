@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from bus import codec, subjects
 from bus.api import (
@@ -13,7 +13,6 @@ from bus.api import (
     Journal,
     Objects,
     Outbox,
-    OutboxMessage,
     Results,
     WorkerDirectory,
 )
@@ -25,12 +24,10 @@ from bus.jobs.refusals import Refusals
 from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
-from bus.memory.journal import MemoryJournal
 from bus.storage import Storage
 from bus.store.objects import JournalObjects
 from bus.transport import Message, OnMessage, Subscription
 from schemas.jobs import JobResult
-from schemas.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -84,33 +81,6 @@ class _MemoryTransport:
             await subscriber.close()
 
 
-class _MemoryBucket:
-    """See ``bus.fleet.directory.WorkerBucket``."""
-
-    def __init__(self, broker: MemoryBroker) -> None:
-        self._broker = broker
-
-    async def put(self, subject: str, payload: bytes) -> None:
-        if self._broker.up:
-            self._broker.workers.put(subject, payload)
-
-    async def entries(self) -> Sequence[bytes]:
-        self._broker.require_up()
-        return self._broker.workers.all()
-
-    async def ages(self) -> Sequence[tuple[bytes, float]]:
-        self._broker.require_up()
-        return self._broker.workers.ages()
-
-    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
-        self._broker.require_up()
-        return self._broker.workers.put_after(subject, payload, after)
-
-    async def get(self, subject: str) -> tuple[bytes, int] | None:
-        self._broker.require_up()
-        return self._broker.workers.get(subject)
-
-
 class _MemoryResults:
     """See ``bus.api.Results``."""
 
@@ -133,56 +103,6 @@ class _MemoryResults:
 
     async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
         return await watch_results(self._transport, tenant, on_stored)
-
-
-class _MemoryOutbox:
-    """See ``bus.api.Outbox``."""
-
-    def __init__(self, broker: MemoryBroker) -> None:
-        self._broker = broker
-
-    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
-        del linger_s  # a batch makes nothing cheaper here
-        payload = codec.encode(record)
-        self._broker.require_fits(len(payload))
-        self._broker.require_store(subjects.OUTBOX_STREAM)
-        identity = subjects.record_identity(record)
-        self._broker.outbox.add(subjects.record(record), payload, identity)
-
-    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
-        clock = self._broker.clock
-        deadline_s = clock.monotonic() + timeout_s
-        while True:
-            taken = self._broker.outbox.take(max_records) if self._broker.up else []
-            left_s = deadline_s - clock.monotonic()
-            if taken or left_s <= 0:
-                return [
-                    OutboxMessage(
-                        sequence=record.sequence,
-                        subject=record.subject,
-                        payload=record.payload,
-                        lease=str(record.sequence),
-                    )
-                    for record in taken
-                ]
-            await self._broker.outbox.wait(left_s)
-
-    async def ack(self, messages: Sequence[OutboxMessage]) -> None:
-        self._broker.require_up()
-        for message in messages:
-            self._broker.outbox.ack(message.sequence)
-
-    async def rewind(self, sequence: int) -> None:
-        self._broker.require_up()
-        self._broker.outbox.rewind(sequence)
-
-    async def last_sequence(self) -> int:
-        self._broker.require_up()
-        return self._broker.outbox.last_sequence
-
-    async def num_waiting(self) -> int:
-        self._broker.require_up()
-        return self._broker.outbox.num_waiting
 
 
 class _MemoryStorage:
@@ -208,10 +128,10 @@ class MemoryBus:
         self._transport = _MemoryTransport(broker)
         self.frames: FrameStreams = CoreFrameStreams(self._transport)
         self.control: Control = CoreControl(self._transport)
-        self.workers: WorkerDirectory = CoreWorkerDirectory(self._transport, _MemoryBucket(broker))
+        self.workers: WorkerDirectory = CoreWorkerDirectory(self._transport, broker.workers)
         self.results: Results = _MemoryResults(broker, self._transport)
-        self.outbox: Outbox = _MemoryOutbox(broker)
-        self.journal: Journal = MemoryJournal(broker)
+        self.outbox: Outbox = broker.outbox
+        self.journal: Journal = broker.journal
         self.objects: Objects = JournalObjects(
             self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bus import subjects
+from bus import codec, subjects
+from bus.api import OutboxMessage
 from bus.fleet.directory import ENTRY_TTL_S
+from bus.memory.server import MemoryServer
 from runtime.clock import Clock
 from runtime.tasks import wait_or_sleep
+from schemas.records import Record
 
 BRIDGE_ACK_WAIT_S = 30.0
 
@@ -39,39 +43,43 @@ class _Entry(NamedTuple):
     until_s: float
 
 
-class Entries:
-    """Last value by subject, each for ``ENTRY_TTL_S``; revisions count all that were put."""
+class MemoryBucket:
+    """See ``bus.fleet.directory.WorkerBucket``; revisions count all that were put."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
         self._entries: dict[str, _Entry] = {}
         self._last_revision = 0
 
-    def put(self, subject: str, payload: bytes) -> int:
+    async def put(self, subject: str, payload: bytes) -> None:
+        if self._server.up:
+            self._put(subject, payload)
+
+    def _put(self, subject: str, payload: bytes) -> int:
         self._last_revision += 1
-        until_s = self._clock.monotonic() + ENTRY_TTL_S
+        until_s = self._server.clock.monotonic() + ENTRY_TTL_S
         self._entries[subject] = _Entry(payload, self._last_revision, until_s)
         return self._last_revision
 
-    def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
-        known = self.get(subject)
+    async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
+        known = await self.get(subject)
         if after != (0 if known is None else known[1]):
             return None
-        return self.put(subject, payload)
+        return self._put(subject, payload)
 
-    def get(self, subject: str) -> tuple[bytes, int] | None:
+    async def get(self, subject: str) -> tuple[bytes, int] | None:
+        self._server.require_up()
         entry = self._entries.get(subject)
-        if entry is None or entry.until_s <= self._clock.monotonic():
+        if entry is None or entry.until_s <= self._server.clock.monotonic():
             return None
         return entry.payload, entry.revision
 
-    def all(self) -> list[bytes]:
-        """The workers', not those on names."""
-        return [payload for payload, _ in self.ages()]
+    async def entries(self) -> Sequence[bytes]:
+        return [payload for payload, _ in await self.ages()]
 
-    def ages(self) -> list[tuple[bytes, float]]:
-        """The workers', each with how long ago it was put, in seconds."""
-        now_s, place = self._clock.monotonic(), subjects.ALL_WORKERS.count(".")
+    async def ages(self) -> Sequence[tuple[bytes, float]]:
+        self._server.require_up()
+        now_s, place = self._server.clock.monotonic(), subjects.ALL_WORKERS.count(".")
         return [
             (entry.payload, now_s - entry.until_s + ENTRY_TTL_S)
             for subject, entry in self._entries.items()
@@ -80,20 +88,17 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class LoggedRecord:
-    sequence: int
-    subject: str
-    payload: bytes
+class _Logged:
+    message: OutboxMessage
     until_s: float
 
 
-class OutboxLog:
-    """Records in order, and how far the bridge has come with them."""
+class MemoryOutbox:
+    """See ``bus.api.Outbox``: records in order, and how far the bridge has come with them."""
 
-    def __init__(self, clock: Clock, max_age_s: float) -> None:
-        self._clock = clock
-        self._max_age_s = max_age_s
-        self._records: list[LoggedRecord] = []
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+        self._records: list[_Logged] = []
         self._last_sequence = 0
         self._known: set[str] = set()
         self._start_after = 0
@@ -101,54 +106,81 @@ class OutboxLog:
         self._held_until_s: dict[int, float] = {}
         self._waiters: set[asyncio.Event] = set()
 
-    @property
-    def last_sequence(self) -> int:
-        return self._last_sequence
-
-    @property
-    def num_waiting(self) -> int:
-        waiting = {one.sequence for one in self._records if one.sequence > self._start_after}
-        return len(waiting - self._acked)
+    async def publish(self, record: Record, linger_s: float = 0.0) -> None:
+        del linger_s  # a batch makes nothing cheaper here
+        payload = codec.encode(record)
+        self._server.require_fits(len(payload))
+        self._server.require_store(subjects.OUTBOX_STREAM)
+        self.add(subjects.record(record), payload, subjects.record_identity(record))
 
     def add(self, subject: str, payload: bytes, identity: str) -> None:
+        """Store a message as it is, once."""
         if identity in self._known:
             return
         self._known.add(identity)
         self._last_sequence += 1
-        until_s = self._clock.monotonic() + self._max_age_s
-        self._records.append(LoggedRecord(self._last_sequence, subject, payload, until_s))
+        message = OutboxMessage(
+            sequence=self._last_sequence,
+            subject=subject,
+            payload=payload,
+            lease=str(self._last_sequence),
+        )
+        until_s = self._server.clock.monotonic() + self._server.config.outbox_max_age_s
+        self._records.append(_Logged(message, until_s))
         self.wake()
 
-    def take(self, max_records: int) -> list[LoggedRecord]:
-        now_s = self._clock.monotonic()
+    async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
+        clock = self._server.clock
+        deadline_s = clock.monotonic() + timeout_s
+        while True:
+            taken = self._take(max_records) if self._server.up else []
+            left_s = deadline_s - clock.monotonic()
+            if taken or left_s <= 0:
+                return taken
+            event = asyncio.Event()
+            self._waiters.add(event)
+            await wait_or_sleep(event, clock, left_s)
+            self._waiters.discard(event)
+
+    def _take(self, max_records: int) -> list[OutboxMessage]:
+        now_s = self._server.clock.monotonic()
         self._records = [record for record in self._records if record.until_s > now_s]
         taken = [
-            record
-            for record in self._records
-            if record.sequence > self._start_after
-            and record.sequence not in self._acked
-            and self._held_until_s.get(record.sequence, 0.0) <= now_s
+            message
+            for message in self.messages()
+            if message.sequence > self._start_after
+            and message.sequence not in self._acked
+            and self._held_until_s.get(message.sequence, 0.0) <= now_s
         ][:max_records]
-        for record in taken:
-            self._held_until_s[record.sequence] = now_s + BRIDGE_ACK_WAIT_S
+        for message in taken:
+            self._held_until_s[message.sequence] = now_s + BRIDGE_ACK_WAIT_S
         return taken
 
-    def ack(self, sequence: int) -> None:
-        self._acked.add(sequence)
+    async def ack(self, messages: Sequence[OutboxMessage]) -> None:
+        self._server.require_up()
+        self._acked.update(message.sequence for message in messages)
 
-    def rewind(self, sequence: int) -> None:
+    async def rewind(self, sequence: int) -> None:
+        self._server.require_up()
         self._start_after = sequence if sequence <= self._last_sequence else 0
         self._acked.clear()
         self._held_until_s.clear()
         self.wake()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return after a change, or after ``timeout_s``."""
-        event = asyncio.Event()
-        self._waiters.add(event)
-        await wait_or_sleep(event, self._clock, timeout_s)
-        self._waiters.discard(event)
+    async def last_sequence(self) -> int:
+        self._server.require_up()
+        return self._last_sequence
+
+    async def num_waiting(self) -> int:
+        self._server.require_up()
+        waiting = {one.sequence for one in self.messages() if one.sequence > self._start_after}
+        return len(waiting - self._acked)
+
+    def messages(self) -> list[OutboxMessage]:
+        """All that are kept, in order."""
+        return [record.message for record in self._records]
 
     def wake(self) -> None:
+        """Have the pulls that wait look again."""
         for event in self._waiters:
             event.set()

@@ -16,10 +16,9 @@ from nats.aio.transport import TcpTransport
 
 from runtime.tls import (
     client_context,
-    distrust_of,
+    handshake_refusal,
     has_tls_files,
     read_setting_file,
-    wants_other_certificate,
 )
 from schemas.config import NatsConfig
 from schemas.errors import (
@@ -134,24 +133,18 @@ def why_refused(error: Exception, client: Client, config: NatsConfig) -> Millrac
     """What trying again does not mend: the server is not trusted, or does not take us. None for
     all else."""
     server = client._current_server
-    where = redact_urls(server.uri.geturl()) if server is not None else redact_urls(config.url)
-    distrust = distrust_of(error, "nats")
-    if distrust is not None:
-        return UntrustedServerError(f"The NATS server at {where} {distrust}.")
+    where = redact_urls(config.url if server is None else server.uri.geturl())
+    who = f"The NATS server at {where}"
+    is_missed = _misses_certificate(error, client, config)
+    refusal = handshake_refusal(error, who, "nats", config, wants_certificate=is_missed)
+    if refusal is not None:
+        return refusal
     if isinstance(error, NoTlsError):
         return UntrustedServerError(
-            f"The NATS server at {where} has no TLS, which nats.url or a file of nats.* demands."
-        )
-    if wants_other_certificate(error) or _misses_certificate(error, client, config):
-        ours = "our certificate" if config.certificate_file else "clients without a certificate"
-        return CredentialsRefusedError(
-            f"The NATS server at {where} does not take {ours}; set nats.certificate_file and "
-            "nats.key_file to those of a client that it trusts."
+            f"{who} has no TLS, which nats.url or a file of nats.* demands."
         )
     if isinstance(error, nats.errors.Error) and _is_refusal(str(error)):
-        return CredentialsRefusedError(
-            f"The NATS server at {where} does not take {_credentials(config)}."
-        )
+        return CredentialsRefusedError(f"{who} does not take {_credentials(config)}.")
     return None
 
 

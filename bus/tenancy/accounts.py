@@ -18,8 +18,7 @@ from schemas.tenants import (
     LimitSet,
     TenantRecord,
     TierLimits,
-    key_limits,
-    tenant_limits,
+    limits_of,
 )
 
 TICKS = 60_000
@@ -120,7 +119,7 @@ def tenant_account(tenant: str, stored: Stored[TenantRecord], tiers: TierLimits)
     return Account(
         kind="tenant",
         name=tenant,
-        limits=tenant_limits(stored.record, tiers),
+        limits=limits_of(stored.record, tiers),
         version=stored.version,
     )
 
@@ -129,7 +128,7 @@ def key_account(stored: Stored[KeyRecord], tiers: TierLimits) -> Account:
     return Account(
         kind="key",
         name=stored.record.key_id,
-        limits=key_limits(stored.record, tiers),
+        limits=limits_of(stored.record, tiers),
         version=stored.version,
     )
 

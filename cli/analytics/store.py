@@ -77,13 +77,13 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
     from runtime.tls import client_context
     from telemetry.store.clickhouse_server import raise_refusal
-    from telemetry.store.reading import QueryError
+    from telemetry.store.reading import QueryError, escaped
 
     parameters = {
         "database": config.database,
         "default_format": _WIRE_FORMAT,
         "readonly": "1",
-        **{f"param_{name}": _escaped(value) for name, value in given.items()},
+        **{f"param_{name}": escaped(str(value)) for name, value in given.items()},
     }
     url = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
     if not url.startswith(("http://", "https://")):
@@ -121,11 +121,3 @@ def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value
             await reader.close()
 
     return asyncio.run(read())
-
-
-def _escaped(value: Value) -> str:
-    """As ClickHouse reads the value of a parameter: a field of TabSeparated."""
-    text = str(value)
-    for raw, escaped in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n")):
-        text = text.replace(raw, escaped)
-    return text

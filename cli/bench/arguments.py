@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,15 +144,25 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
     done at all."""
-    from cli.bench.command import compare, measure
+    from bench.report.compare import render_comparison
+    from bench.report.page import render_page
+    from bench.report.report import read_report, write_file, write_report
+    from bench.report.table import render
+    from bench.runner import run_load
 
     if arguments.compare:
-        return compare(*arguments.compare)
+        before, after = map(read_report, arguments.compare)
+        sys.stdout.write(render_comparison(before, after))
+        return 0
     settings = settings_of(arguments)
     check_folders(arguments.json, arguments.html)
-    return measure(
-        settings, json_file=arguments.json, html_file=arguments.html, samples=arguments.samples
-    )
+    report = run_load(settings, keep_samples=arguments.samples, progress=sys.stderr.isatty())
+    sys.stdout.write(render(report))
+    if arguments.json is not None:
+        write_report(report, arguments.json)
+    if arguments.html is not None:
+        write_file(arguments.html, render_page(report).encode())
+    return 0 if report.requests.num_succeeded else 1
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cli.endpoints import add_data_argument, locate, read_endpoints, running_config
@@ -77,8 +78,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     for name in _COUNTS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=_count)
-    parser.add_argument("--monthly-budget", metavar="MONEY", type=_money)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
+        )
+    parser.add_argument(
+        "--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount")
+    )
 
 
 def _add_common(
@@ -242,22 +247,13 @@ def _tenant(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int | str:
+def _limit(kind: Callable[[str], _T], what: str, text: str) -> _T | str:
     if text in {_NONE, _DEFAULT}:
         return text
     try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, none or default") from None
-
-
-def _money(text: str) -> Decimal | str:
-    if text in {_NONE, _DEFAULT}:
-        return text
-    try:
-        return Decimal(text)
-    except InvalidOperation:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount, none or default") from None
+        return kind(text)
+    except (ValueError, InvalidOperation):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}, none or default") from None
 
 
 def _check_tenant(tenant: str) -> None:

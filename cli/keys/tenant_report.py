@@ -11,7 +11,7 @@ from bus.tenancy.tenants import TenantStore
 from gateway.api.limits import AccountLimits, account_limits
 from runtime.redis.link import RedisLink
 from schemas.jobs import Tier
-from schemas.tenants import LimitSet, TenantRecord, TierLimits, tenant_limits
+from schemas.tenants import LimitSet, TenantRecord, TierLimits, limits_of
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ def tenant_report(
     return TenantReport(
         tenant=tenant,
         tier=record.tier,
-        limits=tenant_limits(record, tiers),
+        limits=limits_of(record, tiers),
         set_here=tuple(record.limits.given()),
         tiers_from=tiers_from,
         keep_transcripts=record.keep_transcripts,

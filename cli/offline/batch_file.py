@@ -8,19 +8,15 @@ from typing import Any
 
 import msgspec
 
+from cli.offline.engine_options import BadLinesError, numbered_lines
 from cli.offline.generated import Choice, Generated, OfflineRequest
 from registry.served import ServedModel
-from schemas.errors import ConfigError, MillraceError, ParameterError
+from schemas.errors import MillraceError, ParameterError
 from schemas.frames import TokenLogprob
 from schemas.jobs import ChatMessage, Job
 from schemas.sampling import SamplingParams
 
-_MAX_SHOWN = 20
 _MAX_PRIORITY = 1_000
-
-
-class BadLinesError(MillraceError, code="invalid_input", http_status=400):
-    """Lines of the input cannot be run; the message names each by its number."""
 
 
 class BadLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +42,6 @@ class _Row(msgspec.Struct, frozen=True):
 
 _ROW_FIELDS = frozenset(_Row.__struct_fields__)
 _line_decoder = msgspec.json.Decoder(dict[str, Any])
-_encoder = msgspec.json.Encoder()
 
 
 def read_requests(
@@ -58,16 +53,10 @@ def read_requests(
     A line that is no request for this model is in the list as such with ``keep_bad``; without it
     BadLinesError is raised, with the number of each.
     """
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     read: list[OfflineRequest | BadLine] = []
     seen: dict[str | int, int] = {}
     seed_source = random.Random()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(file):
         request = _read_line(number, line, served, seed_source)
         if isinstance(request, OfflineRequest):
             first = seen.setdefault(request.id, number)
@@ -75,11 +64,9 @@ def read_requests(
                 why = f"id {request.id!r} is also that of line {first}"
                 request = BadLine(id=number, number=number, code=BadLinesError.code, message=why)
         read.append(request)
-    bad = [request for request in read if isinstance(request, BadLine)]
+    bad = [(line.number, line.message) for line in read if isinstance(line, BadLine)]
     if bad and not keep_bad:
-        shown = [f"{file}, line {line.number}: {line.message}" for line in bad[:_MAX_SHOWN]]
-        more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
-        raise BadLinesError("\n".join([*shown, *more]))
+        raise BadLinesError.of(file, bad)
     return read
 
 
@@ -103,13 +90,7 @@ def answer_line(generated: Generated) -> str:
         ]
     if generated.num_cached_tokens:
         answer["cached_tokens"] = generated.num_cached_tokens
-    return _encoder.encode(answer).decode() + "\n"
-
-
-def bad_line_answer(line: BadLine) -> str:
-    """What is answered to a line that cannot be run."""
-    error = {"code": line.code, "message": line.message}
-    return _encoder.encode({"id": line.id, "error": error}).decode() + "\n"
+    return msgspec.json.encode(answer).decode() + "\n"
 
 
 def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:

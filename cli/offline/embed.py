@@ -13,6 +13,7 @@ from cli.offline.engine_options import (
     add_engine_options,
     add_file_arguments,
     engine_config,
+    error_line,
     load_served,
     open_output,
     print_start_of_engine,
@@ -110,7 +111,7 @@ def _embed(
 def _write(
     embedded: Iterator[tuple[EmbedText, EngineOutput]], output: TextIO, *, normalize: bool
 ) -> int:
-    from cli.offline.embed_file import embedding_line, error_line
+    from cli.offline.embed_file import embedding_line
 
     num_failed = 0
     for text, made in embedded:
@@ -118,5 +119,5 @@ def _write(
             output.write(embedding_line(text, made.embedding, normalize=normalize))
         else:
             num_failed += 1
-            output.write(error_line(text, made.error))
+            output.write(error_line(text.id, *made.error))
     return 1 if num_failed else 0

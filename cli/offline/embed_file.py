@@ -8,14 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from cli.offline.engine_options import BadLinesError, numbered_lines
 from registry.served import ServedModel
-from schemas.errors import ConfigError, ContextLengthError, MillraceError, ParameterError
-
-_MAX_SHOWN = 20
-
-
-class BadTextsError(MillraceError, code="invalid_input", http_status=400):
-    """Lines of the input cannot be embedded; the message names each by its number."""
+from schemas.errors import ContextLengthError, MillraceError, ParameterError
 
 
 class EmbedText(msgspec.Struct, frozen=True):
@@ -33,32 +28,24 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decoder = msgspec.json.Decoder(_Line)
-_encoder = msgspec.json.Encoder()
 
 
 def read_texts(file: Path, served: ServedModel) -> list[EmbedText]:
     """Every text of ``file``, tokenised with the special tokens that the model expects; blank
     lines are skipped.
 
-    Raises ConfigError if the file cannot be read, BadTextsError for lines that are no text for
+    Raises ConfigError if the file cannot be read, BadLinesError for lines that are no text for
     this model.
     """
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     texts: list[EmbedText] = []
-    bad: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    bad: list[tuple[int, str]] = []
+    for number, line in numbered_lines(file):
         try:
             texts.append(_read_line(number, line, served))
         except (MillraceError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            bad.append(f"{file}, line {number}: {error}")
+            bad.append((number, str(error)))
     if bad:
-        more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
-        raise BadTextsError("\n".join([*bad[:_MAX_SHOWN], *more]))
+        raise BadLinesError.of(file, bad)
     return texts
 
 
@@ -87,10 +74,4 @@ def embedding_line(text: EmbedText, embedding: Sequence[float], *, normalize: bo
         length = math.sqrt(math.fsum(value * value for value in embedding)) or 1.0
         values = [value / length for value in embedding]
     answer = {"id": text.id, "embedding": values, "prompt_tokens": len(text.token_ids)}
-    return _encoder.encode(answer).decode() + "\n"
-
-
-def error_line(text: EmbedText, error: tuple[str, str]) -> str:
-    """What is answered to a text that could not be embedded."""
-    answer = {"id": text.id, "error": {"code": error[0], "message": error[1]}}
-    return _encoder.encode(answer).decode() + "\n"
+    return msgspec.json.encode(answer).decode() + "\n"

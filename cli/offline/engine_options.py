@@ -1,12 +1,16 @@
-"""What the commands that run an engine in their own process share: options, model, output."""
+"""What the commands that run an engine in their own process share: options, model, lines in and
+out."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
 
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
@@ -15,6 +19,18 @@ if TYPE_CHECKING:
     from registry.served import ServedModel
 
 DEFAULTS = EngineConfig()
+_MAX_SHOWN = 20
+
+
+class BadLinesError(MillraceError, code="invalid_input", http_status=400):
+    """Lines of the input cannot be run; the message names each by its number."""
+
+    @classmethod
+    def of(cls, file: Path, bad: Sequence[tuple[int, str]]) -> BadLinesError:
+        """Of these lines, each with what is wrong with it."""
+        shown = [f"{file}, line {number}: {why}" for number, why in bad[:_MAX_SHOWN]]
+        more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
+        return cls("\n".join([*shown, *more]))
 
 
 class _Printer(logging.Handler):
@@ -39,6 +55,22 @@ def load_served(arguments: argparse.Namespace) -> ServedModel:
     catalogue = load_catalogue(arguments.catalogue)
     name = catalogue.entry_for(arguments.model).name
     return ServedModel.load(catalogue.with_model(arguments.model), name)
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, each with its number. Raises ConfigError if the file cannot be
+    read."""
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
+def error_line(line_id: str | int, code: str, message: str) -> str:
+    """What is answered to a line that could not be run."""
+    answer = {"id": line_id, "error": {"code": code, "message": message}}
+    return msgspec.json.encode(answer).decode() + "\n"
 
 
 def open_output(path: Path) -> TextIO:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from cli.offline.engine_options import (
     DEFAULTS,
+    BadLinesError,
     add_engine_options,
     add_file_arguments,
     engine_config,
+    error_line,
     load_served,
     open_output,
     print_start_of_engine,
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
-    from cli.offline.batch_file import BadLinesError, read_requests
+    from cli.offline.batch_file import read_requests
 
     served = load_served(arguments)
     try:
@@ -128,7 +130,7 @@ def _write_answers(
     """In the order of the lines, each as soon as those before it are there; how many were bad."""
     from tqdm import tqdm
 
-    from cli.offline.batch_file import BadLine, answer_line, bad_line_answer
+    from cli.offline.batch_file import BadLine, answer_line
 
     requests = [line for line in lines if not isinstance(line, BadLine)]
     answers: dict[str, str] = {}
@@ -140,7 +142,7 @@ def _write_answers(
         nonlocal awaited
         while awaited is not None:
             if isinstance(awaited, BadLine):
-                output.write(bad_line_answer(awaited))
+                output.write(error_line(awaited.id, awaited.code, awaited.message))
             elif awaited.job.request_id in answers:
                 output.write(answers.pop(awaited.job.request_id))
             else:

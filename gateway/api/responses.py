@@ -103,7 +103,7 @@ class ResponsesEndpoint(Endpoint):
         try:
             return (
                 *generation_request.tools,
-                *self._gateway.tools.definitions(generation_request.server_tools),
+                *self._gateway.tools.catalogue.definitions(generation_request.server_tools),
             )
         except ParameterError as error:
             raise ParameterError("tools", error.message) from error

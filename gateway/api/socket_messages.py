@@ -1,12 +1,12 @@
-"""One generation on a socket, and its messages. A delta costs a concatenation."""
+"""One request on a socket, and its messages. A delta costs a concatenation."""
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
 from bus.frame_reader import Progress
 from gateway.errors import Refusal
-from gateway.rendering.chunks import usage_info
+from gateway.rendering.chunks import encode, usage_info
 from gateway.rendering.logprobs import logprob_infos
 from gateway.request.response_stream import ResponseStream
 from gateway.request.tracing import RequestTrace
@@ -25,19 +25,13 @@ from schemas.websocket import (
     ToolStep,
 )
 
-_encode = msgspec.json.encode
 
-
-def encode_message(message: ServerMessage) -> bytes:
-    return _encode(message)
-
-
-class Generation:
+class SocketRequest:
     """What a client calls ``id``. ``response`` is set once it was accepted; a client that cancels
     before that has ``cancelled`` set. ``is_plain``: one choice, of which only text is told."""
 
-    def __init__(self, generation_id: str, request_id: str) -> None:
-        self.id = generation_id
+    def __init__(self, client_request_id: str, request_id: str) -> None:
+        self.id = client_request_id
         self.request_id = request_id
         self.response: ResponseStream | None = None
         self.trace: RequestTrace | None = None
@@ -53,14 +47,12 @@ class Generation:
         self.response = response
         self.request_id = response.request_id
         self.is_plain = len(response.choices) == 1 and response.request.sampling.logprobs is None
-        names = _encode({"id": self.id, "request_id": self.request_id})
-        self._delta_head = b'{"type":"delta",%b,"index":' % names[1:-1]
+        self._delta_head = b'{"type":"delta",%b,"index":' % encode(self._names)[1:-1]
 
     def accepted(self, response: ResponseStream) -> Accepted:
         """The first message of an answer."""
         return Accepted(
-            id=self.id,
-            request_id=response.request_id,
+            **self._names,
             session=response.session,
             model=response.request.model,
             route_reason=response.request.route_reason,
@@ -68,31 +60,19 @@ class Generation:
 
     def notes_of(self, stream: OpenStream, payloads: list[bytes]) -> None:
         """Append what there is to say about the first choice's way to a worker."""
-        reader = stream.reader
-        if reader.queued is not self._queued and reader.queued is not None:
-            self._queued = reader.queued
-            payloads.append(
-                encode_message(
-                    Queued(
-                        id=self.id,
-                        request_id=self.request_id,
-                        position=reader.queued.position,
-                        eta_s=reader.queued.eta_s,
-                    )
-                )
+        queued, started = stream.reader.queued, stream.reader.started
+        if queued is not None and queued is not self._queued:
+            self._queued = queued
+            said = Queued(**self._names, position=queued.position, eta_s=queued.eta_s)
+            payloads.append(encode(said))
+        if started is not None and started is not self._started:
+            self._started = started
+            told = Started(
+                **self._names,
+                prompt_tokens=started.num_prompt_tokens,
+                cached_tokens=started.num_cached_tokens,
             )
-        if reader.started is not self._started and reader.started is not None:
-            self._started = reader.started
-            payloads.append(
-                encode_message(
-                    Started(
-                        id=self.id,
-                        request_id=self.request_id,
-                        prompt_tokens=reader.started.num_prompt_tokens,
-                        cached_tokens=reader.started.num_cached_tokens,
-                    )
-                )
-            )
+            payloads.append(encode(told))
 
     def say_plain(self, progress: Progress) -> bytes:
         """The delta of a choice that is alone and has nothing but text."""
@@ -101,48 +81,26 @@ class Generation:
             self._delta_head,
             self.response.choices[0].next_index - progress.num_tokens,
             progress.num_tokens,
-            _encode(progress.text),
+            encode(progress.text),
         )
 
     def say(self, part: Part) -> bytes:
         """The message for a part; empty for one that needs none."""
         if type(part) is TextPart:
             return self._delta(part)
-        names = {"id": self.id, "request_id": self.request_id}
         match part:
             case CallStart():
-                return encode_message(
-                    ToolCallStarted(
-                        **names,
-                        choice=part.choice,
-                        call=part.call,
-                        call_id=part.call_id,
-                        name=part.name,
-                    )
-                )
+                return encode(ToolCallStarted(**self._names, **part._asdict()))
             case CallArguments():
-                return encode_message(
-                    ToolArguments(**names, choice=part.choice, call=part.call, text=part.text)
-                )
+                return encode(ToolArguments(**self._names, **part._asdict()))
             case StepPart():
-                return encode_message(
-                    ToolStep(
-                        **names,
-                        call_id=part.call_id,
-                        name=part.name,
-                        arguments=part.arguments,
-                        ok=part.ok,
-                        output=part.output,
-                        duration_ms=part.duration_ms,
-                    )
-                )
+                return encode(ToolStep(**self._names, **part._asdict()))
             case ChoiceEnd():
                 assert self.response is not None
-                if len(self.response.choices) == 1:
-                    return b""
-                return encode_message(
-                    ChoiceDone(**names, choice=part.choice, finish_reason=part.reason)
-                )
+                if len(self.response.choices) > 1:
+                    return encode(
+                        ChoiceDone(**self._names, choice=part.choice, finish_reason=part.reason)
+                    )
         return b""
 
     def end(self, response: ResponseStream) -> ServerMessage:
@@ -152,8 +110,7 @@ class Generation:
             return self.refuse(refusal)
         usage = response.usage
         return Done(
-            id=self.id,
-            request_id=self.request_id,
+            **self._names,
             finish_reason=response.choices[0].reason if refusal is None else "cancelled",
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
         )
@@ -168,17 +125,22 @@ class Generation:
             retry_after_s=refusal.retry_after_s,
         )
 
+    @property
+    def _names(self) -> dict[str, Any]:
+        """What all its messages begin with."""
+        return {"id": self.id, "request_id": self.request_id}
+
     def _delta(self, part: TextPart) -> bytes:
         payload = b'%b%d,"num_tokens":%d,"text":%b' % (
             self._delta_head,
             part.first_index,
             part.num_tokens,
-            _encode(part.text),
+            encode(part.text),
         )
         if part.choice:
             payload += b',"choice":%d' % part.choice
         if part.logprobs:
             assert self.response is not None
             infos = logprob_infos(self.response.model.tokenizer, part.logprobs)
-            payload += b',"logprobs":' + _encode(infos)
+            payload += b',"logprobs":' + encode(infos)
         return payload + b"}"

@@ -1,4 +1,4 @@
-"""The generations of one WebSocket, and what goes out on it."""
+"""The requests of one WebSocket, and what goes out on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 
 import msgspec
 
-from gateway.api.socket_messages import Generation, encode_message
+from gateway.api.socket_messages import SocketRequest
 from gateway.core import Gateway
 from gateway.errors import Refusal, refusal_of
+from gateway.rendering.chunks import encode
 from gateway.request.index import digest_of
 from gateway.request.parsing import parse_generate
 from gateway.request.response_stream import ResponseStream
@@ -33,11 +34,11 @@ _LAST_WORDS_S = 1.0
 _MAX_ID_CHARACTERS = 256
 _ROUTE = "/v1/ws"
 
-_Start = Callable[[Generation], Awaitable[ResponseStream]]
+_Start = Callable[[SocketRequest], Awaitable[ResponseStream]]
 
 
 class SocketSession(Client):
-    """Owns the generations of one socket.
+    """Owns the requests of one socket.
 
     Whatever is ready in one turn of the event loop goes out in one write. ``dropped`` says why the
     client must be parted with; ``close`` cancels everything that still runs, or holds it for a
@@ -58,7 +59,7 @@ class SocketSession(Client):
         self._gateway = gateway
         self._writer = writer
         writer.on_writable = self._schedule_flush
-        self._generations: dict[str, Generation] = {}
+        self._requests: dict[str, SocketRequest] = {}
         self._ready: list[OpenStream] = []
         self._payloads: list[bytes] = []
         self._is_asked = False
@@ -68,7 +69,7 @@ class SocketSession(Client):
         self._holds = False
         self._is_going_away = False
         self._parting = ""
-        self._last_words = b""  # behind what there is to say of generations
+        self._last_words = b""  # behind what there is to say of requests
         self.dropped = ""
 
     # What streams call.
@@ -93,7 +94,7 @@ class SocketSession(Client):
         read that."""
         if self._parting:
             return
-        self._last_words = encode_message(Error(code=why.code, message=why.message))
+        self._last_words = encode(Error(code=why.code, message=why.message))
         self.drop_when_said(KEY_REVOKED)
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.drop, KEY_REVOKED)
 
@@ -101,33 +102,35 @@ class SocketSession(Client):
         await self._dropped_event.wait()
 
     def announce_going_away(self) -> None:
-        """The gateway shuts down: the socket ends with its last generation."""
+        """The gateway shuts down: the socket ends with its last request."""
         self._is_going_away = True
         self.say(GoingAway())
 
     # What the client asks for.
 
     def generate(self, message: Generate) -> None:
-        """Start a generation in the background; or say why not."""
+        """Start a request in the background; or say why not."""
         self._begin(message.id, partial(self._answer_to, message))
 
     def resume(self, message: Resume) -> None:
         """Go on with a request of another socket; or say why not."""
         self._begin(message.id, partial(self._resumed, message))
 
-    def runs(self, generation_id: str) -> bool:
-        return generation_id in self._generations
+    def runs(self, client_request_id: str) -> bool:
+        return client_request_id in self._requests
 
-    def cancel(self, generation_id: str) -> None:
-        """Stop a generation; its ``done`` follows."""
-        generation = self._generations.get(generation_id)
-        if generation is None:
-            text = f"No generation with the id {generation_id!r} runs on this socket."
-            self.refuse(Error(code="unknown_id", message=text, param="id", id=generation_id), 404)
+    def cancel(self, client_request_id: str) -> None:
+        """Stop a request; its ``done`` follows."""
+        request = self._requests.get(client_request_id)
+        if request is None:
+            text = f"No generation with the id {client_request_id!r} runs on this socket."
+            self.refuse(
+                Error(code="unknown_id", message=text, param="id", id=client_request_id), 404
+            )
             return
-        generation.cancelled = True
-        if generation.response is not None:
-            generation.response.cancel(CancelReason.CLIENT)
+        request.cancelled = True
+        if request.response is not None:
+            request.response.cancel(CancelReason.CLIENT)
 
     def refuse(self, error: Error, status: int, limit: str = "") -> None:
         """Say why a message is refused, which over HTTP would have had that status."""
@@ -143,7 +146,7 @@ class SocketSession(Client):
     def say(self, message: ServerMessage) -> None:
         if isinstance(message, Error):
             self._gateway.metrics.refusals.labels(message.code).inc()
-        self.say_payload(encode_message(message))
+        self.say_payload(encode(message))
 
     def say_payload(self, payload: bytes) -> None:
         """Queue a message. What the client asks for and does not read counts against its bound."""
@@ -157,80 +160,80 @@ class SocketSession(Client):
         """The socket is gone; with ``hold`` its client may come back for what runs."""
         self._closed = True
         self._holds = hold
-        for generation in self._generations.values():
-            if generation.response is not None:
-                self._part_with(generation.response)
+        for request in self._requests.values():
+            if request.response is not None:
+                self._part_with(request.response)
 
     # From a message to an accepted answer.
 
-    def _begin(self, generation_id: str, start: _Start) -> None:
+    def _begin(self, client_request_id: str, start: _Start) -> None:
         limit = self._gateway.config.max_generations_per_socket
         if self._parting:
             text = "This socket is being closed."
-            self.refuse(Error(code="invalid_api_key", message=text, id=generation_id), 401)
-        elif not 0 < len(generation_id) <= _MAX_ID_CHARACTERS:
+            self.refuse(Error(code="invalid_api_key", message=text, id=client_request_id), 401)
+        elif not 0 < len(client_request_id) <= _MAX_ID_CHARACTERS:
             text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
             self.refuse(Error(code="invalid_parameter", message=text, param="id"), 400)
-        elif generation_id in self._generations:
+        elif client_request_id in self._requests:
             # Without its id, which would end the one that runs.
-            text = f"A generation with the id {generation_id!r} runs on this socket."
+            text = f"A generation with the id {client_request_id!r} runs on this socket."
             self.refuse(Error(code="duplicate_id", message=text, param="id"), 409)
-        elif len(self._generations) >= limit:
+        elif len(self._requests) >= limit:
             text = f"{limit} generations run on this socket; wait for one to end."
-            error = Error(code="too_many_generations", message=text, id=generation_id)
+            error = Error(code="too_many_generations", message=text, id=client_request_id)
             self.refuse(error, 429, "max_generations_per_socket")
         else:
-            generation = Generation(generation_id, new_request_id("chatcmpl"))
-            self._generations[generation_id] = generation
-            self._spawn(self._start(generation, start), generation)
+            request = SocketRequest(client_request_id, new_request_id("chatcmpl"))
+            self._requests[client_request_id] = request
+            self._spawn(self._start(request, start), request)
 
-    async def _answer_to(self, message: Generate, generation: Generation) -> ResponseStream:
+    async def _answer_to(self, message: Generate, request: SocketRequest) -> ResponseStream:
         gateway, caller = self._gateway, self._known_caller()
         if gateway.traces is not None:
-            generation.trace = gateway.traces.start(self._traceparent, _ROUTE, "GET")
+            request.trace = gateway.traces.start(self._traceparent, _ROUTE, "GET")
         num_items = len(message.messages or message.prompt or ())
-        request = await gateway.prompts.run(
+        parsed = await gateway.prompts.run(
             caller.tenant, num_items, partial(parse_generate, message)
         )
-        requester = Requester(caller, self, Source.WEBSOCKET, generation, generation.trace)
+        requester = Requester(caller, self, Source.WEBSOCKET, request, request.trace)
         if not message.idempotency_key:
-            return await gateway.submitter.submit(request, requester, generation.request_id)
-        # A client that asks again may name the generation anew.
+            return await gateway.submitter.submit(parsed, requester, request.request_id)
+        # A client that asks again may name the request anew.
         digest = digest_of(
             b"generate", msgspec.json.encode(msgspec.structs.replace(message, id=""))
         )
         return await gateway.idempotency.submit(
-            message.idempotency_key, digest, request, requester, generation.request_id
+            message.idempotency_key, digest, parsed, requester, request.request_id
         )
 
-    async def _resumed(self, message: Resume, generation: Generation) -> ResponseStream:
+    async def _resumed(self, message: Resume, request: SocketRequest) -> ResponseStream:
         index = message.next_index
         indices = (index,) if isinstance(index, int) else index
         return await self._gateway.resuming.resume(
-            self._known_caller(), message.request_id, indices, self, owner=generation
+            self._known_caller(), message.request_id, indices, self, owner=request
         )
 
     def _known_caller(self) -> Caller:
         assert self.caller is not None
         return self.caller
 
-    async def _start(self, generation: Generation, start: _Start) -> None:
+    async def _start(self, request: SocketRequest, start: _Start) -> None:
         caller, intake_limits = self._known_caller(), self._gateway.intake_limits
         try:
-            async with intake_limits.refusals_count(caller, generation.request_id):
-                response = await start(generation)
+            async with intake_limits.refusals_count(caller, request.request_id):
+                response = await start(request)
         except MillraceError as error:
             refusal = refusal_of(error)
-            self.note_refusal(refusal, generation.request_id)
-            self._forget(generation, refusal)
-            self._say_refusal(generation, refusal)
+            self.note_refusal(refusal, request.request_id)
+            self._forget(request, refusal)
+            self._say_refusal(request, refusal)
             return
-        generation.accept(response)
+        request.accept(response)
         if self._closed:
             self._part_with(response)
             return
-        self.say(generation.accepted(response))
-        if generation.cancelled:
+        self.say(request.accepted(response))
+        if request.cancelled:
             response.cancel(CancelReason.CLIENT)
         # Frames may have come before the queue's answer did.
         for choice in response.choices:
@@ -247,29 +250,29 @@ class SocketSession(Client):
         else:
             response.abort(outcome)
 
-    def _spawn(self, work: Awaitable[None], generation: Generation) -> None:
+    def _spawn(self, work: Awaitable[None], request: SocketRequest) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(partial(self._check, generation))
+        task.add_done_callback(partial(self._check, request))
 
-    def _check(self, generation: Generation, task: asyncio.Task[None]) -> None:
+    def _check(self, request: SocketRequest, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        _log.error("a generation failed in the gateway", exc_info=error)
+        _log.error("a request failed in the gateway", exc_info=error)
         failed = Refusal(status=500, code="internal_error", message="The gateway failed.")
-        self._forget(generation, failed)
-        if generation.response is not None:
-            generation.response.abort("failed")
+        self._forget(request, failed)
+        if request.response is not None:
+            request.response.abort("failed")
         else:
-            self.note_refusal(failed, generation.request_id)
-        self._say_refusal(generation, failed)
+            self.note_refusal(failed, request.request_id)
+        self._say_refusal(request, failed)
 
-    def _forget(self, generation: Generation, refusal: Refusal | None = None) -> None:
-        if generation.trace is not None:
-            generation.trace.finish(refusal=refusal)
-        if self._generations.get(generation.id) is generation:
-            del self._generations[generation.id]
+    def _forget(self, request: SocketRequest, refusal: Refusal | None = None) -> None:
+        if request.trace is not None:
+            request.trace.finish(refusal=refusal)
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
 
     # From answers to the socket.
 
@@ -291,7 +294,7 @@ class SocketSession(Client):
             self._last_words = b""
         if payloads:
             self._writer.write(payloads)
-        if self._is_going_away and not self._generations:
+        if self._is_going_away and not self._requests:
             self.drop("going_away")
         if self._parting:
             self.drop(self._parting)
@@ -306,47 +309,47 @@ class SocketSession(Client):
         response = stream.owner
         if not isinstance(response, ResponseStream):
             return  # its end was said
-        generation = response.owner
+        request = response.owner
         if (
-            not isinstance(generation, Generation)
-            or generation.response is not response
-            or generation.is_concluding
-            or self._generations.get(generation.id) is not generation
+            not isinstance(request, SocketRequest)
+            or request.response is not response
+            or request.is_concluding
+            or self._requests.get(request.id) is not request
         ):
             return
         if stream is response.choices[0].stream:
-            generation.notes_of(stream, payloads)
-        if generation.is_plain:
+            request.notes_of(stream, payloads)
+        if request.is_plain:
             progress = response.choices[0].read_plain(now_s, self._gateway.metrics.gaps)
             if progress is not None:
                 if progress.num_tokens:
-                    payloads.append(generation.say_plain(progress))
+                    payloads.append(request.say_plain(progress))
                 return
         for part in response.read_parts(now_s):
-            payload = generation.say(part)
+            payload = request.say(part)
             if payload:
                 payloads.append(payload)
         if not response.ended:
             return
         if response.must_conclude:
-            generation.is_concluding = True
-            self._spawn(self._conclude(generation, response), generation)
+            request.is_concluding = True
+            self._spawn(self._conclude(request, response), request)
         else:
-            payloads.append(encode_message(self._end(generation, response)))
+            payloads.append(encode(self._end(request, response)))
 
-    async def _conclude(self, generation: Generation, response: ResponseStream) -> None:
+    async def _conclude(self, request: SocketRequest, response: ResponseStream) -> None:
         await response.conclude()
-        self.say(self._end(generation, response))
+        self.say(self._end(request, response))
 
-    def _end(self, generation: Generation, response: ResponseStream) -> ServerMessage:
-        self._forget(generation)
-        message = generation.end(response)
+    def _end(self, request: SocketRequest, response: ResponseStream) -> ServerMessage:
+        self._forget(request)
+        message = request.end(response)
         response.finish()
         refusal = response.refusal
         if refusal is not None and refusal.retry_after_s is not None and response.is_kept:
-            self._spawn(self._gateway.idempotency.release(response), generation)
+            self._spawn(self._gateway.idempotency.release(response), request)
         return message
 
-    def _say_refusal(self, generation: Generation, refusal: Refusal) -> None:
+    def _say_refusal(self, request: SocketRequest, refusal: Refusal) -> None:
         if not self._closed:
-            self.say(generation.refuse(refusal))
+            self.say(request.refuse(refusal))

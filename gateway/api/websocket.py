@@ -1,4 +1,4 @@
-"""``/v1/ws``: many generations on one socket, on bare ASGI."""
+"""``/v1/ws``: many requests on one socket, on bare ASGI."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class WebSocketHandler:
         self, payload: str | bytes, error: MillraceError, session: SocketSession
     ) -> Error:
         """The error for a message that is not one, to the id that it names if it can be read; not
-        to that of a generation that runs, which would end with it."""
+        to that of a request that runs, which would end with it."""
         try:
             head = _head(payload)
         except InvalidJsonError as not_json:

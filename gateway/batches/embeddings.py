@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
 
 from gateway.batches.lines import BatchEndpoint, BatchOrder
 from gateway.core import Gateway
-from gateway.models import ServedModelLike
 from gateway.rendering.embedding_jobs import form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.request.job_maker import bare_job
@@ -17,7 +17,7 @@ from gateway.request.parsing import decode
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
-from schemas.jobs import Job, JobResult, Tier
+from schemas.jobs import JobResult, Tier
 
 
 class EmbeddingBatchEndpoint(BatchEndpoint):
@@ -46,24 +46,16 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)
 
 
+@dataclass(frozen=True)
 class _EmbeddingOrder(BatchOrder):
-    def __init__(
-        self,
-        gateway: Gateway,
-        caller: Caller,
-        model: ServedModelLike,
-        jobs: Sequence[Job],
-        form: VectorForm,
-    ) -> None:
-        super().__init__(gateway, caller, model, jobs)
-        self._form = form
+    form: VectorForm
 
     def render(self, results: Sequence[JobResult]) -> bytes:
         num_tokens = total_usage(result.usage for result in results).prompt_tokens
         return msgspec.json.encode(
             EmbeddingList(
                 data=tuple(
-                    EmbeddingObject(index=index, embedding=self._form.encode(result.embedding))
+                    EmbeddingObject(index=index, embedding=self.form.encode(result.embedding))
                     for index, result in enumerate(results)
                 ),
                 model=self.jobs[0].model_requested,

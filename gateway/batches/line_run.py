@@ -14,6 +14,7 @@ from gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
 from gateway.core import Gateway
 from gateway.errors import InternalError, Refusal, refusal_of
 from runtime.retry import doubling_delays
+from runtime.tasks import wait_or_sleep
 from schemas.batches import BatchLine
 from schemas.errors import MillraceError, QueueFullError
 from schemas.jobs import Job, JobResult
@@ -176,9 +177,9 @@ class LineRunner:
         """Raises QueueFullError while the model's queue is half full: the rest of it is for those
         who wait; StoreFullError while the store of the queue has no room."""
         self._gateway.stores.check()
-        for queue in self._gateway.fleet.queues():
-            if queue.model == model and queue.num_queued >= queue.bound * _QUEUE_SHARE:
-                raise QueueFullError("The queue is half full.", queue.retry_after_s)
+        queue = self._gateway.fleet.queue(model)
+        if queue is not None and queue.num_queued >= queue.bound * _QUEUE_SHARE:
+            raise QueueFullError("The queue is half full.", queue.retry_after_s)
 
     def _finish(
         self, line: InputLine, request: BatchLine, order: BatchOrder, results: list[JobResult]
@@ -209,12 +210,8 @@ class LineRunner:
 
     async def _stopped_within(self, seconds: float) -> bool:
         """Wait; whether the batch was stopped meanwhile."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
+        await wait_or_sleep(self._stopping, self._gateway.clock, seconds)
+        return self._stopping.is_set()
 
 
 def attempt_id(batch_id: str, line: int, attempt: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -36,16 +37,14 @@ class LogprobsLostError(MillraceError, code="answer_too_large", http_status=413)
         )
 
 
+@dataclass(frozen=True)
 class BatchOrder(ABC):
     """One request, understood: the jobs that it takes, and what is made of their results."""
 
-    def __init__(
-        self, gateway: Gateway, caller: Caller, model: ServedModelLike, jobs: Sequence[Job]
-    ) -> None:
-        self.jobs = tuple(jobs)
-        self._gateway = gateway
-        self._caller = caller
-        self._model = model
+    gateway: Gateway
+    caller: Caller
+    model: ServedModelLike
+    jobs: Sequence[Job]
 
     @property
     def request_id(self) -> str:
@@ -56,18 +55,18 @@ class BatchOrder(ABC):
         """Take what the jobs may need at most out of the caller's limits; again is the same as
         once. Raises MillraceError if there is no room."""
         deadline_ns = self.jobs[0].deadline_ns or 0
-        await self._gateway.admission.reserve(
-            self._caller,
+        await self.gateway.admission.reserve(
+            self.caller,
             self.request_id,
-            self._model,
+            self.model,
             self.jobs,
-            deadline_s=max(deadline_ns - self._gateway.clock.now_ns(), 0) / _NS_PER_S,
+            deadline_s=max(deadline_ns - self.gateway.clock.now_ns(), 0) / _NS_PER_S,
         )
 
     def settle(self, results: Sequence[JobResult]) -> None:
         """Charge what was computed and give the rest back; nothing was without results."""
         usages = [result.usage for result in results]
-        self._gateway.admission.settle(self.request_id, self._model, usages)
+        self.gateway.admission.settle(self.request_id, self.model, usages)
 
     def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
         """Why there is no answer; None if all the results are good."""
@@ -120,28 +119,20 @@ class GenerationBatchEndpoint(BatchEndpoint):
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
 
 
+@dataclass(frozen=True)
 class _GenerationOrder(BatchOrder):
-    def __init__(
-        self,
-        gateway: Gateway,
-        caller: Caller,
-        model: ServedModelLike,
-        jobs: Sequence[Job],
-        prepared: Prepared,
-    ) -> None:
-        super().__init__(gateway, caller, model, jobs)
-        self._prepared = prepared
+    prepared: Prepared
 
     def render(self, results: Sequence[JobResult]) -> bytes:
-        request = self._prepared.request
+        request = self.prepared.request
         if any(_lacks_logprobs(request, result) for result in results):
             raise LogprobsLostError
         created_s = self.jobs[0].received_ns // _NS_PER_S
-        accepted = AcceptedRequest(request, self._caller, self._model, self.request_id, created_s)
-        response = ResponseReader(accepted, self._gateway.metrics.gaps)
+        accepted = AcceptedRequest(request, self.caller, self.model, self.request_id, created_s)
+        response = ResponseReader(accepted, self.gateway.metrics.gaps)
         for job, result in zip(self.jobs, results, strict=True):
             response.add_choice(_replayed(job, result))
-        renderer = self._prepared.render(response)
+        renderer = self.prepared.render(response)
         for part in response.read_parts(0.0):
             renderer.add(part)
         return renderer.whole()
@@ -173,7 +164,7 @@ def _lacks_logprobs(request: GenerationRequest, result: JobResult) -> bool:
 
 def _replayed(job: Job, result: JobResult) -> OpenStream:
     """The stream of a job that is over, as if it had just come."""
-    stream = OpenStream(replace(job, prompt_token_ids=()), NULL_CLIENT, 0.0)
+    stream = OpenStream(job, NULL_CLIENT, 0.0)
     for frame in frames_of(result):
         stream.feed(frame, 0.0)
     assert stream.ended, "a result is complete"

@@ -7,6 +7,7 @@ import asyncio
 from bus.api import Bus
 from bus.transport import Subscription
 from runtime.clock import Clock
+from runtime.tasks import wait_or_sleep
 from schemas.errors import BusUnavailableError
 from schemas.jobs import JobResult
 
@@ -21,15 +22,13 @@ class ResultWaiter:
     """Gets a tenant's results as soon as they are stored.
 
     It is told of each; what came too early or in an outage is found by looking, soon at first and
-    every ``poll_s`` later. Owns its
-    subscription; ``close`` ends it.
+    every 5 s later. Owns its subscription; ``close`` ends it.
     """
 
-    def __init__(self, bus: Bus, tenant: str, clock: Clock, poll_s: float = _POLL_S) -> None:
+    def __init__(self, bus: Bus, tenant: str, clock: Clock) -> None:
         self._bus = bus
         self._tenant = tenant
         self._clock = clock
-        self._poll_s = poll_s
         self._told: dict[str, asyncio.Event] = {}
         self._subscription: Subscription | None = None
 
@@ -51,37 +50,24 @@ class ResultWaiter:
                 result = await self._fetch(request_id, eager=told.is_set())
                 if result is not None:
                     return result
-                if closed_at_s is not None and self._is_past(closed_at_s + _LOST_AFTER_S):
+                now_s = self._clock.monotonic()
+                if closed_at_s is not None and now_s > closed_at_s + _LOST_AFTER_S:
                     return None
                 told.clear()
-                if await self._is_told(told, linger_s):
+                await wait_or_sleep(told, self._clock, linger_s)
+                if told.is_set():
                     continue
-                linger_s = min(2 * linger_s, self._poll_s)
-                if (
-                    linger_s == self._poll_s
-                    and closed_at_s is None
-                    and await self._is_gone(sequence)
-                ):
+                linger_s = min(2 * linger_s, _POLL_S)
+                if linger_s == _POLL_S and closed_at_s is None and await self._is_gone(sequence):
                     # Whoever took it out of the queue may be about to store its result.
                     closed_at_s = self._clock.monotonic()
         finally:
             del self._told[request_id]
 
-    def _is_past(self, time_s: float) -> bool:
-        return self._clock.monotonic() > time_s
-
     def _on_stored(self, request_id: str) -> None:
         told = self._told.get(request_id)
         if told is not None:
             told.set()
-
-    async def _is_told(self, told: asyncio.Event, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await told.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _fetch(self, request_id: str, *, eager: bool) -> JobResult | None:
         """Look it up; ``eager``: it was just sent to the store and must be there in a moment."""

@@ -22,6 +22,7 @@ from gateway.batches.store import BatchRecord, BatchStore, FinishedLine
 from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.request.job_maker import job_id
+from runtime.tasks import first_error
 from schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
 from schemas.control import Cancel, CancelReason
 from schemas.errors import MillraceError
@@ -155,8 +156,9 @@ class BatchRun:
                 await self._run_lines(runner)
                 for helper in helpers:
                     helper.cancel()
-        except BaseExceptionGroup as group_error:
-            raise _first_of(group_error) from group_error
+        except BaseExceptionGroup as group:
+            # Being superseded is what matters most.
+            raise first_error(group.subgroup(JournalConflictError) or group) from group
         finally:
             await results.close()
         if self._stopping.is_set():
@@ -320,17 +322,3 @@ class BatchRun:
 
     def _now_s(self) -> int:
         return self._gateway.clock.now_ns() // _NS_PER_S
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended a group; being superseded is what matters most."""
-    leaves: list[BaseException] = []
-    waiting: list[BaseException] = [group]
-    while waiting:
-        error = waiting.pop()
-        if isinstance(error, BaseExceptionGroup):
-            waiting += error.exceptions
-        else:
-            leaves.append(error)
-    conflicts = [error for error in leaves if isinstance(error, JournalConflictError)]
-    return (conflicts or leaves)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.errors import Refusal
-from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
+from gateway.rendering.chunks import SseHead, encode, sse_failure, usage_info
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
@@ -30,18 +30,10 @@ class ChatRenderer:
     """``chat.completion.chunk`` events and the ``chat.completion`` body."""
 
     def __init__(self, response: ResponseReader, request: ChatCompletionRequest) -> None:
-        options = request.stream_options
         self._response = response
         self._request = request
-        self._with_usage = bool(options is not None and options.include_usage)
         self._with_logprobs = response.request.sampling.logprobs is not None
-        self._head = SseHead(
-            response.request_id,
-            "chat.completion.chunk",
-            response.created_s,
-            response.request.model,
-            with_usage=self._with_usage,
-        )
+        self._head = SseHead("chat.completion.chunk", response, request.stream_options)
         num_choices = len(response.choices)
         self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
@@ -81,15 +73,13 @@ class ChatRenderer:
             call = {"index": part.call, "function": {"arguments": part.text}}
             return self._delta(part.choice, {"tool_calls": [call]})
         if isinstance(part, StepPart):
-            return self._head.without_choices("tool_step", step_info(part))
+            return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
         assert isinstance(part, ChoiceEnd)
         end = b',"delta":{},"logprobs":null,"finish_reason":' + encode(part.reason)
         return self._befores[part.choice] + end + self._head.after
 
     def last(self) -> bytes:
-        if not self._with_usage:
-            return SSE_DONE
-        return self._head.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE
+        return self._head.last()
 
     def failed(self, refusal: Refusal) -> bytes:
         return sse_failure(refusal)
@@ -98,7 +88,7 @@ class ChatRenderer:
         if isinstance(part, TextPart) and part.logprobs:
             self._logprobs[part.choice] += self._infos(part)
         elif isinstance(part, StepPart):
-            self._steps.append(step_info(part))
+            self._steps.append(ToolStepInfo(**part._asdict()))
 
     def whole(self) -> bytes:
         response = self._response
@@ -162,15 +152,3 @@ class ChatRenderer:
 CHAT_COMPLETIONS = BodyEndpoint(
     "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, parse_chat, ChatRenderer
 )
-
-
-def step_info(part: StepPart) -> ToolStepInfo:
-    """A step of the gateway's own tools, as clients see it."""
-    return ToolStepInfo(
-        call_id=part.call_id,
-        name=part.name,
-        arguments=part.arguments,
-        ok=part.ok,
-        output=part.output,
-        duration_ms=part.duration_ms,
-    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from gateway.errors import Refusal
+from gateway.request.response_reader import ResponseReader
 from schemas.frames import Usage
-from schemas.openai import PromptTokensDetails, UsageInfo
+from schemas.openai import PromptTokensDetails, StreamOptions, UsageInfo
 
 encode = msgspec.json.encode
 
@@ -37,23 +38,30 @@ def sse_failure(refusal: Refusal) -> bytes:
 class SseHead:
     """The beginning and the end that all chunks of one answer have."""
 
-    def __init__(
-        self, request_id: str, kind: str, created_s: int, model: str, *, with_usage: bool
-    ) -> None:
-        head = {"id": request_id, "object": kind, "created": created_s, "model": model}
+    def __init__(self, kind: str, response: ResponseReader, options: StreamOptions | None) -> None:
+        self._response = response
+        self._with_usage = bool(options is not None and options.include_usage)
+        head = {
+            "id": response.request_id,
+            "object": kind,
+            "created": response.created_s,
+            "model": response.request.model,
+        }
         self._head = encode(head)[:-1]
         self._before = b"data: " + self._head + b',"choices":[{"index":'
-        self._after = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
+        self.after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
     def before(self, choice: int) -> bytes:
         """Up to and with the index of the choice; what else it has follows after a comma."""
         return self._before + str(choice).encode()
 
-    @property
-    def after(self) -> bytes:
-        return self._after
-
     def without_choices(self, name: str, value: object) -> bytes:
         """An event with a field beside an empty list of choices."""
         field = f',"choices":[],"{name}":'.encode()
         return sse_data(self._head + field + encode(value) + b"}")
+
+    def last(self) -> bytes:
+        """The end of an answer that ended well, behind its usage if that was asked for."""
+        if not self._with_usage:
+            return SSE_DONE
+        return self.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE

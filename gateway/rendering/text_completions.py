@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import Refusal
-from gateway.rendering.chunks import SSE_DONE, SseHead, encode, sse_failure, usage_info
+from gateway.rendering.chunks import SseHead, encode, sse_failure, usage_info
 from gateway.rendering.logprobs import completion_logprobs
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_completion
@@ -18,17 +18,8 @@ class CompletionRenderer:
     which comes with the first sign of the model's work."""
 
     def __init__(self, response: ResponseReader, request: CompletionRequest) -> None:
-        options = request.stream_options
         self._response = response
-        self._request = request
-        self._with_usage = bool(options is not None and options.include_usage)
-        self._head = SseHead(
-            response.request_id,
-            "text_completion",
-            response.created_s,
-            response.request.model,
-            with_usage=self._with_usage,
-        )
+        self._head = SseHead("text_completion", response, request.stream_options)
         num_choices = len(response.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
         self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
@@ -66,9 +57,7 @@ class CompletionRenderer:
         return b""
 
     def last(self) -> bytes:
-        if not self._with_usage:
-            return SSE_DONE
-        return self._head.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE
+        return self._head.last()
 
     def failed(self, refusal: Refusal) -> bytes:
         return sse_failure(refusal)

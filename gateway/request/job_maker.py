@@ -11,7 +11,7 @@ from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
 from gateway.request.index import RequestState
 from gateway.tenancy.caller import Caller
-from gateway.tools.runner import ToolRunner
+from gateway.tools.catalogue import ToolCatalogue
 from registry.tokenizers.prompt_pool import PromptPool, num_characters
 from registry.tool_formats import call_grammar
 from schemas.errors import ParameterError
@@ -73,7 +73,9 @@ class JobMaker:
     """Tokenises, within the windows of model and caller. Raises MillraceError for what cannot be
     honoured."""
 
-    def __init__(self, tools: ToolRunner, seed_source: random.Random, prompts: PromptPool) -> None:
+    def __init__(
+        self, tools: ToolCatalogue, seed_source: random.Random, prompts: PromptPool
+    ) -> None:
         self._tools = tools
         self._seed_source = seed_source
         self._prompts = prompts

@@ -122,9 +122,7 @@ class JobRunner:
         """The stream is accepted on return. Raises MillraceError: nothing was stored then."""
         self._admission.check_open()
         self._admission.check_queue(job.model)
-        stream = self._streams.open(
-            replace(job, prompt_token_ids=()), client, self._clock.monotonic()
-        )
+        stream = self._streams.open(job, client, self._clock.monotonic())
         try:
             published = await self._bus.jobs.publish(job, reserved=True)
         except BaseException:

@@ -98,12 +98,8 @@ class RequestSubmitter:
                 trace.attach_response(response)
             if (former := context.responses.get(request_id)) is not None:
                 former.hand_off()  # the same Idempotency-Key at the same moment
-            # Once published, text is of no use here any more: ids say it all.
             streams = [
-                context.streams.open(
-                    replace(job, prompt_token_ids=()), requester.client, received_s, response
-                )
-                for job in jobs
+                context.streams.open(job, requester.client, received_s, response) for job in jobs
             ]
             for stream in streams:
                 response.add_choice(stream)

@@ -161,7 +161,7 @@ class ToolCallLoop:
             response.release(job.request_id)
             return None
         stream = context.streams.open(
-            replace(job, prompt_token_ids=()),
+            job,
             former.client,
             self._clock.monotonic(),
             response,

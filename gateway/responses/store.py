@@ -11,6 +11,7 @@ import msgspec
 from bus import redis_keys
 from runtime.redis.link import Argument, RedisLink, reachable
 from runtime.retry import retry
+from runtime.tasks import in_thread_if
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
@@ -89,10 +90,9 @@ class ResponseStore:
         """Keep an answer and the items before it. Raises RedisUnreachableError."""
         body = msgspec.Raw(_encoder.encode(response))
         plain = _encoder.encode(StoredResponse(response=body, input=items))
-        if len(plain) > _MAX_INLINE_BYTES:
-            packed = await asyncio.to_thread(zlib.compress, plain, _COMPRESSION)
-        else:
-            packed = zlib.compress(plain, _COMPRESSION)
+        packed = await in_thread_if(
+            len(plain) > _MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
+        )
         key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "EX", self._ttl_s)
 
@@ -104,9 +104,7 @@ class ResponseStore:
         packed = await link.call("GET", redis_keys.response_key(tenant, response_id))
         if packed is None:
             return None
-        if len(packed) > _MAX_INLINE_BYTES:
-            return await asyncio.to_thread(_unpack, packed)
-        return _unpack(packed)
+        return await in_thread_if(len(packed) > _MAX_INLINE_BYTES, lambda: _unpack(packed))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether there was one. Raises RedisUnreachableError."""

@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
-from gateway.sessions.context_window import Counted, Window, count, fit
+from gateway.sessions.context_window import Counted, count_for, fit, window_of
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
 from schemas.config import GatewayConfig
@@ -38,25 +38,12 @@ def _fit(
     config: GatewayConfig,
 ) -> GenerationRequest:
     assert request.messages
-    tokenizer = model.tokenizer
-    counted = count(
-        [Counted(message) for message in request.messages],
-        request.model,
-        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
-    )
-    window_tokens = model.context_window_tokens
-    if caller.context_tokens is not None:
-        window_tokens = min(window_tokens, caller.context_tokens)
-    window = Window(
-        num_tokens=window_tokens,
-        max_tokens=request.sampling.max_tokens,
-        reserve_tokens=config.session_reserve_tokens,
-    )
+    counted = count_for(model, request.model, map(Counted, request.messages))
     fitted = fit(
         counted[:-1],
         counted[-1:],
         "",
-        window,
-        lambda messages: tokenizer.encode_chat(messages, tools),
+        window_of(request, model, caller, config.session_reserve_tokens),
+        lambda messages: model.tokenizer.encode_chat(messages, tools),
     )
     return msgspec.structs.replace(request, messages=fitted.messages)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.generation_request import GenerationRequest
+from gateway.models import ServedModelLike
+from gateway.tenancy.caller import Caller
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage
 
@@ -68,6 +71,25 @@ def count(
         if counted.model == model
         else Counted(counted.message, num_tokens(text_of(counted.message)), model)
         for counted in messages
+    )
+
+
+def count_for(
+    model: ServedModelLike, name: str, messages: Iterable[Counted]
+) -> tuple[Counted, ...]:
+    """The messages, counted for ``model``, which is called ``name``."""
+    return count(messages, name, lambda text: len(model.tokenizer.encode(text, False)))
+
+
+def window_of(
+    request: GenerationRequest, model: ServedModelLike, caller: Caller, reserve_tokens: int
+) -> Window:
+    """The model's window, or the caller's if that is smaller."""
+    num_tokens = model.context_window_tokens
+    return Window(
+        num_tokens=min(num_tokens, caller.context_tokens or num_tokens),
+        max_tokens=request.sampling.max_tokens,
+        reserve_tokens=reserve_tokens,
     )
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
 from gateway.generation_request import GenerationRequest
 from gateway.models import Models, ServedModelLike
-from gateway.sessions.context_window import Counted, Fitted, Window, continue_with, count, fit
+from gateway.sessions.context_window import (
+    Counted,
+    Fitted,
+    Window,
+    continue_with,
+    count_for,
+    fit,
+    window_of,
+)
 from gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
 from gateway.sessions.summaries import Generate, Summaries
 from gateway.tenancy.caller import Caller
@@ -90,7 +99,7 @@ class Sessions:
         session = await self._store.load(caller.tenant, request.session_id, renew=True)
         _check_keep(session, request.session_keep)
         base = session.cut(request.session_keep)
-        window = self._window(caller, request, model)
+        window = window_of(request, model, caller, self._config.session_reserve_tokens)
         turn = Turn(
             base_version=session.version,
             keep=request.session_keep,
@@ -172,15 +181,6 @@ class Sessions:
         await self._late.close()
         await self._summaries.close()
 
-    def _window(self, caller: Caller, request: GenerationRequest, model: ServedModelLike) -> Window:
-        return Window(
-            num_tokens=min(
-                model.context_window_tokens, caller.context_tokens or model.context_window_tokens
-            ),
-            max_tokens=request.sampling.max_tokens,
-            reserve_tokens=self._config.session_reserve_tokens,
-        )
-
     async def _commit(
         self, tenant: str, session_id: str, request_id: str, answer: Sequence[ChatMessage]
     ) -> None:
@@ -218,7 +218,7 @@ class Sessions:
             return messages
         num_characters = sum(len(one.message.content) for one in messages)
         return await self._prompts.run(
-            tenant, num_characters, lambda: _count(messages, name, model)
+            tenant, num_characters, partial(count_for, model, name, messages)
         )
 
     async def _fit(
@@ -234,10 +234,10 @@ class Sessions:
 
         def work() -> tuple[Turn, Fitted]:
             tokenizer = model.tokenizer
-            counted = replace(turn, messages=_count(turn.messages, turn.model, model))
+            counted = replace(turn, messages=count_for(model, turn.model, turn.messages))
             history, new = continue_with(base.messages, counted.messages)
             return counted, fit(
-                _count(history, turn.model, model),
+                count_for(model, turn.model, history),
                 new,
                 base.summary,
                 window,
@@ -268,7 +268,3 @@ def _says_something(message: ChatMessage) -> bool:
 
 def _lost(request_id: str, error: MillraceError) -> None:
     _log.error("a turn is not in its session", extra={"request_id": request_id, "code": error.code})
-
-
-def _count(messages: Sequence[Counted], name: str, model: ServedModelLike) -> tuple[Counted, ...]:
-    return count(messages, name, lambda text: len(model.tokenizer.encode(text, False)))

@@ -7,9 +7,8 @@ its own until the request is answered, so that any gateway can add it, and only 
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ from bus import redis_keys
 from gateway.sessions.context_window import Counted, continue_with, num_leading
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink, Script, reachable
+from runtime.tasks import in_thread_if
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
@@ -194,7 +194,7 @@ class SessionStore:
         )
         if not data:
             return Session(version=version)
-        session, num_bytes = await off_loop(
+        session, num_bytes = await in_thread_if(
             len(data) > _MAX_INLINE_BYTES, lambda: _decode(_SESSIONS, data)
         )
         return msgspec.structs.replace(
@@ -204,22 +204,16 @@ class SessionStore:
     def check_room(self, session: Session, turn: Turn) -> None:
         """Raises SessionTooLargeError if the conversation has no room for what a request adds."""
         history = session.cut(turn.keep).messages
-        num_messages = len(history) + len(turn.messages)
-        if num_messages > self._config.session_max_messages:
-            raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
         num_bytes = session.num_bytes + len(msgspec.json.encode(turn.messages))
         if turn.keep is not None and num_bytes > self._config.session_max_bytes:
             num_bytes -= session.num_bytes - len(msgspec.json.encode(history))
-        if num_bytes > self._config.session_max_bytes:
-            raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
+        self._check_size(len(history) + len(turn.messages), num_bytes)
 
-    def _check_not_full(self, session: Session) -> None:
-        """Requests at the same time all found room: what they add may pass the bounds once."""
-        num_messages = len(session.messages)
+    def _check_size(self, num_messages: int, num_bytes: int) -> None:
         if num_messages > self._config.session_max_messages:
             raise SessionTooLargeError(num_messages, self._config.session_max_messages, "messages")
-        if session.num_bytes > self._config.session_max_bytes:
-            raise SessionTooLargeError(session.num_bytes, self._config.session_max_bytes, "bytes")
+        if num_bytes > self._config.session_max_bytes:
+            raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
 
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
         """Keep what a request adds until it is answered."""
@@ -261,7 +255,8 @@ class SessionStore:
                 updated_ns=self._clock.now_ns(),
             )
             if len(changed.messages) > len(session.messages):
-                self._check_not_full(session)
+                # Requests at the same time all found room: what they add may pass the bounds once.
+                self._check_size(len(session.messages), session.num_bytes)
             data = await _encoded(_stored(changed))
             version = await self._store(keys, session.version, turn.base_version, data)
             if version in (_COMMITTED, _DELETED):
@@ -306,7 +301,7 @@ def _stored(session: Session) -> Session:
 
 async def _encoded(value: Session | Turn) -> bytes:
     num_characters = sum(len(one.message.content) for one in value.messages)
-    return await off_loop(
+    return await in_thread_if(
         num_characters > _MAX_INLINE_BYTES,
         lambda: zlib.compress(msgspec.json.encode(value), _COMPRESSION_LEVEL),
     )
@@ -319,11 +314,6 @@ def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value,
         return decoder.decode(plain), len(plain)
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SessionUnreadableError from error
-
-
-async def off_loop(is_long: bool, work: Callable[[], _Value]) -> _Value:
-    """What ``work`` gives; in a thread if it takes long enough to hold up others."""
-    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _ms(seconds: float) -> int:

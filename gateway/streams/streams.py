@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from msgspec.structs import replace
+
 from bus.api import Bus
 from bus.frame_reader import Outcome
 from bus.transport import Subscription
@@ -123,6 +125,8 @@ class StreamTable:
         from_index: int = 0,
     ) -> OpenStream:
         """A stream for a job that is about to be published; ``received_s`` is monotonic."""
+        # Nobody here reads the prompt any more.
+        job = replace(job, prompt_token_ids=())
         stream = OpenStream(job, client, received_s, owner=owner, from_index=from_index)
         self._streams[job.request_id] = stream
         return stream

@@ -22,9 +22,8 @@ from schemas.tenants import (
     KeyRecord,
     TenantRecord,
     effective_tier,
-    key_limits,
+    limits_of,
     lower_limit,
-    tenant_limits,
 )
 
 # The script that reserves looks at the key again, so this is only for what costs nothing.
@@ -182,8 +181,8 @@ class Identity:
         return known
 
     def _caller(self, known: _Known) -> Caller:
-        of_key = key_limits(known.key, self._tiers)
-        of_tenant = tenant_limits(known.tenant, self._tiers)
+        of_key = limits_of(known.key, self._tiers)
+        of_tenant = limits_of(known.tenant, self._tiers)
         return Caller(
             tenant=known.key.tenant,
             tier=effective_tier(known.key, known.tenant),

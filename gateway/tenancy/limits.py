@@ -26,7 +26,6 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """What was set aside for a request. ``headers`` tell the client what is left; ``degraded``:
     Redis was unreachable, and the limits were this process's own."""
 
-    request_id: str
     headers: Headers
     degraded: bool = False
 
@@ -77,11 +76,8 @@ class Limiter(LimitKeeper):
             raise
         except KeyGoneError as error:
             raise _authentication_error(error) from error
-        return Reservation(
-            request_id=request_id,
-            headers=rate_headers(taken.accounts, taken.usages),
-            degraded=taken.degraded,
-        )
+        headers = rate_headers(taken.accounts, taken.usages)
+        return Reservation(headers=headers, degraded=taken.degraded)
 
     async def caller_usage(self, caller: Caller) -> list[tuple[Account, AccountUsage]]:
         """As ``usage``. Raises AuthenticationError for a key that is gone."""

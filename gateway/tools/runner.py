@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urljoin
 
@@ -19,7 +18,6 @@ from gateway.tools.network import CheckedNetwork, ForbiddenAddressError, Resolve
 from runtime.clock import Clock
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
-from schemas.tools import ToolDefinition
 
 MAX_REDIRECTS = 3
 
@@ -99,10 +97,6 @@ class ToolRunner:
                 keepalive_expiry=_KEEP_IDLE_S,
                 network_backend=CheckedNetwork(resolver, private_host),
             )
-
-    def definitions(self, names: Sequence[str]) -> tuple[ToolDefinition, ...]:
-        """What the model is told about these tools. Raises ParameterError("server_tools")."""
-        return self.catalogue.definitions(names)
 
     async def run(self, name: str, arguments: str) -> ToolResult:
         """Call a tool with arguments that are JSON. Never raises for what tool or model do."""

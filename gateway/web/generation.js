@@ -4,6 +4,12 @@
 const MOST_ASKED = 5;
 const MOST_CHOICES = 128;
 
+/** Sixteen random bytes, in hexadecimal digits. */
+export function randomId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 /** A refusal or a failure, with the gateway's stable code. */
 export class MillraceError extends Error {
   /**
@@ -178,10 +184,10 @@ export class Generation {
   // What the client calls.
 
   /** Have it run once, however often it is sent; a key of the caller's own stays. */
-  drawKey(key) {
+  drawKey() {
     if (this.#message.idempotency_key) return;
-    this.#message = { ...this.#message, idempotency_key: key };
-    this.#drawnKey = key;
+    this.#drawnKey = randomId();
+    this.#message = { ...this.#message, idempotency_key: this.#drawnKey };
   }
 
   /** Go without the key that was drawn, if it still may; true if it may be sent so. */

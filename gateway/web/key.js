@@ -26,7 +26,7 @@ export function fetchWithKey(address, options = {}) {
 }
 
 /**
- * Ask for a key in a dialog made of `template`'s form, and call `onKey` once one is given.
+ * Ask for a key in the form of a dialog, saying the reason, and call `onKey` once one is given.
  * A dialog that is open stays as it is.
  */
 export function askForKey(dialog, reason, onKey) {

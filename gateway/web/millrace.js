@@ -110,7 +110,7 @@ export class Millrace {
    */
   generate(request, listeners = {}) {
     const generation = new Generation(request, listeners, (one) => this.#cancel(one));
-    generation.drawKey(randomKey());
+    generation.drawKey();
     return this.#begin(generation);
   }
 
@@ -379,9 +379,4 @@ export class Millrace {
 
 function errorOf({ code, message, retry_after_s: retryAfterS, param, request_id: requestId }) {
   return new MillraceError(code, message, { retryAfterS, param, requestId });
-}
-
-function randomKey() {
-  const bytes = crypto.getRandomValues(new Uint8Array(16));
-  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

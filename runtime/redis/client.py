@@ -12,19 +12,14 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from runtime.tls import client_context, distrust_of, has_tls_files, wants_other_certificate
+from runtime.tls import client_context, handshake_refusal, has_tls_files
 from schemas.config import RedisConfig
 from schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,
-    UntrustedServerError,
 )
 from schemas.redaction import redact_urls
-
-_NO_TLS = frozenset(
-    {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"}
-)
 
 
 def open_redis(config: RedisConfig, timeout_s: float) -> tuple[Redis, Sentinel | None]:
@@ -97,19 +92,11 @@ def _tls_options(config: RedisConfig, connection_class: type | None) -> dict[str
 def why_refused(error: BaseException, config: RedisConfig) -> MillraceError | None:
     """What trying again does not mend: the server is not trusted, or does not take us. None for
     all else."""
-    where = redact_urls(", ".join(config.sentinels) if config.sentinels else config.url)
-    distrust = distrust_of(error, "redis")
-    if distrust is not None:
-        return UntrustedServerError(f"Redis at {where} {distrust}.")
-    if wants_other_certificate(error):
-        ours = "our certificate" if config.certificate_file else "clients without a certificate"
-        return CredentialsRefusedError(
-            f"Redis at {where} does not take {ours}; set redis.certificate_file and redis.key_file "
-            "to those of a client that it trusts."
-        )
-    if isinstance(error, AuthenticationError | NoPermissionError):
-        return CredentialsRefusedError(f"Redis at {where} does not take {_credentials(config)}.")
-    return None
+    who = f"Redis at {redact_urls(', '.join(config.sentinels) or config.url)}"
+    refusal = handshake_refusal(error, who, "redis", config)
+    if refusal is None and isinstance(error, AuthenticationError | NoPermissionError):
+        return CredentialsRefusedError(f"{who} does not take {_credentials(config)}.")
+    return refusal
 
 
 def _credentials(config: RedisConfig) -> str:

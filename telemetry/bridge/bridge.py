@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -14,6 +12,7 @@ from aiokafka.errors import KafkaError
 from bus import subjects
 from bus.api import Bus, OutboxMessage
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.config import KafkaConfig
 from schemas.errors import MillraceError
 from telemetry.bridge.in_flight_bytes import Backlog
@@ -21,10 +20,11 @@ from telemetry.bridge.producer_batch import ProducerBatch
 from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
 from telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
-    Incarnation,
     Offsets,
     ensure_topics,
+    look_at_cluster,
     make_producer,
+    sign_cluster,
     stop_client,
 )
 from telemetry.store.outbox_ledger import OutboxLedger
@@ -112,7 +112,10 @@ class Bridge:
             self._sending_since_s = None
 
     async def _run(self) -> None:
-        async with self._watching():
+        watching = Tasks()
+        # Also while Kafka is unreachable.
+        watching.repeat(self._count_waiting, _WATCH_INTERVAL_S, self._clock, "bridge-watch")
+        try:
             is_durable = await ensure_topics(self._config)
             producer = make_producer(self._config)
             await producer.start()
@@ -122,6 +125,8 @@ class Bridge:
                 await self._move(producer, is_durable=is_durable)
             finally:
                 await stop_client(producer)
+        finally:
+            await watching.close()
 
     async def _move(self, producer: AIOKafkaProducer, *, is_durable: bool) -> None:
         dead_letters = RecordDeadLetters(producer)
@@ -151,8 +156,7 @@ class Bridge:
             await self._clock.sleep(_BACKLOG_POLL_S)
 
     async def _begin(self, producer: AIOKafkaProducer) -> None:
-        incarnation = Incarnation(self._config)
-        known, self._ends = await incarnation.look()
+        known, self._ends = await look_at_cluster(self._config)
         self._promise = None
         self._bridged_sequence = 0
         if await self._bus.outbox.last_sequence() < await self._ledger.mark():
@@ -164,7 +168,7 @@ class Bridge:
             await self._rewind()
         if not known:
             self._on_new_cluster()
-            await incarnation.sign(producer)
+            await sign_cluster(producer)
 
     async def _rewind(self) -> None:
         mark = await self._ledger.mark()
@@ -233,24 +237,11 @@ class Bridge:
             if await self._ledger.mark() < promise.sequence:
                 await self._rewind()
 
-    @asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
-        """Follow what waits in the outbox, also while Kafka is unreachable."""
-
-        async def watch() -> None:
-            while True:
-                try:
-                    self.num_waiting = await self._bus.outbox.num_waiting()
-                except MillraceError as error:
-                    logger.debug("the outbox does not answer", extra={"reason": error.message})
-                await self._clock.sleep(_WATCH_INTERVAL_S)
-
-        task = asyncio.create_task(watch(), name="bridge-watch")
+    async def _count_waiting(self) -> None:
         try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
+            self.num_waiting = await self._bus.outbox.num_waiting()
+        except MillraceError as error:
+            logger.debug("the outbox does not answer", extra={"reason": error.message})
 
 
 def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage]]:

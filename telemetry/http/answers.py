@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -43,18 +43,21 @@ class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
 def load_queries() -> dict[str, SavedQuery]:
     """The saved queries by name, which is the file's name without ``.sql``."""
     folder = resources.files("telemetry").joinpath("queries")
-    fragments = {name: without_comments(text) for name, text in _read(folder / "fragments")}
+    fragments = dict(_read(folder / "fragments"))
 
     def fragment(place: re.Match[str]) -> str:
         indent, before, name = place.groups()
-        return indent + before + fragments[name].replace("\n", f"\n{indent}")
+        return indent + before + without_comments(fragments[name]).replace("\n", f"\n{indent}")
 
     queries = {}
     for name, text in _read(folder):
         sql = _FRAGMENT.sub(fragment, text)
-        summary = sql.partition("\n")[0].removeprefix("--").strip()
+        used = (fragments[each] for *_, each in _FRAGMENT.findall(text))
         queries[name] = SavedQuery(
-            name=name, sql=sql, summary=summary, parameters=parameters_of(sql)
+            name=name,
+            sql=sql,
+            summary=sql.partition("\n")[0].removeprefix("--").strip(),
+            parameters=parameters_of(sql, "\n".join((*used, text))),
         )
     return queries
 
@@ -73,15 +76,9 @@ def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
 class Answers:
     """Runs a saved query and answers its rows, as a JSON array of objects or as CSV."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        queries: dict[str, SavedQuery] | None = None,
-        now_s: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._queries = load_queries() if queries is None else queries
-        self._now_s = now_s
+        self._queries = load_queries()
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
         """Never raises: what is wrong is in ``error``, and in ``code`` and ``param`` its kind."""
@@ -91,7 +88,7 @@ class Answers:
             error = f"unknown query {asked.name[:60]!r}; there are {known}"
             return TelemetryAnswer(error=error, code="not_found")
         try:
-            values = read_values(query.name, query.parameters, asked.params, self._now_s())
+            values = read_values(query.name, query.parameters, asked.params, time.time())
         except ParameterError as refused:
             return TelemetryAnswer(error=refused.message, code=refused.code, param=refused.param)
         wants_csv = asked.format == "csv"

@@ -32,6 +32,13 @@ _TIMEOUT_EXCEEDED = 159
 # Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 81, 115})
 _PARAMETER_PREFIX = "param_"
+_CONTENT_TYPES = (
+    ("JSONEachRow", "application/x-ndjson"),
+    ("JSON", "application/json"),
+    ("CSV", "text/csv"),
+    (("TabSeparated", "TSV"), "text/tab-separated-values"),
+    ("Pretty", "text/plain"),
+)
 # What ClickHouse's clients send along and what changes nothing here: sessions, identification,
 # compression of a transport that is the loopback, and modes that are ours anyway.
 _ACCEPTED = frozenset(
@@ -180,18 +187,14 @@ async def _read_body(receive: Receive) -> str:
         parts.append(message.get("body", b""))
         size_bytes += len(parts[-1])
         if size_bytes > _MAX_SQL_BYTES:
-            raise QueryError(
-                _TOO_BIG,
-                f"Code: {_TOO_BIG}. DB::Exception: the query exceeds {_MAX_SQL_BYTES} bytes",
-            )
+            raise QueryError.refusing(_TOO_BIG, f"the query exceeds {_MAX_SQL_BYTES} bytes")
         if not message.get("more_body", False):
             break
     try:
         return b"".join(parts).decode()
     except UnicodeDecodeError as error:
-        raise QueryError(
-            _TOO_BIG, f"Code: {_TOO_BIG}. DB::Exception: Syntax error: the query is not UTF-8"
-        ) from error
+        why = "Syntax error: the query is not UTF-8"
+        raise QueryError.refusing(_TOO_BIG, why) from error
 
 
 def _parameters(arguments: Mapping[str, str]) -> dict[str, str | int | float]:
@@ -206,10 +209,8 @@ def _require_known(arguments: Mapping[str, str]) -> None:
     """Settings are refused by name: the connection's own bounds hold."""
     for name in arguments:
         if name not in _ACCEPTED and not name.startswith(_PARAMETER_PREFIX):
-            raise QueryError(
-                READONLY,
-                f"Code: {READONLY}. DB::Exception: Cannot modify '{name}' setting in readonly "
-                "mode. (READONLY)",
+            raise QueryError.refusing(
+                READONLY, f"Cannot modify '{name}' setting in readonly mode. (READONLY)"
             )
 
 
@@ -224,19 +225,10 @@ def _status(number: int) -> int:
 
 
 def _content_type(output_format: str) -> str:
-    if output_format.startswith("JSONEachRow"):
-        return "application/x-ndjson; charset=UTF-8"
-    if output_format.startswith("JSON"):
-        return "application/json; charset=UTF-8"
-    if output_format.startswith("CSV"):
-        return "text/csv; charset=UTF-8"
-    if output_format.startswith(("TabSeparated", "TSV")):
-        return "text/tab-separated-values; charset=UTF-8"
-    return (
-        "text/plain; charset=UTF-8"
-        if output_format.startswith("Pretty")
-        else ("application/octet-stream")
-    )
+    for prefix, kind in _CONTENT_TYPES:
+        if output_format.startswith(prefix):
+            return f"{kind}; charset=UTF-8"
+    return "application/octet-stream"
 
 
 async def _refuse(send: Send, refusal: Refusal) -> None:

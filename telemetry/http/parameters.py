@@ -68,12 +68,13 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         return ParameterError(self.name, f"{self.name} {why}.")
 
 
-def parameters_of(sql: str) -> dict[str, Parameter]:
-    """The parameters that a query's text has places for, by name."""
-    comments = {match[1]: (match[2], match[3]) for match in _COMMENT.finditer(sql)}
+def parameters_of(sql: str, comments: str) -> dict[str, Parameter]:
+    """The parameters that a query's text has places for, by name; of several comments on one the
+    last counts."""
+    described = {match[1]: (match[2], match[3]) for match in _COMMENT.finditer(comments)}
     parameters = {}
     for name, type_name in _PLACE.findall(sql):
-        words, default = comments.get(name, ("", None))
+        words, default = described.get(name, ("", None))
         choices = _CHOICES.search(words)
         limit = _LIMIT.search(words)
         parameters[name] = Parameter(

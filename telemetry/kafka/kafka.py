@@ -144,33 +144,29 @@ async def _record_partitions(consumer: AIOKafkaConsumer) -> list[TopicPartition]
 _MARKER = TopicPartition(subjects.BRIDGE_TOPIC, 0)
 
 
-class Incarnation:
-    """Whether this Kafka is the one that the bridge has written to.
+async def look_at_cluster(config: KafkaConfig) -> tuple[bool, dict[TopicPartition, int]]:
+    """Whether this Kafka is the one that the bridge has written to, and where its record topics
+    end now.
 
     A cluster that lost its topics (the embedded one does at each start) has no marker: what the
-    outbox believes delivered is gone there. The marker is written only after the outbox has been
-    rewound, so a crash in between leaves the cluster new.
+    outbox believes delivered is gone there.
     """
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=config.bootstrap_servers, **connection_options(config)
+    )
+    await consumer.start()
+    try:
+        ends = await consumer.end_offsets([_MARKER])
+        partitions = await _record_partitions(consumer)
+        record_ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
+    finally:
+        await stop_client(consumer)
+    return ends[_MARKER] > 0, record_ends
 
-    def __init__(self, config: KafkaConfig) -> None:
-        self._config = config
 
-    async def look(self) -> tuple[bool, dict[TopicPartition, int]]:
-        """Whether the cluster is known, and where its record topics end now."""
-        consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._config.bootstrap_servers, **connection_options(self._config)
-        )
-        await consumer.start()
-        try:
-            ends = await consumer.end_offsets([_MARKER])
-            partitions = await _record_partitions(consumer)
-            record_ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
-        finally:
-            await stop_client(consumer)
-        return ends[_MARKER] > 0, record_ends
-
-    async def sign(self, producer: AIOKafkaProducer) -> None:
-        """From now on this cluster is known."""
-        await producer.send_and_wait(
-            _MARKER.topic, uuid.uuid4().hex.encode(), partition=_MARKER.partition
-        )
+async def sign_cluster(producer: AIOKafkaProducer) -> None:
+    """Write the marker, once the outbox has been rewound: a crash before it leaves the cluster
+    new."""
+    await producer.send_and_wait(
+        _MARKER.topic, uuid.uuid4().hex.encode(), partition=_MARKER.partition
+    )

@@ -14,13 +14,7 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
-from runtime.tls import (
-    client_context,
-    distrust_of,
-    handshake_error,
-    has_tls_files,
-    wants_other_certificate,
-)
+from runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from schemas.config import KafkaConfig
 from schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
 
@@ -74,15 +68,9 @@ async def _error_at(host: str, port: int, options: dict[str, Any]) -> Exception 
 
 
 def _refusal_of(error: Exception, where: str, config: KafkaConfig) -> MillraceError | None:
-    distrust = distrust_of(error, "kafka")
-    if distrust is not None:
-        return UntrustedServerError(f"Kafka at {where} {distrust}.")
-    if wants_other_certificate(error):
-        ours = "our certificate" if config.certificate_file else "clients without a certificate"
-        return CredentialsRefusedError(
-            f"Kafka at {where} does not take {ours}; set kafka.certificate_file and "
-            "kafka.key_file to those of a client that it trusts."
-        )
+    refusal = handshake_refusal(error, f"Kafka at {where}", "kafka", config)
+    if refusal is not None:
+        return refusal
     if isinstance(error, SaslAuthenticationFailed):
         return CredentialsRefusedError(
             f"Kafka at {where} does not take kafka.password of kafka.user {config.user}."

@@ -3,9 +3,6 @@
 -- been computed. Requests that no worker had are left out. Money is exact, as text; NULL where the
 -- store does not know the prices of that version. Counted are the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

@@ -3,8 +3,6 @@
 -- is the mean over time; the queue belongs to a model, and each of its workers sees all of it. A step
 -- without samples is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param model: only this model's (default '')
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH
     {{range}},

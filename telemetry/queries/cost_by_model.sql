@@ -1,10 +1,6 @@
 -- What requests cost their tenants by the price book, and us in device time, by model, in steps.
 -- Money is exact, as text, in the currency of its row.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
--- param step_s: the length of a step (default 60)
 WITH
     {{steps}}
 SELECT

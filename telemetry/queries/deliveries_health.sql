@@ -2,7 +2,6 @@
 -- Time to the first byte, tokens delivered, resumes, replays and stalls (gaps of a second or more
 -- between two deliveries of tokens).
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 WITH

@@ -1,8 +1,5 @@
 -- Requests that did not end well, by model, how they ended and why, with one of each to look at.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

@@ -3,8 +3,6 @@
 -- digits. Counted are the minutes that begin in the range; a sample's period counts in the minute in
 -- which it ended.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

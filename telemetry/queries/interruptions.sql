@@ -1,9 +1,6 @@
 -- What went wrong in each step: runs moved or preempted, requests shed, expired or failed, and what
 -- clients saw of it: returns to a stream, stalls. Steps in which all was well are not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param step_s: the length of a step (default 60)
 WITH
     {{range}},

@@ -4,10 +4,6 @@
 -- answered; each to within 1 %. A step without any is not there: no latency is not a latency of zero.
 -- A short step that is not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
--- param step_s: the length of a step (default 60)
 WITH
     {{steps}},
     quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,

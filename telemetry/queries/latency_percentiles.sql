@@ -3,9 +3,6 @@
 -- all tokens alike (ITL), and to the end of those that were answered (E2E). NULL: no request got so
 -- far. Percentiles are estimates by t-digest.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

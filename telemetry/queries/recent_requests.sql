@@ -1,8 +1,5 @@
 -- The requests that ended last, with what they took and what they cost.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
 -- param id: only those whose id begins so (default '')
 -- param rows: how many, at most 500 (default 50)

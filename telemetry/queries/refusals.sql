@@ -3,7 +3,6 @@
 -- An empty tenant: nobody knows who asked. The door "others": of a flood of many kinds, those on top
 -- of what is told apart.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param tenant: only this tenant's (default '')
 -- param rows: how many, at most 100000 (default 1000)
 WITH

@@ -3,9 +3,6 @@
 -- sequences that gave their blocks back (preemptions), and what clients saw of it: resumes, replays and
 -- stalls. A step without requests is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH
     {{range}},

@@ -1,8 +1,5 @@
 -- How many requests ended in the range: what an export of them would hold.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
 -- param id: only those whose id begins so (default '')
 WITH

@@ -1,9 +1,6 @@
 -- Requests with all that is known of them, in the order in which they ended: one page of an export.
 -- The next page begins after the last row's done_us and request_hash.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
 -- param id: only those whose id begins so (default '')
 -- param after_us: done_us of the last row that is known (default 0)

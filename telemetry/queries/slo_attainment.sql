@@ -3,9 +3,6 @@
 -- clients cancelled do not count; those that were shed, expired or failed count as not served so. A
 -- step without requests is not there.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param step_s: the length of a step (default 3600)
 -- param ttft_ms: the most that the first token may take (default 1000)
 -- param tpot_ms: the most that a further token may take on average (default 100)

@@ -1,8 +1,5 @@
 -- The requests that took longest: to their end, to their first token, in the queue, or per token.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param by: what is looked at, one of total|ttft|queue|tpot (default total)
 -- param rows: how many, at most 1000 (default 20)
 WITH

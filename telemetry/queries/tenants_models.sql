@@ -1,6 +1,5 @@
 -- The tenants and the models that had requests in the range, the busiest first: what one may filter by.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param rows: how many of each, at most 1000 (default 500)
 WITH
     {{range}}

@@ -2,10 +2,6 @@
 -- prefix cache; quiet steps are there as zeros. A request's tokens count where it ended.
 -- A short step that is not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
--- param step_s: the length of a step (default 60)
 WITH
     {{steps}},
     greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s

@@ -1,6 +1,5 @@
 -- The tenants with the most requests that ended in the range, the busiest first: requests, tokens, TTFT.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -60)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param rows: how many, at most 1000 (default 50)
 WITH
     {{range}}

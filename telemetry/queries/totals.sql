@@ -2,9 +2,6 @@
 -- Percentiles, to within 1 %, are of the requests that got so far, E2E of those that were answered.
 -- Money is exact, as text, and of the currency of most requests; currencies names them all.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

@@ -2,10 +2,6 @@
 -- The first and the last step count for the part of them that is in the range. A short step that is
 -- not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
--- param step_s: the length of a step (default 60)
 WITH
     {{steps}},
     greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s

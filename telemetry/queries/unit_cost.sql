@@ -6,8 +6,6 @@
 -- that rate would cost. NULL: there is nothing to tell by. Money is exact, as text, cut after 12
 -- digits. Counted are the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param model: only this model's (default '')
 WITH
     {{range}}
 SELECT

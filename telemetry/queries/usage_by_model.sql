@@ -2,9 +2,6 @@
 -- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
 -- of ranges that follow one another each request is in one.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param tenant: only this tenant's (default '')
--- param model: only this model's (default '')
 -- param rows: how many, at most 100000 (default 1000)
 WITH
     {{range}}

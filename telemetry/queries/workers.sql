@@ -4,7 +4,6 @@
 -- that is not over yet is left out; steps of a minute or more are of whole minutes.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
--- param model: only this model's (default '')
 -- param step_s: the length of a step (default 60)
 WITH
     toInt64(toUnixTimestamp(now())) AS now_s,

@@ -71,7 +71,8 @@ class Rollups:
                 reconciled_s = self._clock.monotonic()
             await self.settle()
             took_s = self._clock.monotonic() - started_s
-            await self._rest(max(self._interval_s, took_s * (1 / _MOST_SHARE - 1)))
+            rest_s = max(self._interval_s, took_s * (1 / _MOST_SHARE - 1))
+            await wait_or_sleep(self._stopping, self._clock, rest_s)
         await self.settle()
 
     async def settle(self) -> None:
@@ -125,10 +126,6 @@ class Rollups:
         }
         await self._store.command(rollup.compute, parameters)
         self.num_computed += len(minutes)
-
-    async def _rest(self, seconds: float) -> None:
-        """Sleep, unless told to stop."""
-        await wait_or_sleep(self._stopping, self._clock, seconds)
 
 
 def _spans(minutes: list[int]) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from telemetry.kafka.kafka import SEQUENCE_HEADER
 from telemetry.store.tables import Table, check, table_of
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """A record, its place in the outbox, and the Kafka message that it came in."""
 
     record: Record

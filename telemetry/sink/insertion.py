@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from runtime.clock import Clock
@@ -65,9 +66,9 @@ class Insertion:
 
     async def until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
         """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
-        await retry(
-            write, doubling_delays(_RETRY_FIRST_S, _RETRY_MOST_S), self._wait, retried=self._retried
-        )
+        delays = doubling_delays(_RETRY_FIRST_S, _RETRY_MOST_S)
+        rest = partial(wait_or_sleep, self._stopping, self._clock)
+        await retry(write, delays, rest, retried=self._retried)
         self.is_full = False
 
     def _retried(self, error: Exception) -> bool:
@@ -94,9 +95,6 @@ class Insertion:
             inserts.rows.add(len(rows))
 
         await self.until_stored(write)
-
-    async def _wait(self, delay_s: float) -> None:
-        await wait_or_sleep(self._stopping, self._clock, delay_s)
 
 
 def _columns(table: Table[Any], rows: Sequence[Row]) -> list[list[Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from runtime.clock import Clock
+from runtime.tasks import Tasks
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import RequestRecord
 from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
@@ -103,12 +104,16 @@ class Sink:
             self._config, manages_groups=manages_groups, listener=rebalance
         )
         producer = make_producer(self._config)
+        watching = Tasks()
         try:
             await producer.start()
             try:
-                async with self._watching(consumer):
-                    await self._move(consumer, rebalance, RecordDeadLetters(producer))
+                # Also while a batch waits for the store.
+                follow_ends = partial(self._progress.refresh, consumer)
+                watching.repeat(follow_ends, _REFRESH_INTERVAL_S, self._clock, "sink-progress")
+                await self._move(consumer, rebalance, RecordDeadLetters(producer))
             finally:
+                await watching.close()
                 await stop_client(producer)
         finally:
             await stop_client(consumer)
@@ -183,22 +188,6 @@ class Sink:
         self.num_dead += len(letters)
         self.num_batches += 1
         self.last_stored_s = self._clock.now_ns() / 1e9
-
-    @asynccontextmanager
-    async def _watching(self, consumer: AIOKafkaConsumer) -> AsyncIterator[None]:
-        """Follow the ends of the partitions, also while a batch waits for the store."""
-
-        async def watch() -> None:
-            while True:
-                await self._progress.refresh(consumer)
-                await self._clock.sleep(_REFRESH_INTERVAL_S)
-
-        task = asyncio.create_task(watch(), name="sink-progress")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
 
 
 async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:

@@ -10,15 +10,9 @@ from urllib.parse import urlsplit
 import clickhouse_connect
 from clickhouse_connect.driver.client import Client
 
-from runtime.tls import (
-    client_context,
-    distrust_of,
-    handshake_error,
-    has_tls_files,
-    wants_other_certificate,
-)
+from runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError, CredentialsRefusedError, UntrustedServerError
+from schemas.errors import ConfigError, CredentialsRefusedError
 from schemas.redaction import redact_urls
 
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
@@ -67,22 +61,15 @@ def _tls_options(config: ClickHouseConfig) -> dict[str, Any]:
 def raise_refusal(error: BaseException, config: ClickHouseConfig) -> None:
     """Raises UntrustedServerError or CredentialsRefusedError if that is what ``error`` tells, or
     what one more handshake does, for which it may block for seconds."""
-    where = redact_urls(config.url)
+    who = f"ClickHouse at {redact_urls(config.url)}"
     parts = urlsplit(config.url)
     if parts.scheme == "https" and parts.hostname and getattr(error, "code", None) is None:
         context = client_context("clickhouse", config)
         error = handshake_error(parts.hostname, parts.port or _TLS_PORT, context) or error
-    distrust = distrust_of(error, "clickhouse")
-    if distrust is not None:
-        raise UntrustedServerError(f"ClickHouse at {where} {distrust}.") from error
-    if wants_other_certificate(error):
-        ours = "our certificate" if config.certificate_file else "clients without a certificate"
-        raise CredentialsRefusedError(
-            f"ClickHouse at {where} does not take {ours}; set clickhouse.certificate_file and "
-            "clickhouse.key_file to those of a client that it trusts."
-        ) from error
+    refusal = handshake_refusal(error, who, "clickhouse", config)
+    if refusal is not None:
+        raise refusal from error
     if getattr(error, "code", None) in _NOT_US:
         raise CredentialsRefusedError(
-            f"ClickHouse at {where} does not take clickhouse.password of clickhouse.username "
-            f"{config.username}."
+            f"{who} does not take clickhouse.password of clickhouse.username {config.username}."
         ) from error

@@ -20,6 +20,8 @@ from xml.sax.saxutils import escape
 
 import chdb
 
+from telemetry.store.reading import quote
+
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
 </clickhouse>
@@ -58,7 +60,7 @@ def engine_options(*databases: str) -> Iterator[dict[str, str]]:
     """chDB's options for an engine whose queries reach these databases and nothing else. The
     engine reads them as it starts: while it runs, they change nothing."""
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as directory:
-        grants = [f"GRANT {_OWN} ON {_quoted(name)}.*" for name in databases]
+        grants = [f"GRANT {_OWN} ON {quote(name)}.*" for name in databases]
         # Clients begin in "default" or "system", and ask for names.
         grants.append("GRANT SHOW DATABASES ON *.*")
         lines = "\n".join(f"        <query>{escape(grant)}</query>" for grant in grants)
@@ -97,8 +99,3 @@ def _require_closed(connection: Any) -> None:
                     f"the embedded engine of this process may {access.lower()} {source}: it was "
                     "opened before without its restrictions"
                 )
-
-
-def _quoted(identifier: str) -> str:
-    escaped = identifier.replace("\\", "\\\\").replace("`", "\\`")
-    return f"`{escaped}`"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 from clickhouse_connect.driver.client import Client
@@ -20,6 +20,8 @@ TOO_MANY_QUERIES = 202
 _CODE = re.compile(r"Code: (\d+)")
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", "\0": "\\0"}
 _TO_ESCAPE = re.compile(r"[\\\t\n\r\0]")
+
+Parameters = Mapping[str, str | int | float]
 
 
 class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,11 @@ class QueryError(MillraceError, code="query_failed", http_status=400):
         self.number = number
 
     @classmethod
+    def refusing(cls, number: int, why: str) -> QueryError:
+        """In ClickHouse's words for what it was not even asked."""
+        return cls(number, f"Code: {number}. DB::Exception: {why}")
+
+    @classmethod
     def of(cls, text: str) -> QueryError:
         """From ClickHouse's own text, from its last ``Code:`` prefix on."""
         start = text.find("Code: ")
@@ -71,84 +78,76 @@ def escaped(text: str) -> EscapedText:
     return EscapedText(_TO_ESCAPE.sub(lambda match: _ESCAPES[match[0]], text))
 
 
-class Reader(Protocol):
-    """Runs queries that change nothing."""
-
-    async def read(
-        self,
-        sql: str,
-        parameters: Mapping[str, str | int | float],
-        output_format: str,
-        database: str | None = None,
-    ) -> bytes:
-        """The result in the asked format, unless the query says FORMAT. A parameter's text is what
-        it is, unless it is an EscapedText. Raises QueryError."""
-
-    async def close(self) -> None: ...
+def quote(identifier: str) -> str:
+    """An identifier as SQL."""
+    inner = identifier.replace("\\", "\\\\").replace("`", "\\`")
+    return f"`{inner}`"
 
 
-class Turnstile:
-    """Threads for at most ``max_running`` calls, and a bounded queue before them."""
+class Reader(ABC):
+    """Runs queries that change nothing, each in a thread, with a bounded queue before them."""
 
-    def __init__(self, limits: ReadLimits, name: str) -> None:
+    def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
-        self._pool = ThreadPoolExecutor(limits.max_running, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(limits.max_running, thread_name_prefix="store-read")
         self._num_inside = 0
 
-    async def run(self, work: Callable[[], bytes]) -> bytes:
-        """Run in a thread. Raises QueryError at once when too many wait already."""
+    async def read(
+        self, sql: str, parameters: Parameters, output_format: str, database: str | None = None
+    ) -> bytes:
+        """The result in the asked format, unless the query says FORMAT. A parameter's text is what
+        it is, unless it is an EscapedText. Raises QueryError, at once when too many wait already.
+        """
         if self._num_inside >= self._limits.max_running + self._limits.max_waiting:
-            raise QueryError(
+            raise QueryError.refusing(
                 TOO_MANY_QUERIES,
-                f"Code: {TOO_MANY_QUERIES}. DB::Exception: Too many simultaneous queries: "
-                f"{self._num_inside}. Ask again later. (TOO_MANY_SIMULTANEOUS_QUERIES)",
+                f"Too many simultaneous queries: {self._num_inside}. Ask again later. "
+                "(TOO_MANY_SIMULTANEOUS_QUERIES)",
             )
         self._num_inside += 1
-        call = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        call = asyncio.get_running_loop().run_in_executor(
+            self._pool, self._run, sql, parameters, output_format, database
+        )
         call.add_done_callback(self._leave)
         return await call
+
+    @abstractmethod
+    def _run(
+        self, sql: str, parameters: Parameters, output_format: str, database: str | None
+    ) -> bytes:
+        """As ``read``, in one of ``max_running`` threads."""
 
     def _leave(self, _: asyncio.Future[bytes]) -> None:
         self._num_inside -= 1
 
     async def close(self) -> None:
-        """Wait for the calls inside, which their time limit bounds."""
+        """Wait for the queries inside, which their time limit bounds."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
 
-class ServerReader:
+class ServerReader(Reader):
     """Queries to a server, one connection for each thread."""
 
     def __init__(self, connect: Callable[..., Client], limits: ReadLimits) -> None:
+        super().__init__(limits)
         self._connect = connect
         # Level 2: the settings that go along are ours, and nothing else may change.
         self._settings = {**limits.settings(), "readonly": 2}
-        self._turnstile = Turnstile(limits, "store-read")
         self._local = threading.local()
 
-    async def read(
-        self,
-        sql: str,
-        parameters: Mapping[str, str | int | float],
-        output_format: str,
-        database: str | None = None,
+    def _run(
+        self, sql: str, parameters: Parameters, output_format: str, database: str | None
     ) -> bytes:
-        def run() -> bytes:
-            try:
-                if not hasattr(self._local, "client"):
-                    self._local.client = self._connect()
-                result: bytes = self._local.client.raw_query(
-                    sql,
-                    parameters=dict(parameters),
-                    settings=self._settings,
-                    fmt=output_format,
-                    transport_settings={"database": database} if database else None,
-                )
-            except ClickHouseError as error:
-                raise QueryError.of(str(error)) from error
-            return result
-
-        return await self._turnstile.run(run)
-
-    async def close(self) -> None:
-        await self._turnstile.close()
+        try:
+            if not hasattr(self._local, "client"):
+                self._local.client = self._connect()
+            result: bytes = self._local.client.raw_query(
+                sql,
+                parameters=dict(parameters),
+                settings=self._settings,
+                fmt=output_format,
+                transport_settings={"database": database} if database else None,
+            )
+        except ClickHouseError as error:
+            raise QueryError.of(str(error)) from error
+        return result

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
 from typing import Any
 
 from chdb import ChdbError
 
 from telemetry.store.embedded_engine import connect, connect_again
-from telemetry.store.reading import QueryError, ReadLimits, Turnstile, escaped
+from telemetry.store.reading import Parameters, QueryError, Reader, ReadLimits, escaped, quote
 from telemetry.store.sql_guard import require_plain_names, require_reading
 
 _UNKNOWN_FORMAT = 73
@@ -20,18 +19,17 @@ _MAX_KNOWN_CHARS = 16_384
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 
 
-class EmbeddedReader:
+class EmbeddedReader(Reader):
     """A pool of read-only connections to the store that this process has open.
 
     ``readonly`` is set last on each connection and cannot be unset on it.
     """
 
     def __init__(self, path: str, database: str, limits: ReadLimits) -> None:
+        super().__init__(limits)
         self._database = database
-        self._turnstile = Turnstile(limits, "store-read")
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._known: dict[str, str] = {}
-        self._num_connections = limits.max_running
         settings = {
             **limits.settings(),
             "allow_introspection_functions": 0,
@@ -44,33 +42,14 @@ class EmbeddedReader:
                 connection.query(f"SET {name} = {value}")
             self._idle.put(connection)
 
-    async def read(
-        self,
-        sql: str,
-        parameters: Mapping[str, str | int | float],
-        output_format: str,
-        database: str | None = None,
-    ) -> bytes:
-        """The engine's own output. Raises QueryError."""
-        if output_format.lower() in _OBJECTS:
-            raise QueryError(
-                _UNKNOWN_FORMAT,
-                f"Code: {_UNKNOWN_FORMAT}. DB::Exception: Unknown format {output_format}. "
-                "(UNKNOWN_FORMAT)",
-            )
-        return await self._turnstile.run(
-            lambda: self._run(sql, parameters, output_format, database or self._database)
-        )
-
     def _run(
-        self,
-        sql: str,
-        parameters: Mapping[str, str | int | float],
-        output_format: str,
-        database: str,
+        self, sql: str, parameters: Parameters, output_format: str, database: str | None
     ) -> bytes:
+        if output_format.lower() in _OBJECTS:
+            raise QueryError.refusing(
+                _UNKNOWN_FORMAT, f"Unknown format {output_format}. (UNKNOWN_FORMAT)"
+            )
         connection = self._idle.get()
-        quoted = database.replace("\\", "\\\\").replace("`", "\\`")
         values = {
             name: escaped(value) if isinstance(value, str) else value
             for name, value in parameters.items()
@@ -78,7 +57,7 @@ class EmbeddedReader:
         try:
             statement = self._checked(connection, sql)
             require_plain_names(statement, values)
-            connection.query(f"USE `{quoted}`")
+            connection.query(f"USE {quote(database or self._database)}")
             result: bytes = connection.query(statement, output_format, params=values).bytes()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
@@ -98,8 +77,8 @@ class EmbeddedReader:
         return statement
 
     async def close(self) -> None:
-        await self._turnstile.close()
-        for _ in range(self._num_connections):
+        await super().close()
+        for _ in range(self._limits.max_running):
             self._idle.get().close()
 
 

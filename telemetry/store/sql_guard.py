@@ -65,7 +65,7 @@ def require_reading(sql: str) -> str:
         previous = name
         following.append(text)
     if start is None:
-        raise QueryError(EMPTY_QUERY, f"Code: {EMPTY_QUERY}. DB::Exception: Empty query.")
+        raise QueryError.refusing(EMPTY_QUERY, "Empty query.")
     first = next((text for text in following if text != "("), "").lower()
     if first not in _READING:
         raise _refuse(
@@ -87,8 +87,6 @@ def require_plain_names(statement: str, parameters: Mapping[str, object]) -> Non
 
 
 def _refuse(why: str) -> QueryError:
-    return QueryError(
-        READONLY,
-        f"Code: {READONLY}. DB::Exception: Cannot execute query in readonly mode: {why}. "
-        "(READONLY)",
+    return QueryError.refusing(
+        READONLY, f"Cannot execute query in readonly mode: {why}. (READONLY)"
     )

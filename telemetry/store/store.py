@@ -9,7 +9,7 @@ import asyncio
 import functools
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError, MillraceError
 from schemas.redaction import redact_urls
 from telemetry.store.clickhouse_server import raise_refusal, server_connect
-from telemetry.store.reading import Reader, ReadLimits, ServerReader
+from telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
@@ -33,7 +33,6 @@ _NOT_ENOUGH_SPACE = 243
 _NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
 
 T = TypeVar("T")
-Parameters = Mapping[str, str | int | float]
 
 
 class StoreUnavailableError(
@@ -95,7 +94,6 @@ class Store:
         unreachable), UntrustedServerError or CredentialsRefusedError if the server shows that it
         never will be.
         """
-        limits = limits or ReadLimits()
         if bool(config.url) == bool(config.path):
             raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
         connect: Callable[..., Client]
@@ -105,26 +103,7 @@ class Store:
         else:
             connect = server_connect(config)
         try:
-            client = await asyncio.to_thread(connect)
-            try:
-                await asyncio.to_thread(
-                    client.command, f"CREATE DATABASE IF NOT EXISTS {quote(config.database)}"
-                )
-            finally:
-                await asyncio.to_thread(client.close)
-            connect_to_database = functools.partial(connect, database=config.database)
-            reader: Reader
-            if config.path:
-                from telemetry.store.reading_embedded import EmbeddedReader
-
-                # The writer opens first: the engine lives as long as one connection does.
-                writing = await asyncio.to_thread(connect_to_database)
-                reader = await asyncio.to_thread(
-                    EmbeddedReader, config.path, config.database, limits
-                )
-            else:
-                writing = await asyncio.to_thread(connect_to_database)
-                reader = ServerReader(connect_to_database, limits)
+            return await asyncio.to_thread(cls._open, config, connect, limits or ReadLimits())
         except ImportError as error:
             raise ConfigError(
                 "clickhouse.path needs the embedded engine: install millrace[embedded], or set "
@@ -136,6 +115,23 @@ class Store:
             where = f"the store at {config.path} (one process may have it)"
             what = where if config.path else f"ClickHouse at {redact_urls(config.url)}"
             raise StoreUnavailableError(f"cannot open {what}: {error}") from error
+
+    @classmethod
+    def _open(
+        cls, config: ClickHouseConfig, connect: Callable[..., Client], limits: ReadLimits
+    ) -> Store:
+        with connect() as client:
+            client.command(f"CREATE DATABASE IF NOT EXISTS {quote(config.database)}")
+        connect_to_database = functools.partial(connect, database=config.database)
+        # The writer opens first: the engine lives as long as one connection does.
+        writing = connect_to_database()
+        reader: Reader
+        if config.path:
+            from telemetry.store.reading_embedded import EmbeddedReader
+
+            reader = EmbeddedReader(config.path, config.database, limits)
+        else:
+            reader = ServerReader(connect_to_database, limits)
         store = cls(connect_to_database, reader, config.database)
         store._client = writing
         return store
@@ -205,12 +201,6 @@ def _is_full(error: Exception) -> bool:
         return True
     text = str(error)
     return any(words in text for words in _NO_ROOM)
-
-
-def quote(identifier: str) -> str:
-    """An identifier as SQL."""
-    escaped = identifier.replace("\\", "\\\\").replace("`", "\\`")
-    return f"`{escaped}`"
 
 
 def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:

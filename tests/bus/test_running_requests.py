@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from bus.running_requests import TTL_S, RunningRequest, RunningRequestIndex
-from runtime.clock import ManualClock
 from schemas.config import RedisConfig
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
 

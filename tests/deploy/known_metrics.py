@@ -11,13 +11,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from bus.memory import MemoryBroker, MemoryBus
 from gateway.core import Backends, Gateway
 from gateway.models import Models
-from runtime.clock import ManualClock
 from runtime.metrics_server import Monitor
 from scheduler.metrics import SchedulerMetrics
 from schemas.config import ClickHouseConfig, Config
 from telemetry.metrics import TelemetryMetrics
 from telemetry.service import TelemetryService
 from tests.scheduler.world import World
+from tests.support.manual_clock import ManualClock
 from workers.host.metrics import WorkerMetrics
 
 PARTS = ("gateway", "scheduler", "worker", "telemetry", "every part")

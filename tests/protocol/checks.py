@@ -43,7 +43,7 @@ def check_now(system: System) -> None:
 def records(system: System) -> dict[str, RequestRecord]:
     """The records by request; each has at most one once they are known by their identity."""
     found: dict[str, RequestRecord] = {}
-    for logged in system.broker.outbox._records:
+    for logged in system.broker.outbox.messages():
         if logged.subject == "rec.request":
             record = msgspec.msgpack.decode(logged.payload, type=RequestRecord)
             assert record.request_id not in found, f"{record.request_id} has two records"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from bus.api import Bus
 from gateway.streams.fleet_view import FleetView
 from gateway.streams.replays import RunningRequestIndex
@@ -81,8 +79,7 @@ class Gateway:
         """Publish it. Raises MillraceError: it was perhaps not stored."""
         job = asked.question.job
         reader = self._reader(asked)
-        stripped = replace(job, prompt_token_ids=())
-        stream = self.table.open(stripped, reader, self._clock.monotonic())
+        stream = self.table.open(job, reader, self._clock.monotonic())
         try:
             published = await self._bus.jobs.publish(job)
         except BaseException:
@@ -97,9 +94,8 @@ class Gateway:
             is_dead = await self._take_from(asked) is None
         elif (former := self.table.get(asked.request_id)) is not None:
             self._let_go(former)
-        stripped = replace(asked.question.job, prompt_token_ids=())
         reader = self._reader(asked)
-        stream = self.table.take_over(stripped, reader, None, len(asked.token_ids))
+        stream = self.table.take_over(asked.question.job, reader, None, len(asked.token_ids))
         is_foreign = asked.origin != self.gateway_id
         try:
             if is_foreign:

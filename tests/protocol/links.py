@@ -166,43 +166,25 @@ class FaultyBucket:
     """See ``bus.fleet.directory.WorkerBucket``."""
 
     def __init__(self, broker: MemoryBroker, link: Link) -> None:
-        self._broker = broker
+        self._inner = broker.workers
         self._link = link
 
     async def put(self, subject: str, payload: bytes) -> None:
-        async def put() -> None:
-            if self._broker.up:
-                self._broker.workers.put(subject, payload)
-
-        await self._link.tell("bucket", put)
+        await self._link.tell("bucket", lambda: self._inner.put(subject, payload))
 
     async def entries(self) -> Sequence[bytes]:
-        async def entries() -> Sequence[bytes]:
-            self._broker.require_up()
-            return self._broker.workers.all()
-
-        return await self._link.call("entries", entries)
+        return await self._link.call("entries", self._inner.entries)
 
     async def ages(self) -> Sequence[tuple[bytes, float]]:
-        async def ages() -> Sequence[tuple[bytes, float]]:
-            self._broker.require_up()
-            return self._broker.workers.ages()
-
-        return await self._link.call("entries", ages)
+        return await self._link.call("entries", self._inner.ages)
 
     async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
-        async def put_after() -> int | None:
-            self._broker.require_up()
-            return self._broker.workers.put_after(subject, payload, after)
-
-        return await self._link.call("bucket", put_after)
+        return await self._link.call(
+            "bucket", lambda: self._inner.put_after(subject, payload, after)
+        )
 
     async def get(self, subject: str) -> tuple[bytes, int] | None:
-        async def get() -> tuple[bytes, int] | None:
-            self._broker.require_up()
-            return self._broker.workers.get(subject)
-
-        return await self._link.call("bucket", get)
+        return await self._link.call("bucket", lambda: self._inner.get(subject))
 
 
 class FaultyBus:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.clock import ManualClock, SystemClock
+from runtime.clock import SystemClock
 from runtime.logs import configure_logging, stack_of
 from schemas.errors import ConfigError
+from tests.support.manual_clock import ManualClock
 
 
 async def test_sleepers_wake_in_order_at_their_time() -> None:

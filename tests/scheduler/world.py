@@ -14,7 +14,6 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import RunningRequest
 from registry.pricing import UNPRICED
 from registry.routing.router import Router
-from runtime.clock import ManualClock
 from scheduler.intake.model_cache import Preparer
 from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig, SchedulerConfig
@@ -25,6 +24,7 @@ from schemas.jobs import Job, Tier
 from schemas.records import RequestRecord
 from schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
+from tests.support.manual_clock import ManualClock
 
 CONTEXT_TOKENS = 1_000
 TENANT_QUEUE = TenantQueue("m", Tier.FREE, "local")
@@ -211,7 +211,7 @@ class World:
         outbox = self.broker.outbox
         return [
             msgspec.msgpack.decode(record.payload, type=RequestRecord)
-            for record in outbox._records
+            for record in outbox.messages()
             if record.subject == "rec.request"
         ]
 

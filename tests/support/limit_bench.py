@@ -11,12 +11,12 @@ from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import Identity
 from gateway.tenancy.limits import Limiter, Reservation
-from runtime.clock import ManualClock
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord
+from tests.support.manual_clock import ManualClock
 
 START_NS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()) * 1_000_000_000
 

@@ -16,11 +16,11 @@ import msgspec
 
 from bus import subjects
 from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import ManualClock
 from schemas.config import KafkaConfig
 from telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
 from telemetry.store.store import Store
 from telemetry.supervision import keep_running
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore

@@ -8,11 +8,11 @@ import msgspec
 from aiokafka import ConsumerRecord
 
 from bus import subjects
-from runtime.clock import ManualClock
 from runtime.tracing import TraceContext, record_span
 from schemas.records import Record
 from telemetry.sink.batches import Row
 from telemetry.sink.tracing import StoredTraces
+from tests.support.manual_clock import ManualClock
 from tests.telemetry.records import delivery_record, request_record
 from tests.tracing.kept import kept_tracing
 

@@ -20,7 +20,6 @@ from registry.checkpoints.checkpoint import ModelConfig
 from registry.pricing import PriceBook
 from registry.served import ServedModel
 from registry.tokenizers.tokenizer import Tokenizer
-from runtime.clock import ManualClock
 from schemas.config import EngineConfig, WorkerConfig
 from schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
@@ -28,6 +27,7 @@ from schemas.jobs import Job
 from schemas.records import RequestRecord, WorkerSample
 from schemas.sampling import SamplingParams
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from workers.engine_like import EngineFailedError, EngineLike

@@ -1,6 +1,6 @@
 // An answer as it is shown: text in Markdown, and the tools that were called on the way.
 
-import { make } from "./dom.js";
+import { make } from "../dom.js";
 import { Markdown } from "./markdown.js";
 
 const LONGEST_SHOWN = 20_000;

@@ -1,13 +1,14 @@
 // The chat page: conversations with a model over one connection.
 
+import { button, byId, make } from "../dom.js";
+import { randomId } from "../generation.js";
 import { fetchWithKey, storedKey } from "../key.js";
 import { Millrace } from "../millrace.js";
 import { Conversation } from "./conversation.js";
-import { button, byId, make } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { deleteHistory } from "./history.js";
 import { Settings } from "./settings.js";
-import { randomId, Store } from "./store.js";
+import { Store } from "./store.js";
 import { TurnView } from "./turn.js";
 
 const EXAMPLES = [

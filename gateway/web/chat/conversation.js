@@ -1,5 +1,6 @@
 // One conversation: its turns, the answer that is on its way, and what the gateway keeps of it.
 
+import { randomId } from "../generation.js";
 import {
   fetchHistory,
   HistoryUnavailableError,
@@ -9,7 +10,6 @@ import {
   turnsOf,
 } from "./history.js";
 import { Recorder } from "./recorder.js";
-import { randomId } from "./store.js";
 
 const HELD_MS = 50 * 60_000; // a little less than the gateway's hour
 const ORPHAN_MS = 6_000;

@@ -1,6 +1,6 @@
 // The list of conversations: at the side, or over the page where there is no room for it.
 
-import { button, byId, icon, make } from "./dom.js";
+import { button, byId, icon, make } from "../dom.js";
 
 const MORE = "M3 8h.01M8 8h.01M13 8h.01";
 const narrow = matchMedia("(max-width: 60rem)");
@@ -82,8 +82,7 @@ export class Drawer {
   }
 
   rename(item, { id, title }) {
-    const field = make("input", { value: title, maxLength: 120 });
-    field.setAttribute("aria-label", "Title of the conversation");
+    const field = make("input", { value: title, maxLength: 120, "aria-label": "Title of the conversation" });
     const form = make("form", { class: "line" }, field, make("button", { class: "do" }, "Save"));
     const save = () => this.onRename(id, field.value.trim() || title);
     form.addEventListener("submit", (event) => {

@@ -1,6 +1,6 @@
 // The figures under an answer.
 
-import { make } from "./dom.js";
+import { make } from "../dom.js";
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const rate = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });

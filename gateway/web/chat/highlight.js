@@ -1,6 +1,6 @@
 // A little colour for code: comments, strings, numbers and the words that many languages share.
 
-import { make } from "./dom.js";
+import { make } from "../dom.js";
 
 const LONGEST_CHARACTERS = 30_000;
 const WORDS = new Set(

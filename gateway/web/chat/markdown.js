@@ -1,7 +1,7 @@
 // Markdown as nodes of the document. Markup in what a model writes stays text; DOMPurify keeps all but
 // the elements and attributes that Markdown needs out of the page.
 
-import { button, copyText, make } from "./dom.js";
+import { button, copyText, make } from "../dom.js";
 import { highlighted } from "./highlight.js";
 import { Marked, Tokenizer } from "/static/vendor/marked.js";
 import "/static/vendor/purify.js";

@@ -1,7 +1,7 @@
 // The key, and which of the gateway's tools the model may use.
 
+import { byId, make } from "../dom.js";
 import { askForKey, fetchWithKey } from "../key.js";
-import { byId, make } from "./dom.js";
 
 const TOOLS = "millrace.tools";
 

@@ -5,12 +5,6 @@ const TURNS = "millrace.turns.";
 const MOST_SESSIONS = 60;
 const MOST_CHARACTERS = 250_000; // of one conversation
 
-/** Sixteen random bytes, in hexadecimal digits. */
-export function randomId() {
-  const bytes = crypto.getRandomValues(new Uint8Array(16));
-  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
 /**
  * Sessions are `{id, title, isRenamed, model, createdMs, usedMs, heldUntilMs}`: the gateway has the
  * conversation for sure until `heldUntilMs`. A turn is `{id, question, parts, state, owner, savedMs,

@@ -1,7 +1,7 @@
 // A question and its answer, as they are shown.
 
+import { button, copyText, make } from "../dom.js";
 import { AnswerView } from "./answer.js";
-import { button, copyText, make } from "./dom.js";
 import { factSpans } from "./facts.js";
 import { answerOf } from "./history.js";
 
@@ -105,8 +105,7 @@ export class TurnView {
   }
 
   edit() {
-    const field = make("textarea", { value: this.turn.question, rows: 2 });
-    field.setAttribute("aria-label", "Your question");
+    const field = make("textarea", { value: this.turn.question, rows: 2, "aria-label": "Your question" });
     const close = () => {
       form.replaceWith(this.question);
       this.question.querySelector("button").focus();

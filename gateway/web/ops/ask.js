@@ -1,5 +1,6 @@
 // Questions to the gateway: rows of saved queries, and files of them.
 
+import { make } from "/static/dom.js";
 import { fetchWithKey } from "/static/key.js";
 
 const TIMEOUT_MS = 15_000;
@@ -39,9 +40,7 @@ async function rowsOf(name, params, signal) {
 export async function save(name, params) {
   const answer = await send(`${name}.csv`, params, "text/csv");
   const address = URL.createObjectURL(await answer.blob());
-  const link = document.createElement("a");
-  Object.assign(link, { href: address, download: `millrace-${name}.csv` });
-  link.click();
+  make("a", { href: address, download: `millrace-${name}.csv` }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 

@@ -1,8 +1,8 @@
 // The charts of the page: what each of them asks and shows.
 
 import { Chart } from "./chart.js";
-import { at } from "./dom.js";
 import { compact, money } from "./format.js";
+import { byId } from "/static/dom.js";
 
 const PERCENTILES = ["p50", "p95", "p99"];
 const MAX_MODELS = 6;
@@ -27,8 +27,8 @@ export class Board {
     const chart = (section, query, options) => {
       const made = new Chart({ format: compact, onZoom, onSave: () => save(query, { step_s: made.step }), ...options });
       // Tables stand last in their section.
-      const table = [...at(section).children].find((panel) => panel.querySelector("table"));
-      at(section).insertBefore(made.panel, table ?? null);
+      const table = [...byId(section).children].find((panel) => panel.querySelector("table"));
+      byId(section).insertBefore(made.panel, table ?? null);
       return made;
     };
     const traffic = [

@@ -1,7 +1,7 @@
 // A time chart, drawn by uPlot: lines, an area, or stacked bars, and a read-out that all charts share.
 
-import { make } from "./dom.js";
 import { clock, day, isMidnight, moment } from "./format.js";
+import { button, make } from "/static/dom.js";
 
 const HEIGHT = 168;
 const LEFT = 46;
@@ -23,7 +23,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  * to)` takes a stretch of time that was drawn, in Unix seconds.
  */
 export class Chart {
-  constructor({ title, unit, series, kind = "line", format, onZoom, most = null, note = "", onSave = null }) {
+  constructor({ title, unit, series, kind = "line", format, onZoom, most = null, note = "", onSave }) {
     this.series = series;
     this.kind = kind;
     this.format = format;
@@ -33,24 +33,26 @@ export class Chart {
     this.from = 0;
     this.to = 1;
     this.step = 1;
-    this.panel = make("section", "panel");
-    this.unit = make("span", "unit", unit);
-    this.heading = make("h3", "", title, this.unit);
-    if (note) this.heading.title = note;
-    this.legend = make("dl", "legend");
-    this.plot = make("div", "plot");
-    this.nothing = make("p", "nothing", "Nothing in this range");
-    this.when = make("p", "when");
-    this.when.hidden = true;
-    this.spoken = make("p", "spoken");
-    this.spoken.setAttribute("aria-live", "polite");
-    this.plot.append(this.nothing, this.when);
-    this.plot.tabIndex = 0;
-    this.plot.setAttribute("role", "group");
-    this.plot.setAttribute("aria-roledescription", "chart");
-    this.plot.setAttribute("aria-label", `${title}, ${unit}. Arrow keys read it step by step.`);
-    this.panel.append(make("header", "head", this.heading, this.legend), this.plot, this.spoken);
-    if (onSave) this.panel.firstChild.append(saveButton(title, onSave));
+    this.unit = make("span", { class: "unit" }, unit);
+    this.legend = make("dl", { class: "legend" });
+    this.nothing = make("p", { class: "nothing" }, "Nothing in this range");
+    this.when = make("p", { class: "when", hidden: true });
+    this.spoken = make("p", { class: "spoken", "aria-live": "polite" });
+    this.plot = make(
+      "div",
+      {
+        class: "plot",
+        tabIndex: 0,
+        role: "group",
+        "aria-roledescription": "chart",
+        "aria-label": `${title}, ${unit}. Arrow keys read it step by step.`,
+      },
+      this.nothing,
+      this.when,
+    );
+    const heading = make("h3", note ? { title: note } : {}, title, this.unit);
+    const head = make("header", { class: "head" }, heading, this.legend, saveButton(title, onSave));
+    this.panel = make("section", { class: "panel" }, head, this.plot, this.spoken);
     this.plot.addEventListener("keydown", (event) => this.#keyed(event));
     this.plot.addEventListener("blur", () => this.#point(OUTSIDE));
     new ResizeObserver(() => this.draw()).observe(this.plot);
@@ -194,7 +196,7 @@ export class Chart {
   #drawLegend() {
     this.values = this.series.map(() => make("dd"));
     this.legend.replaceChildren(
-      ...this.series.map(({ label }, i) => make("div", "key", make("dt", "", make("span", `swatch s${this.#hue(i)}`), label), this.values[i])),
+      ...this.series.map(({ label }, i) => make("div", { class: "key" }, make("dt", {}, make("span", { class: `swatch s${this.#hue(i)}` }), label), this.values[i])),
     );
   }
 
@@ -240,10 +242,6 @@ function decimals(value) {
 
 /** A button that saves what a panel shows. */
 export function saveButton(title, onSave) {
-  const button = make("button", "save", "CSV");
-  button.type = "button";
-  button.title = `Save “${title}” as a CSV file`;
-  button.setAttribute("aria-label", button.title);
-  button.addEventListener("click", onSave);
-  return button;
+  const words = `Save “${title}” as a CSV file`;
+  return button("CSV", onSave, { class: "save", title: words, "aria-label": words });
 }

@@ -4,7 +4,7 @@ const NONE = "–";
 
 /** At most three significant digits, with k and M; "–" for what is not there. */
 export function compact(value) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  if (!Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
   if (size >= 1e9) return `${digits(value / 1e9)}G`;
   if (size >= 1e6) return `${digits(value / 1e6)}M`;
@@ -32,7 +32,7 @@ export function whole(value) {
 
 /** Milliseconds; seconds from ten of them on. */
 export function ms(value) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  if (!Number.isFinite(value)) return NONE;
   return value >= 10_000 ? `${compact(value / 1000)} s` : `${compact(value)} ms`;
 }
 
@@ -61,29 +61,28 @@ export function percent(value) {
   return value === null || value === undefined ? NONE : `${compact(value)} %`;
 }
 
-const two = (number) => String(number).padStart(2, "0");
-
 /** The time of day of a Unix time in seconds, where the reader is. */
 export function clock(seconds, withSeconds = true) {
-  const date = new Date(seconds * 1000);
-  const minutes = `${two(date.getHours())}:${two(date.getMinutes())}`;
-  return withSeconds ? `${minutes}:${two(date.getSeconds())}` : minutes;
+  // "hh:mm:ss" and a zone, whatever the reader's language.
+  return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
 }
-
-const DAYS = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
 
 export function isMidnight(seconds) {
-  const date = new Date(seconds * 1000);
-  return date.getHours() === 0 && date.getMinutes() === 0;
+  return clock(seconds, false) === "00:00";
 }
 
-const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
 const DAY_S = 86_400;
+
+/** The parts of a date in English, where the reader is. */
+function dateParts(seconds) {
+  const [weekday, month, number, year] = new Date(seconds * 1000).toDateString().split(" ");
+  return { weekday, month, number: Number(number), year };
+}
 
 /** A day: its name within a range of about a week, its month in a longer one. */
 export function day(seconds, rangeSeconds = 0) {
-  const date = new Date(seconds * 1000);
-  return rangeSeconds > 9 * DAY_S ? `${date.getDate()} ${MONTHS[date.getMonth()]}` : `${DAYS[date.getDay()]} ${date.getDate()}`;
+  const { weekday, month, number } = dateParts(seconds);
+  return rangeSeconds > 9 * DAY_S ? `${number} ${month}` : `${weekday} ${number}`;
 }
 
 /** A moment within a range of that length. */
@@ -94,8 +93,8 @@ export function moment(seconds, rangeSeconds) {
 
 /** Date and time to the second, where the reader is. */
 export function dateTime(seconds) {
-  const date = new Date(seconds * 1000);
-  return `${date.getDate()} ${MONTHS[date.getMonth()]} ${date.getFullYear()}, ${clock(seconds)}`;
+  const { month, number, year } = dateParts(seconds);
+  return `${number} ${month} ${year}, ${clock(seconds)}`;
 }
 
 /** Bytes as GiB or MiB. */
@@ -105,7 +104,7 @@ export function bytes(value) {
 
 /** Microseconds as what they are: µs, ms, s or hours. */
 export function span(us) {
-  if (us === null || us === undefined || !Number.isFinite(us)) return NONE;
+  if (!Number.isFinite(us)) return NONE;
   if (us >= 7.2e9) return `${compact(us / 3.6e9)} h`;
   if (Math.abs(us) < 1_000) return `${Math.round(us)} µs`;
   return ms(us / 1000);

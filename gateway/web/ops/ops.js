@@ -2,14 +2,14 @@
 
 import { ask, KeyNeededError, RefusedError, save } from "./ask.js";
 import { Board } from "./board.js";
-import { at } from "./dom.js";
 import { makeFilters, offer, showFilters } from "./filters.js";
 import { clock } from "./format.js";
 import { makeRecent, showRecent, showRecentFilters } from "./recent.js";
 import { makeRequest, showRequest } from "./request.js";
-import { makeTables, showErrors, showRefusals, showUnitCost, showWorkers } from "./tables.js";
+import { makeTables, showTables } from "./tables.js";
 import { showTotals } from "./totals.js";
-import { CUSTOM, filtersOf, frameOf, hashOf, readView } from "./view.js";
+import { CUSTOM, frameOf, hashOf, readView } from "./view.js";
+import { byId } from "/static/dom.js";
 import { askForKey } from "/static/key.js";
 
 const RETRY_MS = 4_000;
@@ -33,9 +33,11 @@ const board = new Board(
 /** The parameters of a query for the view: workers serve all tenants. */
 function asked(query) {
   const { bounds } = frameOf(view);
-  if (query === "workers_now") return { model: view.model };
-  if (query === "refusals") return { ...bounds, tenant: view.tenant };
-  return OF_WORKERS.has(query) ? { ...bounds, model: view.model } : { ...bounds, ...filtersOf(view) };
+  const { tenant, model } = view;
+  if (query === "workers_now") return { model };
+  if (query === "refusals") return { ...bounds, tenant };
+  if (query === "tenants_models") return bounds;
+  return OF_WORKERS.has(query) ? { ...bounds, model } : { ...bounds, tenant, model };
 }
 
 async function refresh() {
@@ -62,28 +64,26 @@ async function refresh() {
   if (wait && !document.hidden) timer = setTimeout(refresh, wait);
 }
 
-async function askAll({ bounds, step, barStep }, signal) {
-  const put = (query, params) => ask(query, params, { signal });
-  const all = { ...bounds, ...filtersOf(view) };
-  const fine = { ...all, step_s: step };
-  const coarse = { ...all, step_s: barStep };
-  const ofWorkers = { ...bounds, model: view.model };
+async function askAll({ step, barStep }, signal) {
+  const put = (query, more) => ask(query, { ...asked(query), ...more }, { signal });
+  const fine = { step_s: step };
+  const coarse = { step_s: barStep };
   const offerNow = Date.now() - offeredAt > OFFER_MS;
   const questions = {
-    totals: put("totals", all),
+    totals: put("totals"),
     traffic: put("traffic", fine),
     tokens: put("tokens", fine),
     latency: put("latency", fine),
-    workers: put("workers", { ...ofWorkers, step_s: step }),
-    devices: put("workers", { ...ofWorkers, step_s: barStep }),
+    workers: put("workers", fine),
+    devices: put("workers", coarse),
     cost: put("cost_by_model", coarse),
     interruptions: put("interruptions", coarse),
-    unitCost: put("unit_cost", ofWorkers),
-    errors: put("error_codes", all),
-    refusals: put("refusals", { ...bounds, tenant: view.tenant, rows: REFUSAL_ROWS }),
-    workersNow: put("workers_now", { model: view.model }),
-    recent: put("recent_requests", { ...all, status: view.status, id: view.id, rows: RECENT_ROWS }),
-    offered: offerNow ? put("tenants_models", bounds) : null,
+    unitCost: put("unit_cost"),
+    errors: put("error_codes"),
+    refusals: put("refusals", { rows: REFUSAL_ROWS }),
+    workersNow: put("workers_now"),
+    recent: put("recent_requests", { status: view.status, id: view.id, rows: RECENT_ROWS }),
+    offered: offerNow ? put("tenants_models") : null,
   };
   const answers = await Promise.all(Object.values(questions));
   return Object.fromEntries(Object.keys(questions).map((name, i) => [name, answers[i]]));
@@ -93,17 +93,14 @@ function show(rows, frame) {
   const [totals] = rows.totals;
   board.show(rows, frame, totals.currency || board.currency);
   showTotals(totals, rows.devices, frame);
-  showWorkers(rows.workersNow);
-  showUnitCost(rows.unitCost);
-  showErrors(rows.errors, addressOf);
-  showRefusals(rows.refusals);
+  showTables(rows, addressOf);
   showRecent(rows.recent, frame, addressOf);
   if (rows.offered) {
     offer(rows.offered, view);
     offeredAt = Date.now();
   }
-  at("empty").hidden = totals.requests > 0;
-  at("empty-words").textContent = frame.words + (view.tenant || view.model ? " for this choice of tenant and model" : "");
+  byId("empty").hidden = totals.requests > 0;
+  byId("empty-words").textContent = frame.words + (view.tenant || view.model ? " for this choice of tenant and model" : "");
   document.body.classList.remove("stale");
 }
 
@@ -134,40 +131,40 @@ function follow() {
 }
 
 async function saveFile(query, params) {
-  at("problem").hidden = true;
-  at("saving").textContent = "Making the file…";
+  byId("problem").hidden = true;
+  byId("saving").textContent = "Making the file…";
   try {
     await save(query, params);
-    at("saving").textContent = "Saved.";
+    byId("saving").textContent = "Saved.";
   } catch (error) {
-    at("saving").textContent = "";
+    byId("saving").textContent = "";
     if (error instanceof KeyNeededError) return sayLocked(error);
-    at("problem").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
-    at("problem").hidden = false;
-    at("problem").scrollIntoView({ block: "nearest" });
+    byId("problem").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
+    byId("problem").hidden = false;
+    byId("problem").scrollIntoView({ block: "nearest" });
   }
 }
 
 function say(state, text) {
-  at("state").dataset.state = state;
-  if (at("state-text").textContent !== text) at("state-text").textContent = text;
+  byId("state").dataset.state = state;
+  if (byId("state-text").textContent !== text) byId("state-text").textContent = text;
   if (document.body.classList.contains("stale") || state === "paused") return;
-  if (at("problem").dataset.kind) at("problem").hidden = true;
-  delete at("problem").dataset.kind;
+  if (byId("problem").dataset.kind) byId("problem").hidden = true;
+  delete byId("problem").dataset.kind;
 }
 
 function complain(kind, state, text) {
-  at("state").dataset.state = "unreachable";
-  at("state-text").textContent = state;
-  at("problem").dataset.kind = kind;
-  at("problem").textContent = text;
-  at("problem").hidden = false;
+  byId("state").dataset.state = "unreachable";
+  byId("state-text").textContent = state;
+  byId("problem").dataset.kind = kind;
+  byId("problem").textContent = text;
+  byId("problem").hidden = false;
   document.body.classList.add("stale");
 }
 
 function sayLocked({ message }) {
   complain("locked", "Needs a key", "The figures of all tenants are shown for the key of an administrator.");
-  askForKey(at("key"), message, () => {
+  askForKey(byId("key"), message, () => {
     refresh();
     void showRequest(view.request);
   });
@@ -191,7 +188,7 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("popstate", follow);
 
-at("empty-curl").textContent = `curl ${location.origin}/v1/chat/completions \\
+byId("empty-curl").textContent = `curl ${location.origin}/v1/chat/completions \\
   -H 'Content-Type: application/json' \\
   -d '{"model": "demo", "messages": [{"role": "user", "content": "What is TTFT?"}]}'`;
 makeFilters(change);

@@ -1,12 +1,13 @@
 // One request: its events in time, what it took, what it cost, what its client saw.
 
 import { KeyNeededError, ask } from "./ask.js";
-import { at, make, statusMark } from "./dom.js";
 import { clock, compact, dateTime, money, ms, percent, span, whole } from "./format.js";
 import { phasesOf, sumOf } from "./phases.js";
+import { statusMark } from "./table.js";
+import { button, byId, copyText, make } from "/static/dom.js";
 
-const dialog = at("request");
-const body = at("request-body");
+const dialog = byId("request");
+const body = byId("request-body");
 let open = "";
 
 let locked = () => {};
@@ -18,20 +19,16 @@ export function makeRequest({ onClose, filter, onLocked }) {
   dialog.addEventListener("close", () => {
     if (open) onClose();
   });
-  dialog.addEventListener("click", (event) => {
-    if (event.target === dialog) dialog.close();
-    const link = event.target.closest("[data-filter]");
+  dialog.addEventListener("click", ({ target }) => {
+    if (target === dialog) dialog.close();
+    const link = target.closest("[data-filter]");
     if (!link) return;
     open = "";
     dialog.close();
-    filter({ request: "", [link.dataset.filter]: link.dataset.value });
+    filter({ request: "", [link.dataset.filter]: link.value });
   });
-  at("request-close").addEventListener("click", () => dialog.close());
-  at("request-copy").addEventListener("click", async () => {
-    await navigator.clipboard.writeText(location.href);
-    at("request-copy").textContent = "Copied";
-    setTimeout(() => { at("request-copy").textContent = "Copy link"; }, 2_000);
-  });
+  byId("request-close").addEventListener("click", () => dialog.close());
+  byId("request-copy").addEventListener("click", ({ target }) => copyText(location.href, target));
 }
 
 /** Show a request by its id, or none for "". */
@@ -42,9 +39,9 @@ export async function showRequest(id) {
     dialog.close();
     return;
   }
-  at("request-id").textContent = id;
-  at("request-status").replaceChildren();
-  body.replaceChildren(make("p", "quiet-note", "Looking it up…"));
+  byId("request-id").textContent = id;
+  byId("request-status").replaceChildren();
+  body.replaceChildren(make("p", { class: "quiet-note" }, "Looking it up…"));
   if (!dialog.open) dialog.showModal();
   try {
     const questions = ["request_details", "request_timeline"];
@@ -54,7 +51,7 @@ export async function showRequest(id) {
     else body.replaceChildren(missing());
   } catch (error) {
     if (open !== id) return;
-    body.replaceChildren(make("p", "notice", `It cannot be shown. ${error.message}`));
+    body.replaceChildren(make("p", { class: "notice" }, `It cannot be shown. ${error.message}`));
     if (error instanceof KeyNeededError) {
       open = "";
       dialog.close();
@@ -66,74 +63,66 @@ export async function showRequest(id) {
 function missing() {
   return make(
     "div",
-    "missing",
-    make("p", "", "No request of this id has ended."),
-    make("p", "quiet-note", "It may still run: it is here a second after it ends. Records are kept for 400 days."),
+    { class: "missing" },
+    make("p", {}, "No request of this id has ended."),
+    make("p", { class: "quiet-note" }, "It may still run: it is here a second after it ends. Records are kept for 400 days."),
   );
 }
 
 function draw(request, events) {
   const begun = events[0]?.at_us ?? 0;
   const phases = phasesOf(events);
-  at("request-status").replaceChildren(statusMark("span", request.error_code || request.status, request.status));
+  byId("request-status").replaceChildren(statusMark("span", request.error_code || request.status, request.status));
   body.replaceChildren(
-    make("p", "facts", ...facts(request)),
+    make("p", { class: "facts" }, ...facts(request)),
     bar(phases),
     sums(phases),
     timeline(events, begun),
-    make("div", "groups", ...groups(request)),
+    make("div", { class: "groups" }, ...groups(request)),
   );
 }
 
 function facts(request) {
   const model = request.model_served || request.model_requested;
-  const filterBy = (name, value) => {
-    const button = make("button", "fact link", value);
-    Object.assign(button, { type: "button", title: `Show all requests of ${name} ${value}` });
-    Object.assign(button.dataset, { filter: name, value });
-    return button;
-  };
+  const filterBy = (name, value) =>
+    make("button", { type: "button", class: "fact link", title: `Show all requests of ${name} ${value}`, "data-filter": name, value }, value);
   return [
     filterBy("tenant", request.tenant),
     filterBy("model", model),
-    make("span", "fact", `${request.tier} tier`),
-    make("span", "fact", `by ${request.source}`),
-    make("span", "fact", dateTime(request.done_ms / 1000)),
+    make("span", { class: "fact" }, `${request.tier} tier`),
+    make("span", { class: "fact" }, `by ${request.source}`),
+    make("span", { class: "fact" }, dateTime(request.done_ms / 1000)),
   ];
 }
 
 /** Its phases to scale, the shortest still to be seen; the list below says the same in words. */
 function bar(phases) {
-  const all = make("div", "phases");
-  all.setAttribute("aria-hidden", "true");
-  for (const { kind, label, us } of phases) {
-    const part = make("span", `phase ${kind}`);
+  const parts = phases.map(({ kind, label, us }) => {
+    const part = make("span", { class: `phase ${kind}`, title: `${label}: ${span(us)}` });
     part.style.flexGrow = Math.max(us, 1);
-    part.title = `${label}: ${span(us)}`;
-    all.append(part);
-  }
-  return all;
+    return part;
+  });
+  return make("div", { class: "phases", "aria-hidden": "true" }, ...parts);
 }
 
 function sums(phases) {
   const kinds = [["queued", "waiting"], ["prefill", "prefill"], ["decode", "decode"], ["earlier", "earlier runs"]];
-  const list = make("dl", "sums");
+  const list = make("dl", { class: "sums" });
   for (const [kind, label] of kinds) {
     const us = sumOf(phases, kind);
-    if (us > 0) list.append(make("div", "key", make("dt", "", make("span", `swatch ${kind}`), label), make("dd", "", span(us))));
+    if (us > 0) list.append(make("div", { class: "key" }, make("dt", {}, make("span", { class: `swatch ${kind}` }), label), make("dd", {}, span(us))));
   }
   return list;
 }
 
 function timeline(events, begun) {
-  const list = make("ol", "timeline");
-  list.setAttribute("aria-label", "Timeline");
+  const list = make("ol", { class: "timeline", "aria-label": "Timeline" });
   const isMoved = events.some(({ event }) => event === "interrupted");
   for (const event of events) {
-    const offset = make("span", "offset", event.at_us === begun ? clock(begun / 1e6) : `+${span(event.at_us - begun)}`);
-    offset.title = `${dateTime(event.at_us / 1e6)}, UTC ${new Date(event.at_us / 1000).toISOString().slice(11, 23)}`;
+    const exactly = `${dateTime(event.at_us / 1e6)}, UTC ${new Date(event.at_us / 1000).toISOString().slice(11, 23)}`;
+    const offset = make("span", { class: "offset", title: exactly }, event.at_us === begun ? clock(begun / 1e6) : `+${span(event.at_us - begun)}`);
     const { title, detail } = wordsOf(event, isMoved);
-    const item = make("li", `event ${event.event}`, offset, make("span", "what", title), detail ? make("span", "where", detail) : null);
+    const item = make("li", { class: `event ${event.event}` }, offset, make("span", { class: "what" }, title), detail ? make("span", { class: "where" }, detail) : null);
     list.append(item);
   }
   return list;
@@ -204,13 +193,11 @@ function groups(request) {
 
 /** A list of names and values; those without a value are left out. */
 function group(title, rows) {
-  const list = make("dl", "");
-  for (const [name, value] of rows) if (value) list.append(make("dt", "", name), make("dd", "", value));
-  return make("section", "group", make("h3", "", title), list);
+  const list = make("dl");
+  for (const [name, value] of rows) if (value) list.append(make("dt", {}, name), make("dd", {}, value));
+  return make("section", { class: "group" }, make("h3", {}, title), list);
 }
 
 function exact(amount, currency) {
-  const element = make("span", "", money(amount, currency));
-  element.title = `Exactly ${amount} ${currency}`;
-  return element;
+  return make("span", { title: `Exactly ${amount} ${currency}` }, money(amount, currency));
 }

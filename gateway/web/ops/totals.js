@@ -1,7 +1,7 @@
 // The figures of the whole range.
 
-import { at, make } from "./dom.js";
 import { compact, money, ms, percent, span, whole } from "./format.js";
+import { byId, make } from "/static/dom.js";
 
 /** Show the totals; `devices` are steps of what all devices did, whoever asked. */
 export function showTotals(totals, devices, { seconds }) {
@@ -21,13 +21,17 @@ export function showTotals(totals, devices, { seconds }) {
     { name: "Tenants pay", value: money(totals.cost, totals.currency), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}` },
     { name: "Devices cost", value: money(totals.device_cost, totals.currency), detail: `${span(totals.device_us)} busy · ${money(idle, totals.currency)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart` },
   ];
-  at("totals").replaceChildren(...tiles.map(tile));
+  byId("totals").replaceChildren(...tiles.map(tile));
 }
 
-function tile({ name, value, detail, alarm, title }) {
-  const made = make("div", alarm ? "tile alarm" : "tile", make("dt", "", name), make("dd", "value", value), make("dd", "detail", detail));
-  made.title = title ?? detail;
-  return made;
+function tile({ name, value, detail, alarm, title = detail }) {
+  return make(
+    "div",
+    { class: alarm ? "tile alarm" : "tile", title },
+    make("dt", {}, name),
+    make("dd", { class: "value" }, value),
+    make("dd", { class: "detail" }, detail),
+  );
 }
 
 function perMillion(cost, { completion_tokens, currency }) {

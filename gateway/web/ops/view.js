@@ -65,8 +65,3 @@ function steps(seconds) {
   const fitting = (most) => STEPS_S.find((step) => seconds / step <= most) ?? STEPS_S[STEPS_S.length - 1] * Math.ceil(seconds / most / STEPS_S[STEPS_S.length - 1]);
   return { step: fitting(MAX_POINTS), barStep: fitting(MAX_BARS) };
 }
-
-/** The filters of a view that a query of all requests takes. */
-export function filtersOf({ tenant, model }) {
-  return { tenant, model };
-}

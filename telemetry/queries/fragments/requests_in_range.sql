@@ -1,4 +1,6 @@
 -- For WHERE: requests that ended in the range, of the tenant and the model that are asked for.
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
 done_at >= toDateTime64(begin_s, 6, 'UTC')
   AND done_at < toDateTime64(end_s, 6, 'UTC')
   AND ({tenant:String} = '' OR tenant = {tenant:String})

@@ -1,4 +1,6 @@
 -- For WHERE: usage in minutes that begin in the range, of the tenant and the model that are asked for.
+-- param tenant: only this tenant's (default '')
+-- param model: only this model's (default '')
 minute >= toDateTime(begin_s, 'UTC')
   AND minute < toDateTime(end_s, 'UTC')
   AND ({tenant:String} = '' OR tenant = {tenant:String})

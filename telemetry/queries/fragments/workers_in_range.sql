@@ -1,4 +1,5 @@
 -- For WHERE: samples of workers in minutes that begin in the range, of the model that is asked for.
+-- param model: only this model's (default '')
 minute >= toDateTime(begin_s, 'UTC')
   AND minute < toDateTime(end_s, 'UTC')
   AND ({model:String} = '' OR model = {model:String})

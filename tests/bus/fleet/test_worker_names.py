@@ -9,10 +9,11 @@ import pytest
 from bus.api import Bus
 from bus.fleet.worker_names import WorkerName, new_worker_name
 from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import ManualClock, SystemClock
+from runtime.clock import SystemClock
 from schemas.control import NameLease
 from schemas.errors import NameTakenError
 from tests.bus.conftest import Broker
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 
 _RENEW_S = 0.1

@@ -8,12 +8,12 @@ import pytest
 
 from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import ManualClock
 from schemas.config import NatsConfig
 from schemas.control import WorkerStatus
 from schemas.errors import BusUnavailableError
 from schemas.frames import Accepted, Frame
 from schemas.jobs import Job, JobResult, Tier
+from tests.support.manual_clock import ManualClock
 
 JOB = Job(request_id="r1", model="demo", prompt="x")
 TENANT_QUEUE = TenantQueue.of(JOB)

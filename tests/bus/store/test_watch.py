@@ -8,10 +8,10 @@ from prometheus_client.core import CollectorRegistry
 from bus.memory import MemoryBroker, MemoryBus
 from bus.storage import CLICKHOUSE, KAFKA, NATS
 from bus.store.watch import StoreMetrics, StoreWatch
-from runtime.clock import ManualClock
 from runtime.metrics_server import render
 from schemas.config import StorageConfig
 from schemas.errors import StoreFullError
+from tests.support.manual_clock import ManualClock
 
 _MIB = 1024 * 1024
 _CONFIG = StorageConfig(nats_dir="nats", clickhouse_dir="rows", min_free_bytes=100 * _MIB)

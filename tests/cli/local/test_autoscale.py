@@ -9,8 +9,8 @@ import pytest
 
 from cli.local.autoscale import WorkerScaler
 from cli.local.supervisor import Process, StartError
-from runtime.clock import ManualClock
 from schemas.control import QueueStatus
+from tests.support.manual_clock import ManualClock
 
 # Longer than a figure of the schedulers counts.
 LATER_S = 4.0

@@ -9,8 +9,8 @@ import pytest
 from bus.memory import MemoryBroker, MemoryBus
 from cli.local.store_recovery import StoreRecovery, with_folders
 from cli.local.supervisor import StartError
-from runtime.clock import ManualClock
 from schemas.config import StorageConfig
+from tests.support.manual_clock import ManualClock
 
 
 class FakeSystem:

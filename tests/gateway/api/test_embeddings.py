@@ -211,7 +211,7 @@ class _Ledger:
 
     async def reserve(self, caller: Caller, request_id: str, **taken: Any) -> Reservation:
         self.reserved.append(taken)
-        return Reservation(request_id=request_id, headers=[(b"x-ratelimit-limit-tokens", b"9")])
+        return Reservation(headers=[(b"x-ratelimit-limit-tokens", b"9")])
 
     def settle_soon(self, _request_id: str, usage: Usage | None, _cost: Decimal | None) -> None:
         self.settled.append(usage)

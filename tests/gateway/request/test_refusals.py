@@ -20,7 +20,6 @@ from gateway.errors import Refusal
 from gateway.metrics import Metrics
 from gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
 from gateway.tenancy.caller import Caller
-from runtime.clock import ManualClock
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
@@ -28,6 +27,7 @@ from schemas.frames import Shed
 from schemas.jobs import Tier
 from schemas.records import OTHER_REFUSALS, Record, RefusalRecord
 from schemas.tenants import LimitOverrides, TenantRecord
+from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

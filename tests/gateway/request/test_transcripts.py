@@ -14,12 +14,12 @@ from websockets.asyncio.client import connect
 
 from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.identity import Identity
-from runtime.clock import ManualClock
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import TenantRecord
 from schemas.websocket import SUBPROTOCOL
+from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer, free_port
 

@@ -76,7 +76,7 @@ async def test_twenty_at_two_gateways_get_the_one_answer(pair: Pair) -> None:
 
 
 def _deliveries(pair: Pair) -> list[object]:
-    return [one for one in pair.first.broker.outbox._records if one.subject == "rec.delivery"]
+    return [one for one in pair.first.broker.outbox.messages() if one.subject == "rec.delivery"]
 
 
 async def test_each_stream_is_read_at_its_own_pace(pair: Pair) -> None:

@@ -15,7 +15,7 @@ from gateway.sessions.sessions import SessionNotFoundError, Sessions
 from gateway.tenancy.caller import LOCAL
 from registry.served import ServedModel
 from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import ManualClock, SystemClock
+from runtime.clock import SystemClock
 from runtime.redis.link import RedisUnreachableError
 from schemas.config import GatewayConfig
 from schemas.jobs import ChatMessage
@@ -30,6 +30,7 @@ from tests.gateway.sessions.fronts import (
     no_summary,
     user,
 )
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 

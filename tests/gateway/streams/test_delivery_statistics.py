@@ -12,12 +12,12 @@ from gateway.streams.delivery_statistics import (
 )
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.token_gaps import TokenGaps
-from runtime.clock import ManualClock
 from schemas.control import DeliveryStatistics
 from schemas.frames import Done, FinishReason, Started, Usage
 from schemas.jobs import Job
 from schemas.records import STALL_MS, DeliveryRecord
 from tests.support.echo_worker import delta_of
+from tests.support.manual_clock import ManualClock
 
 JOB = Job(request_id="r1", model="demo", prompt_token_ids=(1,), tenant="acme")
 S_NS = 1_000_000_000

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.streams.fleet_view import FleetView
-from runtime.clock import ManualClock
 from schemas.control import WorkerStatus
+from tests.support.manual_clock import ManualClock
 
 
 def _status(worker_id: str, started_ns: int, *, retired: bool = False) -> WorkerStatus:

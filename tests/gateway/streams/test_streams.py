@@ -13,13 +13,13 @@ from gateway.streams.fleet_view import FleetView
 from gateway.streams.stream import Client, OpenStream, status_of
 from gateway.streams.streams import StreamTable
 from gateway.streams.token_gaps import TokenGaps
-from runtime.clock import ManualClock
 from schemas.config import GatewayConfig
 from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError
 from schemas.frames import Cancelled, Delta, Done, Failed, FinishReason, Frame, Started, Usage
 from schemas.jobs import Job
 from tests.support.echo_worker import delta_of
+from tests.support.manual_clock import ManualClock
 
 _JOB = Job(request_id="r1", model="demo", prompt_token_ids=(1,))
 _END: list[Frame] = [

@@ -20,11 +20,11 @@ from gateway.tenancy.identity import (
     require_admin,
     token_of,
 )
-from runtime.clock import ManualClock
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
 AFAR = GatewayConfig(host="0.0.0.0")

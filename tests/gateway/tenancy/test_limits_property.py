@@ -15,12 +15,12 @@ from bus.tenancy.errors import RateLimitError
 from bus.tenancy.tenants import TenantStore
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.limits import Limiter
-from runtime.clock import ManualClock
 from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LimitOverrides, TenantRecord, from_nano, to_nano
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
 START_NS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()) * 1_000_000_000

@@ -80,9 +80,9 @@ async def test_a_tool_that_there_is_not(tmp_path: Path, server: ToolServer) -> N
         with pytest.raises(
             ParameterError, match=r"no server tool .f.\. There are: weather"
         ) as caught:
-            running.definitions(["weather", "f"])
+            running.catalogue.definitions(["weather", "f"])
         assert caught.value.param == "server_tools"
-        (told,) = running.definitions(["weather", "weather"])
+        (told,) = running.catalogue.definitions(["weather", "weather"])
         assert (told.name, told.parameters) == ("weather", WEATHER)
 
 

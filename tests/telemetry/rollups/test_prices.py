@@ -10,9 +10,9 @@ import pytest
 
 from registry.catalogue import Catalogue, ModelEntry
 from registry.pricing import UNPRICED, PriceBook
-from runtime.clock import ManualClock
 from telemetry.rollups.prices import record_prices
 from telemetry.store.store import Store
+from tests.support.manual_clock import ManualClock
 
 PRICES = PriceBook(
     version="2026-11",

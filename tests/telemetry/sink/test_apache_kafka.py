@@ -70,7 +70,7 @@ async def test_a_restart_goes_on_where_the_group_was(store: Store, broker: Kafka
     await publish(bus, 0, 50, seed=2)
     async with running(bus, store, config_of(broker)):
         await landed(store, 2, 50)
-    before = bus.broker.outbox.last_sequence
+    before = await bus.broker.outbox.last_sequence()
     await publish(bus, 50, 100, seed=2)
     async with running(bus, store, config_of(broker)) as service:
         await landed(store, 2, 100)

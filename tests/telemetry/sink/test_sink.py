@@ -12,7 +12,7 @@ from aiokafka import TopicPartition
 
 from bus import subjects
 from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import ManualClock, SystemClock
+from runtime.clock import SystemClock
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import TranscriptRecord
 from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
@@ -21,6 +21,7 @@ from telemetry.sink.rebalance_listener import RebalanceListener
 from telemetry.sink.sink import Sink
 from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
 from tests.telemetry.pipeline import count, dead_letters, running

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bus.memory import MemoryBroker, MemoryBus
 from registry.served import ServedModel
-from runtime.clock import ManualClock
 from schemas.config import WorkerConfig
 from schemas.control import PrefixReport
+from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import bench
 from workers.engine.types import PrefixChanges
 from workers.host.reports.prefixes import PrefixReporter

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from registry.served import ServedModel
-from runtime.clock import ManualClock
 from schemas.control import Cancel, CancelReason, Drain, Ended, Served
 from schemas.frames import Delta, Done, FinishReason
 from schemas.jobs import Tier
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of
 from workers.engine.types import EngineOutput

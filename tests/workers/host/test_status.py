@@ -7,12 +7,12 @@ from decimal import Decimal
 import pytest
 
 from registry.served import ServedModel
-from runtime.clock import ManualClock
 from schemas.control import Ended, QueueStatus, Served
 from schemas.errors import BusUnavailableError
 from schemas.frames import FinishReason
 from schemas.jobs import Tier
 from schemas.records import Record
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
 from workers.engine_like import EngineFailedError

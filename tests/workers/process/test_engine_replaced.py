@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from registry.served import ServedModel
-from runtime.clock import ManualClock
 from schemas.control import Cancel
 from schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
 from schemas.jobs import Tier
 from schemas.records import Status
+from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import Bench, ScriptedEngine, bench
 from workers.engine.types import EngineOutput, EngineStats
 from workers.engine_like import EngineFailedError

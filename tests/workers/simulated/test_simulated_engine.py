@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from registry.served import ServedModel
-from runtime.clock import ManualClock
 from schemas.config import EngineConfig, SimulationConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError
@@ -19,6 +18,7 @@ from schemas.frames import FinishReason
 from schemas.pooling import Pooling
 from schemas.prefix import REPORTED_BYTES
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import served_model
 from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
 from workers.simulated.engine import SimulatedEngine

@@ -45,7 +45,7 @@ async function wasCopied(text) {
     return navigator.clipboard.writeText(text).then(() => true, () => false);
   }
   // Over plain HTTP there is no clipboard API; the old command still works there.
-  const field = make("textarea", { value: text, class: "hidden", readOnly: true });
+  const field = make("textarea", { value: text, class: "spoken", readOnly: true });
   document.body.append(field);
   field.select();
   const copied = document.execCommand("copy");
