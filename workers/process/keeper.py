@@ -131,8 +131,7 @@ class EngineKeeper:
                 outstanding_tokens=0,
                 outstanding_prompt_tokens=0,
             )
-            ended, self._engine = self._engine, None
-            await ended.close()
+            self._engine = None
             self.on_prefixes(PrefixChanges(whole=True))
             logger.warning("the engine has ended and is started again", extra={"reason": why})
             self.on_lost()

@@ -10,9 +10,9 @@ import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
 from registry.checkpoints.fingerprint import weights_fingerprint
-from runtime.clock import ManualClock
 from schemas.control import WorkerStatus
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.manual_clock import ManualClock
 from workers.host.weights import WeightsDifferError, check_weights
 
 _OTHER = WorkerStatus(worker_id="w1-a", name="w1", model="demo", max_num_sequences=4, weights="aa")

@@ -60,7 +60,7 @@ def _config(**changes: Any) -> EngineConfig:
         "kind": EngineKind.LLAMACPP,
         "max_num_sequences": 4,
         "num_threads": 1,
-        "arguments": _EXACT,
+        "arguments": () if "url" in changes else _EXACT,
     }
     return EngineConfig(**usual | changes)
 
