@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from bench.clients.exchange import Exchange
-from bench.clients.http_client import HttpConnection, connect, request_bytes
+from bench.clients.http_client import CONNECTION_LOST, HttpConnection, connect, request_bytes
 from bench.settings import Target, target_of
 from benchmarks.support.figures import RequestTimes, percentile
 
@@ -48,6 +48,17 @@ async def run_load(
     return result
 
 
+async def _exchanged(connection: HttpConnection, request: bytes) -> Exchange:
+    """What was answered; if the connection is gone, that it was lost."""
+    exchange = Exchange(0, 0.0, asyncio.get_running_loop())
+    if connection.is_idle:
+        connection.send(request, exchange)
+        await exchange.done
+    else:
+        exchange.error = CONNECTION_LOST
+    return exchange
+
+
 async def _client(
     target: Target, route: str, waiting: Iterator[dict[str, Any]], result: LoadResult
 ) -> None:
@@ -56,9 +67,11 @@ async def _client(
         for body in waiting:
             streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
             request = request_bytes(target, "POST", route, [], msgspec.json.encode(streamed))
-            exchange = Exchange(0, 0.0, asyncio.get_running_loop())
-            connection.send(request, exchange)
-            await exchange.done
+            exchange = await _exchanged(connection, request)
+            if exchange.error == CONNECTION_LOST and not exchange.status:
+                # Some servers close a connection that they said they would keep.
+                connection = await connect(target, HttpConnection)
+                exchange = await _exchanged(connection, request)
             if exchange.error or not exchange.has_usage or not exchange.parts_s:
                 why = exchange.error or "no text or no usage"
                 raise RuntimeError(f"a request was not answered: {why}")
