@@ -87,7 +87,8 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         continues_grammars=True, unsupported=frozenset({"pooling", "n", "typical_p"})
     ),
     EngineKind.SGLANG: EnginePromises(
-        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"})
+        continues_grammars=True,
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"}),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.

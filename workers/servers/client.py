@@ -67,6 +67,10 @@ class ServerClient:
         """Raises ServerUnreachableError or AnswerError."""
         return _decoded(path, await self._request("POST", path, body))
 
+    async def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """The body of the answer to a POST. Raises ServerUnreachableError or AnswerError."""
+        return await self._request("POST", path, body)
+
     async def is_healthy(self, path: str) -> bool:
         """Whether a GET is answered with success."""
         try:

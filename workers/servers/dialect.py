@@ -26,6 +26,19 @@ class Command(NamedTuple):
     environment: dict[str, str]
 
 
+class PortAddress(NamedTuple):
+    """Where a server listens on this machine, and the key that it asks for. ``folder`` is for files
+    that only this user may read."""
+
+    port: int
+    api_key: str
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a server says of itself once it is ready; None and 0: it does not say.
 
@@ -102,7 +115,10 @@ class Dialect(ABC):
     program: ClassVar[str]
     oldest_version: ClassVar[tuple[int, ...]] = ()
     health_path: ClassVar[str] = "/health"
-    native_grammars: ClassVar[frozenset[GrammarKind]] = frozenset()
+    on_port: ClassVar[bool] = False
+    """It cannot listen on a Unix socket: it is given a port of this machine and a key to ask for,
+    which keeps other users away."""
+    native_grammars: frozenset[GrammarKind] = frozenset()
     """What the server keeps to by itself, from the first token on. For others, and behind tokens
     that are there already, ``guided`` sees to it where it ``takes_allowed_tokens``."""
     takes_allowed_tokens: ClassVar[bool] = False
@@ -116,10 +132,14 @@ class Dialect(ABC):
         self.config = config
         self.owned = owned
 
-    @abstractmethod
     def command(self, program: Path, socket: Path) -> Command:
         """What starts the server so that it listens on the Unix socket at ``socket``. Raises
         ConfigError for a setting that it does not have."""
+        raise NotImplementedError
+
+    def command_on_port(self, program: Path, address: PortAddress) -> Command:
+        """The same, for one that is ``on_port``."""
+        raise NotImplementedError
 
     @abstractmethod
     async def read_facts(self, client: ServerClient) -> ServerFacts:
@@ -146,6 +166,11 @@ class Dialect(ABC):
     def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:
         """As ``call``, for ``num_tokens`` more that no stream tells."""
         raise NotImplementedError
+
+    def abort(self, call: Call) -> Call | None:  # noqa: ARG002  (most need not)
+        """What frees at once what the server has of ``call``; None if the end of the connection
+        does."""
+        return None
 
     def begin(self, request: EngineRequest) -> None:  # noqa: B027  (most need not know)
         """The server is given this request from now on."""

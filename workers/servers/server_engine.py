@@ -22,6 +22,7 @@ from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, Engine
 from workers.engine_like import EngineLike
 from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from workers.servers.dialect import (
+    Call,
     Dialect,
     Part,
     RefusedByServerError,
@@ -217,10 +218,12 @@ class ServerEngine(EngineLike):
         live.num_calls += 1
         ask = self._client.stream if call.streams else self._client.whole
         events = cast("AsyncGenerator[bytes]", ask(call.path, call.body))
+        is_answered = False
         try:
             async with aclosing(events):
                 async for event in events:
                     part = reader.read(event)
+                    is_answered = part is None or part.finish_reason is not None
                     if part is None:
                         break
                     if part.num_hidden:
@@ -231,14 +234,25 @@ class ServerEngine(EngineLike):
                     if guide is not None and guide.asks_for_one and not is_single:
                         return _StreamEnd.CONTINUES
         except AnswerError as error:
+            is_answered = True
             if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise RefusedByServerError(error.message) from error
             await self._check_alive()
         except (ServerUnreachableError, ServerStreamError):
             await self._check_alive()
+        finally:
+            abort = None if is_answered else self._dialect.abort(call)
+            if abort is not None and not self._closed.done():
+                self._tasks.spawn(self._abort(abort), "abort a call")
         is_short = is_single or not call.streams
         has_advanced = len(live.token_ids) > num_before
         return _StreamEnd.CONTINUES if is_short and has_advanced else _StreamEnd.BROKEN
+
+    async def _abort(self, call: Call) -> None:
+        try:
+            await self._client.post(call.path, call.body)
+        except MillraceError as error:
+            logger.warning("a call was not aborted", extra={"reason": error.message})
 
     async def _check_alive(self) -> None:
         """Returns once the server is known to live. If it does not, the engine ends, and with it

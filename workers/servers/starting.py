@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
+from pathlib import Path
 
 from registry.checkpoints.fingerprint import weights_fingerprint
 from registry.served import ServedModel
@@ -13,7 +16,7 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
-from workers.servers.dialect import Dialect, ServerFacts
+from workers.servers.dialect import Dialect, PortAddress, ServerFacts
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
 from workers.servers.server_process import ServerProcess, find_program
@@ -78,9 +81,19 @@ async def _launch(dialect: Dialect, clock: Clock) -> ServerEngine:
     config = dialect.config
     program = find_program(dialect.program, config.command, dialect.package)
     process = ServerProcess.prepare()
-    client = ServerClient(_SOCKET_URL, socket=process.socket)
+    address = _free_address(process.folder)
+    client = (
+        ServerClient(address.url, api_key=address.api_key)
+        if dialect.on_port
+        else ServerClient(_SOCKET_URL, socket=process.socket)
+    )
     try:
-        await process.start(dialect.command(program, process.socket))
+        command = (
+            dialect.command_on_port(program, address)
+            if dialect.on_port
+            else dialect.command(program, process.socket)
+        )
+        await process.start(command)
         await _until_loaded(dialect, client, process, clock)
         facts = await _checked_facts(dialect, client)
         process.is_ready()
@@ -89,6 +102,12 @@ async def _launch(dialect: Dialect, clock: Clock) -> ServerEngine:
         await client.close()
         await process.close()
         raise
+
+
+def _free_address(folder: Path) -> PortAddress:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return PortAddress(listener.getsockname()[1], secrets.token_urlsafe(32), folder)
 
 
 async def _until_loaded(

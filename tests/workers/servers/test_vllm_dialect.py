@@ -430,7 +430,7 @@ def test_log_probabilities_of_a_prompt_that_is_echoed() -> None:
             {"token_id:30": -0.25},
         ],
     }
-    reader = VllmReader(num_logprobs=None, num_echoed=2, num_prompt_logprobs=1)
+    reader = VllmReader(num_logprobs=None, num_echoed=2, num_prompt_tokens=2, num_prompt_logprobs=1)
     (part,) = _read(reader, event)
     assert part is not None
     assert part.token_ids == [30]

@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from registry.served import ServedModel
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError
 from schemas.sampling import Grammar, GrammarKind
-from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError
 from workers.servers.client import AnswerError, ServerClient
@@ -31,6 +28,7 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
+from workers.servers.dialects.json_grammars import guidance_schema
 from workers.servers.dialects.vllm_answers import VllmReader
 from workers.servers.dialects.vllm_command import SCHEDULING_POLICY, num_sequences, vllm_command
 from workers.servers.prometheus_text import read_labels, read_samples
@@ -47,8 +45,8 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 
 
 class VllmDialect(Dialect):
-    """See the module. Of a server that runs already, ``priority`` is not sent (it may not take it),
-    and grammars are read by the backend that it was started with."""
+    """See the module. To a server that runs already, ``priority`` is not sent, as it may not take
+    it."""
 
     kind = EngineKind.VLLM
     package = "vllm"
@@ -56,12 +54,15 @@ class VllmDialect(Dialect):
     oldest_version = (0, 11)
     takes_cache_salt = True
     takes_allowed_tokens = True
-    native_grammars = frozenset(GrammarKind)
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
         self._name = model.entry.name
         self._generates = owned
+        # What a server that runs already reads such grammars as, it does not say.
+        self.native_grammars = frozenset(GrammarKind) - (
+            frozenset() if owned else {GrammarKind.EBNF}
+        )
         self._takes_priority = owned and _last_option(config.arguments, SCHEDULING_POLICY) in (
             None,
             "priority",
@@ -178,6 +179,7 @@ class VllmDialect(Dialect):
             return VllmReader(num_logprobs=sampling.logprobs)
         return VllmReader(
             num_logprobs=sampling.logprobs,
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_echoed=len(request.prompt_token_ids) + len(token_ids),
             num_prompt_logprobs=sampling.prompt_logprobs or 0,
         )
@@ -226,24 +228,12 @@ class VllmDialect(Dialect):
                 return {"regex": grammar.text}
             case GrammarKind.EBNF:
                 return {"grammar": grammar.text}
-            case GrammarKind.JSON_OBJECT if not self.owned:
-                return {"json_object": True}
+            case _ if self.owned:
+                return {"json": guidance_schema(grammar)}
             case GrammarKind.JSON_OBJECT:
-                return {"json": self._schema(ANY_OBJECT)}
+                return {"json_object": True}
             case GrammarKind.JSON_SCHEMA:
-                return {"json": self._schema(grammar.text)}
-
-    def _schema(self, text: str) -> str | dict[str, Any]:
-        """As the own engine reads it, by a key of the library that both have."""
-        try:
-            schema = msgspec.json.decode(text)
-        except msgspec.DecodeError:
-            return text
-        if not self.owned or not isinstance(schema, dict):
-            return text
-        given = schema.get("x-guidance")
-        options = given if isinstance(given, dict) else {}
-        return schema | {"x-guidance": {"whitespace_pattern": JSON_BLANKS} | options}
+                return {"json": grammar.text}
 
 
 _ABSENT = frozenset({403, 404, 405})

@@ -59,18 +59,24 @@ _decoder = msgspec.json.Decoder(_Event)
 
 class VllmReader(Reader):
     """``num_logprobs`` alternatives were asked for (None: no log-probabilities), and the first
-    event has ``num_echoed`` tokens of the prompt before its own, with ``num_prompt_logprobs``
-    alternatives each.
+    event has ``num_echoed`` tokens of what was sent before its own, the first
+    ``num_prompt_tokens`` of them with ``num_prompt_logprobs`` alternatives each.
 
     How many tokens of the prompt were cached is said behind the last token, which is held back for
     so long.
     """
 
     def __init__(
-        self, *, num_logprobs: int | None, num_echoed: int = 0, num_prompt_logprobs: int = 0
+        self,
+        *,
+        num_logprobs: int | None,
+        num_echoed: int = 0,
+        num_prompt_tokens: int = 0,
+        num_prompt_logprobs: int = 0,
     ) -> None:
         self._num_logprobs = num_logprobs
         self._num_echoed = num_echoed
+        self._num_prompt_tokens = num_prompt_tokens
         self._num_prompt_logprobs = num_prompt_logprobs
         self._last: Part | None = None
 
@@ -102,7 +108,7 @@ class VllmReader(Reader):
         if choice.logprobs is not None:
             entries = _entries(choice.logprobs)
             if self._num_echoed:
-                echoed = entries[: self._num_echoed]
+                echoed = entries[: self._num_prompt_tokens]
                 prompt_logprobs = tuple(_limited(one, self._num_prompt_logprobs) for one in echoed)
                 entries, self._num_echoed = entries[self._num_echoed :], 0
             if self._num_logprobs is not None:

@@ -7,22 +7,13 @@ from pathlib import Path
 
 from registry.served import ServedModel
 from schemas.config import EngineConfig
-from schemas.errors import ConfigError
+from schemas.engines import EngineKind
 from schemas.sampling import MAX_LOGPROBS
 from workers.servers.dialect import Command
+from workers.servers.dialects.settings import check_settings
 
 SCHEDULING_POLICY = "--scheduling-policy"
 
-# Settings of the own engine that this server has no like of.
-_UNKNOWN = (
-    "num_blocks",
-    "kernels",
-    "deterministic",
-    "host_cache_bytes",
-    "idle_offload_s",
-    "ageing_s",
-    "itl_bound_ms",
-)
 # The device is a GPU where one of these is there, else the processor.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _CPU_NUM_SEQUENCES, _GPU_NUM_SEQUENCES = 64, 256
@@ -31,7 +22,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 
 def vllm_command(program: Path, socket: Path, model: ServedModel, config: EngineConfig) -> Command:
     """``vllm serve`` on a Unix socket, with ``config.arguments`` last. Raises ConfigError."""
-    check_settings(config)
+    check_settings(config, EngineKind.VLLM)
     options = {
         "--uds": str(socket),
         "--served-model-name": model.entry.name,
@@ -80,17 +71,6 @@ def num_sequences(config: EngineConfig) -> int:
     """How many run at a time."""
     by_device = _GPU_NUM_SEQUENCES if _has_gpu(config) else _CPU_NUM_SEQUENCES
     return config.max_num_sequences or by_device
-
-
-def check_settings(config: EngineConfig) -> None:
-    """Raises ConfigError, naming the setting, for one that the server does not have."""
-    usual = EngineConfig()
-    for name in _UNKNOWN:
-        if getattr(config, name) != getattr(usual, name):
-            raise ConfigError(
-                f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
-                f"see worker.engine.arguments for those of vLLM."
-            )
 
 
 def _has_gpu(config: EngineConfig) -> bool:

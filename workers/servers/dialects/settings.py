@@ -1,0 +1,29 @@
+"""Settings of the own engine that no server has the like of."""
+
+from __future__ import annotations
+
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError
+
+_UNKNOWN = (
+    "num_blocks",
+    "kernels",
+    "deterministic",
+    "host_cache_bytes",
+    "idle_offload_s",
+    "ageing_s",
+    "itl_bound_ms",
+)
+
+
+def check_settings(config: EngineConfig, kind: EngineKind, *known: str) -> None:
+    """Raises ConfigError, naming the setting, for one that the server does not have and that is not
+    among ``known``."""
+    usual = EngineConfig()
+    for name in _UNKNOWN:
+        if name not in known and getattr(config, name) != getattr(usual, name):
+            raise ConfigError(
+                f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
+                f"see worker.engine.arguments for those of {kind}."
+            )
