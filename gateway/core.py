@@ -262,7 +262,7 @@ class Gateway:
             response.hand_off()
         if self._handovers is not None:
             await self._handovers.close()
-        await self.responses.close()
+        await self.responses.tasks.close()
         await self.sessions.close()
         await self.tools.close()
         await self.streams.close()
