@@ -30,6 +30,7 @@ from schemas.control import (
     WorkerReply,
     WorkerStatus,
 )
+from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import JobResult
 from schemas.records import Record
@@ -174,6 +175,13 @@ class Results(Protocol):
     async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
         """Tell the request ids of results as they come. Those of an outage are not told, and one
         that is told may be stored a moment later: ``fetch`` is what counts."""
+
+
+class JournalConflictError(MillraceError, code="conflict", retryable=True, http_status=409):
+    """Somebody else wrote under that name in the meantime; nothing was stored."""
+
+    def __init__(self) -> None:
+        super().__init__("Somebody else changed it at the same time. Try again.")
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ from bus.control import CoreControl
 from bus.fleet.directory import CoreWorkerDirectory
 from bus.frames import CoreFrameStreams
 from bus.job_queue import JobQueue
+from bus.jobs.notices import watch_results
 from bus.jobs.refusals import Refusals
-from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
 from bus.storage import Storage

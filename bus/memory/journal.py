@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.api import JournalEntry
+from bus.api import JournalConflictError, JournalEntry
 from bus.memory.server import MemoryServer
-from bus.store.journal import JournalConflictError
 
 
 @dataclass(frozen=True)

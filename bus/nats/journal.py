@@ -8,11 +8,10 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import subjects
-from bus.api import JournalEntry
+from bus.api import JournalConflictError, JournalEntry
 from bus.nats import jetstream
 from bus.nats.connection import Connection, status_of
 from bus.nats.jetstream import JetStreamError
-from bus.store.journal import JournalConflictError
 from schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"

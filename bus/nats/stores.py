@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from bus import codec, subjects
 from bus.api import OutboxMessage
-from bus.jobs.results import watch_results
+from bus.jobs.notices import watch_results
 from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 import msgspec
 
 from bus import codec, subjects
-from bus.api import Journal, JournalEntry, StoredObject
-from bus.store.journal import JournalConflictError
+from bus.api import Journal, JournalConflictError, JournalEntry, StoredObject
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError, MillraceError
 
