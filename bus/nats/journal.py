@@ -8,9 +8,9 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import subjects
-from bus.api import JournalConflictError, JournalEntry
 from bus.nats import jetstream
 from bus.nats.connection import Connection, status_of
+from bus.store.journal import JournalConflictError, JournalEntry
 from schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"
@@ -18,7 +18,7 @@ _SUBJECT = "Nats-Subject"
 
 
 class NatsJournal:
-    """See ``bus.api.Journal``."""
+    """See ``bus.store.journal.Journal``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from bus.api import JournalConflictError
+from bus.store.journal import JournalConflictError
 from bus.store.objects import ObjectLostError
 from gateway.batches import answers as batch_answers
 from gateway.batches.files import Files

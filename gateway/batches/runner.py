@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from bus import redis_keys
-from bus.api import JournalConflictError
+from bus.store.journal import JournalConflictError
 from gateway.batches.embeddings import EmbeddingBatchEndpoint
 from gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
 from gateway.batches.ordered_ids import created_ms

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus import subjects
-from bus.api import Bus, JournalConflictError
+from bus.api import Bus
+from bus.store.journal import JournalConflictError
 from bus.store.objects import ObjectLostError
 from schemas.errors import PayloadTooLargeError
 from schemas.jobs import JobResult
