@@ -41,8 +41,9 @@ class _Server:
         await self.answers.close()
 
 
-class CoreControl:
-    """Request and reply, and broadcasts, on ``ctl.*``, ``resume.*`` and ``handover.*``."""
+class Control:
+    """Requests to workers and gateways, cancels and queue status for everybody, on ``ctl.*``,
+    ``resume.*`` and ``handover.*``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -52,7 +53,8 @@ class CoreControl:
     async def command(
         self, worker_id: str, command: WorkerCommand, timeout_s: float
     ) -> WorkerReply | None:
-        """Raises PayloadTooLargeError for a command that the server would not take."""
+        """A worker's answer, or None if it gave none in time. Raises PayloadTooLargeError for a
+        command that the server would not take."""
         subject = subjects.worker_commands(worker_id)
         answer = await self._transport.request(subject, codec.encode(command), timeout_s)
         return self._read(codec.WORKER_REPLY, answer)
@@ -78,7 +80,8 @@ class CoreControl:
     # --- cancels ---
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Others may publish an empty message on the request's subject instead."""
+        """Tell every scheduler and worker to stop a request. Others may publish an empty message on
+        the request's subject instead."""
         await self._transport.publish(subjects.cancel(cancel.request_id), codec.encode(cancel))
 
     async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
@@ -96,6 +99,7 @@ class CoreControl:
     # --- ends ---
 
     async def publish_ended(self, ended: Ended) -> None:
+        """Tell every scheduler which requests a worker holds no more."""
         await self._transport.publish(subjects.ended(ended.worker_id), codec.encode(ended))
 
     async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription:
@@ -109,12 +113,15 @@ class CoreControl:
     async def resume_point(
         self, reply: str, request_id: str, timeout_s: float
     ) -> ResumePoint | None:
+        """What the client has, or None if nobody answered in time."""
         answer = await self._transport.request(subjects.resume(reply, request_id), b"", timeout_s)
         return self._read(codec.RESUME_POINT, answer)
 
     async def serve_resume_points(
         self, reply: str, handler: Callable[[str], ResumePoint | None]
     ) -> Subscription:
+        """Answer for the streams of ``reply``, whosever name that is; the handler gets a request
+        id, None stays silent. Several may serve one name: the first answer is taken."""
         return await self._serve_known(subjects.resumes_of(reply), handler)
 
     # --- handovers ---
@@ -122,11 +129,15 @@ class CoreControl:
     async def hand_over(
         self, gateway_id: str, request_id: str, timeout_s: float
     ) -> HandedOver | None:
+        """Ask the gateway that holds a stream to let go of it; what it had read of it, or None if
+        it does not hold it. That nobody is there is known at once."""
         subject = subjects.handover(gateway_id, request_id)
         answer = await self._transport.request(subject, b"", timeout_s)
         return self._read(codec.HANDED_OVER, answer)
 
     async def is_gateway_there(self, gateway_id: str, request_id: str, timeout_s: float) -> bool:
+        """Whether the gateway that holds a stream is alive; it goes on holding it. That nobody is
+        there is known at once."""
         subject = subjects.handover(gateway_id, request_id)
         answer = await self._transport.request(subject, _ONLY_LOOKING, timeout_s)
         return self._read(codec.HANDED_OVER, answer) is not None
@@ -134,6 +145,8 @@ class CoreControl:
     async def serve_handovers(
         self, gateway_id: str, handler: Callable[[str], HandedOver | None]
     ) -> Subscription:
+        """Let go of streams for those who ask; the handler gets a request id, None stays silent."""
+
         async def answer(message: Message) -> None:
             if message.payload == _ONLY_LOOKING:
                 await self._answer(message, HandedOver())

@@ -13,8 +13,9 @@ from schemas.frames import Addressed, Frame, FrameBatch
 logger = logging.getLogger(__name__)
 
 
-class CoreFrameStreams:
-    """Frames on ``tok.<reply>.<request>``; envelopes on ``tok.<reply>._``.
+class FrameStreams:
+    """Frames on ``tok.<reply>.<request>``, envelopes on ``tok.<reply>._``: at most once, in order,
+    never waiting for a reader.
 
     Messages that are not frames are dropped, and the stream goes on.
     """
@@ -30,7 +31,11 @@ class CoreFrameStreams:
         batch: bool = False,
         as_json: bool = False,
     ) -> None:
-        """Raises PayloadTooLargeError if a single frame is larger than the server takes."""
+        """Send (request_id, frame) pairs to one listener; as one envelope if ``batch``.
+
+        Frames sent while the server is unreachable may be lost: readers ask for a replay. Raises
+        PayloadTooLargeError if a single frame is larger than the server takes.
+        """
         if batch and len(frames) > 1:
             await self._publish_envelope(reply, frames, as_json=as_json)
             return
@@ -55,6 +60,7 @@ class CoreFrameStreams:
             await self._transport.publish(subject, codec.encode(message))
 
     async def subscribe(self, reply: str, on_frame: Callable[[str, Frame], None]) -> Subscription:
+        """Hear what is sent to ``reply``, whosever name that is; all who listen hear all of it."""
         envelope_subject = subjects.envelope(reply)
 
         def deliver(request_id: str, frame: Frame) -> None:

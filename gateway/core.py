@@ -51,7 +51,6 @@ from runtime.clock import Clock
 from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
 from schemas.config import Config
-from schemas.errors import MillraceError
 from schemas.frames import Failed
 
 _DRAIN_POLL_S = 0.05
@@ -262,7 +261,7 @@ class Gateway:
             response.hand_off()
         if self._handovers is not None:
             await self._handovers.close()
-        await self.responses.close()
+        await self.responses.tasks.close()
         await self.sessions.close()
         await self.tools.close()
         await self.streams.close()
@@ -287,7 +286,8 @@ class Gateway:
             self.identity.forget(key_id)
         for response in self.responses.all():
             if response.caller.key_id in key_ids:
-                response.break_off(_failed(revoked_key(response.caller.key_id)))
+                why = revoked_key(response.caller.key_id)
+                response.break_off(Failed(code=why.code, message=why.message))
         for socket in list(self.sockets):
             if socket.caller is not None and socket.caller.key_id in key_ids:
                 socket.expel(revoked_key(socket.caller.key_id))
@@ -297,7 +297,3 @@ class Gateway:
             stream.owner.note_end(stream)
         self.metrics.count_end(stream, self.clock.monotonic())
         self.deliveries.put(delivery_record(stream, self.gateway_id, self.clock))
-
-
-def _failed(error: MillraceError) -> Failed:
-    return Failed(code=error.code, message=error.message)

@@ -84,16 +84,23 @@ def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
     return setting, text
 
 
+def is_section(kind: Any) -> bool:
+    """Whether what a key names is a table of settings, by its type."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
 def _is_setting(name: str) -> bool:
-    section: Any = Config
+    kind: Any = Config
     for key in name.removeprefix(PREFIX).lower().split("__"):
-        if not (isinstance(section, type) and issubclass(section, msgspec.Struct)):
-            return False
-        fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+        fields = _kinds(kind) if is_section(kind) else {}
         if key not in fields:
             return False
-        section = fields[key]
-    return not (isinstance(section, type) and issubclass(section, msgspec.Struct))
+        kind = fields[key]
+    return not is_section(kind)
+
+
+def _kinds(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -123,17 +130,16 @@ def _set_from_variable(tree: dict[str, Any], name: str, text: str) -> None:
     section: Any = Config
     node = tree
     for depth, key in enumerate(keys):
-        fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+        fields = _kinds(section)
         here = ".".join(keys[:depth]) or "the configuration"
         if key not in fields:
             raise ConfigError(f"{name}: {here} has no setting {key!r}; it has {', '.join(fields)}")
         kind = fields[key]
-        is_section = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
         is_last = depth == len(keys) - 1
-        if is_section == is_last:
-            what = "is a section" if is_section else "has nothing below it"
+        if is_section(kind) == is_last:
+            what = "is a section" if is_last else "has nothing below it"
             raise ConfigError(f"{name}: {'.'.join(keys[: depth + 1])} {what}")
-        if is_section:
+        if is_section(kind):
             section = kind
             node = node.setdefault(key, {})
         else:

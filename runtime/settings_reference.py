@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from runtime.settings import FILE_VARIABLE, PREFIX
+from runtime.settings import FILE_VARIABLE, PREFIX, is_section
 from schemas.config import Config
 from schemas.redaction import is_secret
 
@@ -78,14 +78,14 @@ def _section(section: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[s
         yield f"{'#' * min(len(path) + 1, 4)} {'.'.join(path)}\n"
         yield f"{_one_line(section.__doc__ or '')}\n"
     fields = msgspec.structs.fields(section)
-    leaves = [field for field in fields if not _is_section(field.type)]
+    leaves = [field for field in fields if not is_section(field.type)]
     if leaves:
         yield "| Key and variable | Type | Default | Meaning |\n|---|---|---|---|"
         texts = field_texts(section)
         for field in leaves:
             yield _row((*path, field.name), field.type, _shown(field.default), texts[field.name])
         yield ""
-    inner = [field for field in fields if _is_section(field.type)]
+    inner = [field for field in fields if is_section(field.type)]
     if len(inner) > 1 and len({field.type for field in inner}) == 1:
         yield from _alike(inner, path)
     else:
@@ -149,10 +149,6 @@ def _shown(default: Any) -> str:
 
 def _binary(num_bytes: int) -> str:
     return f"{num_bytes // 2**30} GiB" if num_bytes % 2**30 == 0 else f"{num_bytes // 2**20} MiB"
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _one_line(said: str) -> str:

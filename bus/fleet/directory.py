@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bus import codec, subjects
-from bus.api import HeldName
 from bus.transport import Message, Subscription, Transport
 from schemas.control import NameLease, PrefixReport, WorkerStatus
 from schemas.errors import MalformedMessageError
@@ -16,6 +15,13 @@ logger = logging.getLogger(__name__)
 
 # A worker that stopped its heartbeats leaves the bucket after this.
 ENTRY_TTL_S = 5.0
+
+
+class HeldName(NamedTuple):
+    """A lease as it is in the bucket; ``revision`` changes when it is written."""
+
+    lease: NameLease
+    revision: int
 
 
 class WorkerBucket(Protocol):
@@ -38,19 +44,22 @@ class WorkerBucket(Protocol):
         """A value and its revision. Raises BusUnavailableError."""
 
 
-class CoreWorkerDirectory:
-    """The bucket ``workers``, heartbeats ``hb.<worker>`` and reports ``prefix.<worker>``."""
+class WorkerDirectory:
+    """The bucket ``workers`` for newcomers; heartbeats ``hb.<worker>`` and reports
+    ``prefix.<worker>`` for those who watch."""
 
     def __init__(self, transport: Transport, bucket: WorkerBucket) -> None:
         self._transport = transport
         self._bucket = bucket
 
     async def announce(self, status: WorkerStatus) -> None:
+        """Send a heartbeat; a status with ``retired`` removes the worker at once."""
         payload = codec.encode(status)
         await self._transport.publish(subjects.heartbeat(status.worker_id), payload)
         await self._bucket.put(subjects.worker_entry(status.worker_id), payload)
 
     async def watch(self, on_status: Callable[[WorkerStatus], None]) -> Subscription:
+        """The known workers first, then every heartbeat. Silence is for the watcher to notice."""
         early: list[WorkerStatus] = []
         live = False
 
@@ -91,6 +100,8 @@ class CoreWorkerDirectory:
             return None
 
     async def silences_s(self) -> dict[str, float]:
+        """For how long each worker in the bucket has not announced itself there, by the bucket's
+        own clock, or a little less. Raises BusUnavailableError."""
         silences_s: dict[str, float] = {}
         for payload, age_s in await self._bucket.ages():
             status = self._read(payload)
@@ -99,9 +110,15 @@ class CoreWorkerDirectory:
         return silences_s
 
     async def hold_name(self, name: str, lease: NameLease, after: int) -> int | None:
+        """Write who holds a worker's name, if its entry has the revision ``after`` (0: if it has
+        none); its revision now, or None if it was another. It is forgotten after ``ENTRY_TTL_S``.
+
+        Raises BusUnavailableError: nobody knows whether it was written.
+        """
         return await self._bucket.put_after(subjects.worker_name(name), codec.encode(lease), after)
 
     async def name_holder(self, name: str) -> HeldName | None:
+        """Who holds a worker's name, by the last word of it. Raises BusUnavailableError."""
         found = await self._bucket.get(subjects.worker_name(name))
         if found is None:
             return None
@@ -115,7 +132,8 @@ class CoreWorkerDirectory:
             return HeldName(NameLease(holder=""), revision)
 
     async def report_prefixes(self, report: PrefixReport) -> None:
-        """Raises PayloadTooLargeError for a report that the server would not take."""
+        """Tell the schedulers what a worker's prefix cache holds; at most once. Raises
+        PayloadTooLargeError for a report that the server would not take."""
         subject = subjects.prefix_report(report.worker_id)
         await self._transport.publish(subject, codec.encode(report))
 

@@ -8,7 +8,7 @@ import math
 import secrets
 import socket
 
-from bus.api import HeldName, WorkerDirectory
+from bus.fleet.directory import HeldName, WorkerDirectory
 from runtime.clock import Clock
 from schemas.control import NameLease
 from schemas.errors import BusUnavailableError, NameTakenError

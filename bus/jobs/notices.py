@@ -1,4 +1,4 @@
-"""Word of jobs as they are stored."""
+"""Notices of jobs and of results as they are stored."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ async def watch_stored_jobs(
             logger.exception("a watcher failed", extra={"subject": message.subject})
 
     return await transport.subscribe(subjects.ALL_STORED_JOBS, on_message)
+
+
+async def watch_results(
+    transport: Transport, tenant: str, on_stored: Callable[[str], None]
+) -> Subscription:
+    """See ``bus.api.Results.watch``: what goes to the stream passes by everybody who listens."""
+
+    def on_message(message: Message) -> None:
+        on_stored(subjects.last_token(message.subject))
+
+    return await transport.subscribe(subjects.results_of(tenant), on_message)

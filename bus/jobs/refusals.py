@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bus.api import FrameStreams, Outbox, Results
+from bus.api import Outbox, Results
+from bus.frames import FrameStreams
 from bus.jobs import decoding
 from bus.jobs.ends import record_of, result_of
 from runtime.clock import Clock

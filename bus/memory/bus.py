@@ -7,25 +7,18 @@ import logging
 from collections.abc import Callable, Mapping
 
 from bus import codec, subjects
-from bus.api import (
-    Control,
-    FrameStreams,
-    Journal,
-    Objects,
-    Outbox,
-    Results,
-    WorkerDirectory,
-)
-from bus.control import CoreControl
-from bus.fleet.directory import CoreWorkerDirectory
-from bus.frames import CoreFrameStreams
+from bus.api import Outbox, Results
+from bus.control import Control
+from bus.fleet.directory import WorkerDirectory
+from bus.frames import FrameStreams
 from bus.job_queue import JobQueue
+from bus.jobs.notices import watch_results
 from bus.jobs.refusals import Refusals
-from bus.jobs.results import watch_results
 from bus.memory.broker import MemoryBroker, Subscriber
 from bus.memory.jobs import MemoryJobQueue
 from bus.storage import Storage
-from bus.store.objects import JournalObjects
+from bus.store.journal import Journal
+from bus.store.objects import Objects
 from bus.transport import Message, OnMessage, Subscription
 from schemas.jobs import JobResult
 
@@ -126,13 +119,13 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker) -> None:
         self.broker = broker
         self._transport = _MemoryTransport(broker)
-        self.frames: FrameStreams = CoreFrameStreams(self._transport)
-        self.control: Control = CoreControl(self._transport)
-        self.workers: WorkerDirectory = CoreWorkerDirectory(self._transport, broker.workers)
+        self.frames = FrameStreams(self._transport)
+        self.control = Control(self._transport)
+        self.workers = WorkerDirectory(self._transport, broker.workers)
         self.results: Results = _MemoryResults(broker, self._transport)
         self.outbox: Outbox = broker.outbox
         self.journal: Journal = broker.journal
-        self.objects: Objects = JournalObjects(
+        self.objects = Objects(
             self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )
         self.storage: Storage = _MemoryStorage(broker)

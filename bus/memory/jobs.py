@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from bus import codec, subjects
 from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs import decoding
+from bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.memory.broker import MemoryBroker
-from bus.memory.queue import StoredJob
+from bus.memory.queue import StoredJob, sequence_of
 from bus.storage import NATS
 from bus.transport import Subscription, Transport
 from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from schemas.jobs import DeadJob, Job
-
-logger = logging.getLogger(__name__)
 
 RETRY_AFTER_FULL_S = 5.0
 
@@ -28,7 +26,7 @@ class MemoryJobQueue:
     def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
         self._broker = broker
         self._transport = transport
-        self._refusals = refusals
+        self._dead_letters = JobDeadLetters(self._store_dead, refusals, broker.clock)
         # By subject: the number of the server's start after which the tenant queue was opened, and
         # the newest job then.
         self._opened: dict[str, tuple[int, int]] = {}
@@ -86,14 +84,10 @@ class MemoryJobQueue:
                 stored.subject, stored.payload, stored.content_type, stored.stored_ns
             )
         except MalformedMessageError as error:
-            await self._refuse_unreadable(stored, error)
+            await self._dead_letters.refuse_unreadable(_queued(stored), error)
             return None
         if stored.num_deliveries > self._broker.config.max_deliver:
-            message = f"The job was delivered {stored.num_deliveries - 1} times without an answer."
-            self._dead_letter_stored(stored, decoding.TOO_MANY_DELIVERIES, message, job.request_id)
-            await self._refusals.refuse(
-                job, decoding.TOO_MANY_DELIVERIES, message, stored.num_deliveries
-            )
+            await self._dead_letters.refuse_worn_out(_queued(stored), job)
             return None
         return LeasedJob(
             job=job,
@@ -104,33 +98,6 @@ class MemoryJobQueue:
             uncertain=stored.sequence <= self._opened[stored.subject][1],
             stored_ns=stored.stored_ns,
         )
-
-    async def _refuse_unreadable(self, stored: StoredJob, error: MalformedMessageError) -> None:
-        owner = decoding.read_owner(stored.subject, stored.payload, stored.content_type)
-        self._dead_letter_stored(stored, decoding.MALFORMED, error.message, owner.request_id)
-        await self._refusals.refuse_unreadable(
-            stored.subject, stored.payload, stored.content_type, error
-        )
-
-    def _dead_letter_stored(
-        self, stored: StoredJob, reason: str, message: str, request_id: str
-    ) -> None:
-        logger.warning(
-            "a job goes to the dead letters",
-            extra={"reason": reason, "subject": stored.subject, "sequence": stored.sequence},
-        )
-        self._broker.dead.append(
-            DeadJob(
-                reason=reason,
-                message=message,
-                subject=stored.subject,
-                payload=stored.payload,
-                request_id=request_id,
-                num_deliveries=stored.num_deliveries,
-                died_ns=self._broker.clock.now_ns(),
-            )
-        )
-        self._broker.jobs.remove(stored.lease)
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await watch_stored_jobs(self._transport, on_published)
@@ -148,9 +115,8 @@ class MemoryJobQueue:
     async def _refuse_misfits(self, subject: str) -> None:
         """A subject that names no tenant queue, which nobody can pull from."""
         while (stored := self._broker.jobs.take_newest(subject)) is not None:
-            await self._refuse_unreadable(
-                stored, MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
-            )
+            error = MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
+            await self._dead_letters.refuse_unreadable(_queued(stored), error)
 
     async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
         self._broker.require_up()
@@ -180,7 +146,7 @@ class MemoryJobQueue:
                     stored.subject, stored.payload, stored.content_type, stored.stored_ns
                 )
             except MalformedMessageError as error:
-                await self._refuse_unreadable(stored, error)
+                await self._dead_letters.refuse_unreadable(_queued(stored), error)
                 continue
             shed.append(job)
         return shed
@@ -191,7 +157,7 @@ class MemoryJobQueue:
 
     async def ack(self, lease: str) -> None:
         self._broker.require_up()
-        self._broker.jobs.remove(lease)
+        self._broker.jobs.remove(sequence_of(lease))
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
         if self._broker.up:
@@ -200,5 +166,19 @@ class MemoryJobQueue:
     async def dead_letter(self, dead: DeadJob, lease: str) -> None:
         self._broker.require_fits(len(codec.encode(dead)))
         self._broker.require_up()
+        await self._store_dead(dead, sequence_of(lease))
+
+    async def _store_dead(self, dead: DeadJob, sequence: int) -> None:
+        """Move a job to the dead letters."""
         self._broker.dead.append(dead)
-        self._broker.jobs.remove(lease)
+        self._broker.jobs.remove(sequence)
+
+
+def _queued(stored: StoredJob) -> QueuedMessage:
+    return QueuedMessage(
+        stored.subject,
+        stored.payload,
+        stored.content_type,
+        stored.sequence,
+        stored.num_deliveries,
+    )

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.api import JournalEntry
 from bus.memory.server import MemoryServer
-from bus.store.journal import JournalConflictError
+from bus.store.journal import JournalConflictError, JournalEntry
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class _Kept:
 
 
 class MemoryJournal:
-    """See ``bus.api.Journal``; all clients share it."""
+    """See ``bus.store.journal.Journal``; all clients share it."""
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server

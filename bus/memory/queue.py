@@ -156,7 +156,7 @@ class StoredJobs:
 
     def hold(self, lease: str, seconds: float) -> None:
         """Deliver it again after ``seconds``, unless it is gone already."""
-        sequence = _sequence_of(lease)
+        sequence = sequence_of(lease)
         job = self._jobs.get(sequence)
         if job is None:
             return
@@ -166,9 +166,9 @@ class StoredJobs:
             if seconds < self._config.ack_wait_s:
                 tenant_queue.wake()
 
-    def remove(self, lease: str) -> None:
+    def remove(self, sequence: int) -> None:
         """A job of which no delivery is known any more goes too."""
-        job = self._jobs.pop(_sequence_of(lease), None)
+        job = self._jobs.pop(sequence, None)
         if job is None:
             return
         tenant_queue = self._tenant_queue(job.subject)
@@ -244,5 +244,6 @@ class StoredJobs:
         return self._tenant_queues.setdefault(subject, _Queue())
 
 
-def _sequence_of(lease: str) -> int:
+def sequence_of(lease: str) -> int:
+    """The place of a leased job in its queue."""
     return int(lease.rpartition(".")[2])

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bus.api import Control, FrameStreams, Journal, Objects, Outbox, Results, WorkerDirectory
-from bus.control import CoreControl
-from bus.fleet.directory import CoreWorkerDirectory
-from bus.frames import CoreFrameStreams
+from bus.api import Outbox, Results
+from bus.control import Control
+from bus.fleet.directory import WorkerDirectory
+from bus.frames import FrameStreams
 from bus.job_queue import JobQueue
 from bus.jobs.refusals import Refusals
 from bus.nats.connection import Connection
@@ -21,7 +21,8 @@ from bus.nats.storage import NatsStorage
 from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from bus.nats.topology import ensure_streams
 from bus.storage import Storage
-from bus.store.objects import JournalObjects
+from bus.store.journal import Journal
+from bus.store.objects import Objects
 from runtime.clock import Clock, SystemClock
 from schemas.config import NatsConfig
 from schemas.errors import MillraceError
@@ -36,16 +37,14 @@ class NatsBus:
         self._connection = connection
         self._config = config
         self._setup: asyncio.Task[None] | None = None
-        self.frames: FrameStreams = CoreFrameStreams(connection)
-        self.control: Control = CoreControl(connection)
-        self.workers: WorkerDirectory = CoreWorkerDirectory(
-            connection, NatsWorkerBucket(connection)
-        )
+        self.frames = FrameStreams(connection)
+        self.control = Control(connection)
+        self.workers = WorkerDirectory(connection, NatsWorkerBucket(connection))
         self.results: Results = NatsResults(connection)
         pulls = PullInbox(connection)
         self.outbox: Outbox = NatsOutbox(connection, pulls)
         self.journal: Journal = NatsJournal(connection)
-        self.objects: Objects = JournalObjects(
+        self.objects = Objects(
             self.journal, clock, config.files_ttl_s, connection.max_payload_bytes
         )
         self.storage: Storage = NatsStorage(connection, config)

@@ -165,6 +165,32 @@ async def store(
     return StoredAt(seq=stored.seq) if num_attempts > 1 else stored
 
 
+async def store_after(
+    connection: Connection,
+    stream: str,
+    subject: str,
+    payload: bytes,
+    after: int,
+    headers: Mapping[str, str],
+) -> int | None:
+    """Store a message behind that of its subject with the sequence ``after`` (0: there is none);
+    its sequence, or None if another one is the last. Raises what ``store`` does."""
+    guard = {"Nats-Expected-Last-Subject-Sequence": str(after)}
+    try:
+        stored = await store(connection, subject, payload, {**headers, **guard})
+    except JetStreamError as error:
+        if error.number != WRONG_LAST_SEQUENCE:
+            raise
+        return None
+    if stored.seq:
+        return stored.seq
+    # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
+    found = await newest(connection, stream, subject)
+    if found is not None and found.seq > after and found.payload == payload:
+        return found.seq
+    return None
+
+
 def stored_at(answer: Msg) -> StoredAt:
     """What the server says of a message that it was to store. Raises StoreFullError,
     JetStreamError, or BusUnavailableError for an answer that makes no sense."""

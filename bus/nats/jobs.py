@@ -13,20 +13,25 @@ from bus import codec, subjects
 from bus.codec import CONTENT_TYPE
 from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs import decoding
+from bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from bus.jobs.notices import watch_stored_jobs
 from bus.jobs.refusals import Refusals
 from bus.nats import jetstream, shedding, topology
 from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
-from bus.nats.dead_letters import JobDeadLetters
-from bus.nats.jetstream import JetStreamError, nanoseconds
-from bus.nats.leases import Delivery, read_lease
+from bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
+from bus.nats.leases import read_lease
 from bus.nats.pull_inbox import PullInbox
 from bus.nats.puller import Puller
 from bus.transport import Subscription
 from runtime.clock import Clock
 from runtime.tracing import HEADER as TRACEPARENT
 from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, MalformedMessageError, QueueFullError
+from schemas.errors import (
+    BusUnavailableError,
+    MalformedMessageError,
+    PayloadTooLargeError,
+    QueueFullError,
+)
 from schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
@@ -96,7 +101,8 @@ class NatsJobQueue:
         self._inbox = inbox
         self._config = config
         self._clock = clock
-        self._dead_letters = JobDeadLetters(connection, refusals, clock)
+        self._refusals = refusals
+        self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock)
         self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
     # --- in ---
@@ -143,20 +149,27 @@ class NatsJobQueue:
     async def _read(self, open_queue: _OpenQueue, message: Msg) -> LeasedJob | None:
         delivery = read_lease(message.reply)
         headers = message.headers or {}
-        content_type = headers.get(CONTENT_TYPE)
-        subject, payload = message.subject, message.data
+        queued = QueuedMessage(
+            message.subject,
+            message.data,
+            headers.get(CONTENT_TYPE),
+            delivery.stream_sequence,
+            delivery.num_deliveries,
+        )
         try:
             job = decoding.read_job(
-                subject, payload, content_type, delivery.stored_ns, headers.get(TRACEPARENT)
+                queued.subject,
+                queued.payload,
+                queued.content_type,
+                delivery.stored_ns,
+                headers.get(TRACEPARENT),
             )
         except MalformedMessageError as error:
-            await self._dead_letters.refuse_unreadable(
-                subject, payload, content_type, error, delivery
-            )
+            await self._dead_letters.refuse_unreadable(queued, error)
             await self._forget(message.reply)
             return None
         if delivery.num_deliveries > self._config.max_deliver:
-            await self._dead_letters.refuse_worn_out(job, subject, payload, delivery)
+            await self._dead_letters.refuse_worn_out(queued, job)
             await self._forget(message.reply)
             return None
         return LeasedJob(
@@ -190,10 +203,25 @@ class NatsJobQueue:
                 try:
                     tenant_queues[subjects.tenant_queue_of(subject)] = count
                 except ValueError:
-                    num_misfits += await self._dead_letters.refuse_misfits(
-                        subject, _MAX_MISFITS - num_misfits
-                    )
+                    num_misfits += await self._refuse_misfits(subject, _MAX_MISFITS - num_misfits)
         return tenant_queues
+
+    async def _refuse_misfits(self, subject: str, max_messages: int) -> int:
+        """Empty a subject that names no tenant queue, which nobody can pull from; how many messages
+        it had, up to ``max_messages``. Whoever deletes one tells its publisher."""
+        stream = subjects.JOBS_STREAM
+        error = MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
+        for num_done in range(max_messages):
+            message = await jetstream.newest(self._connection, stream, subject)
+            if message is None:
+                return num_done
+            queued = _queued(message)
+            await self._dead_letters.keep_unreadable(queued, error)
+            if await jetstream.delete(self._connection, stream, message.seq):
+                await self._refusals.refuse_unreadable(
+                    subject, queued.payload, queued.content_type, error
+                )
+        return max_messages
 
     async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
         has_consumer = await shedding.remove_idle(self._connection, tenant_queue)
@@ -230,15 +258,14 @@ class NatsJobQueue:
                 return []  # the tenant queue was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
-            content_type = message.header(CONTENT_TYPE)
+            queued = _queued(message)
             stored_ns = jetstream.epoch_ns(message.time)
             try:
-                job = decoding.read_job(message.subject, message.payload, content_type, stored_ns)
-            except MalformedMessageError as error:
-                delivery = Delivery(0, message.seq, stored_ns)
-                await self._dead_letters.refuse_unreadable(
-                    message.subject, message.payload, content_type, error, delivery
+                job = decoding.read_job(
+                    queued.subject, queued.payload, queued.content_type, stored_ns
                 )
+            except MalformedMessageError as error:
+                await self._dead_letters.refuse_unreadable(queued, error)
                 continue
             shed.append(job)
         return shed
@@ -267,5 +294,23 @@ class NatsJobQueue:
         await self._connection.publish(lease, NAK + b" " + delay if delay_s > 0 else NAK)
 
     async def dead_letter(self, dead: DeadJob, lease: str) -> None:
-        await self._dead_letters.store(dead, read_lease(lease).stream_sequence)
+        await self._store_dead(dead, read_lease(lease).stream_sequence)
         await self.ack(lease)
+
+    async def _store_dead(self, dead: DeadJob, sequence: int) -> None:
+        """``sequence`` is the job's in its queue: it is stored once. Raises BusUnavailableError."""
+        subject = subjects.dead_job(dead.reason)
+        headers = {MESSAGE_ID: f"{sequence}:{subjects.token(dead.reason)}"}
+        try:
+            await jetstream.store(self._connection, subject, codec.encode(dead), headers)
+        except PayloadTooLargeError:
+            # The job filled a message by itself; its envelope does not fit with it.
+            note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
+            smaller = msgspec.structs.replace(dead, payload=b"", message=note)
+            await jetstream.store(self._connection, subject, codec.encode(smaller), headers)
+
+
+def _queued(message: RawMessage) -> QueuedMessage:
+    return QueuedMessage(
+        message.subject, message.payload, message.header(CONTENT_TYPE), message.seq
+    )

@@ -8,11 +8,9 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus import subjects
-from bus.api import JournalEntry
 from bus.nats import jetstream
 from bus.nats.connection import Connection, status_of
-from bus.nats.jetstream import JetStreamError
-from bus.store.journal import JournalConflictError
+from bus.store.journal import JournalConflictError, JournalEntry
 from schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"
@@ -20,28 +18,19 @@ _SUBJECT = "Nats-Subject"
 
 
 class NatsJournal:
-    """See ``bus.api.Journal``."""
+    """See ``bus.store.journal.Journal``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def append(self, name: str, payload: bytes, *, after: int, replace: bool = False) -> int:
-        headers = {"Nats-Expected-Last-Subject-Sequence": str(after)}
-        if replace:
-            headers["Nats-Rollup"] = "sub"
-        try:
-            stored = await jetstream.store(self._connection, name, payload, headers)
-        except JetStreamError as error:
-            if error.number == jetstream.WRONG_LAST_SEQUENCE:
-                raise JournalConflictError from error
-            raise
-        if stored.seq:
-            return stored.seq
-        # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
-        entry = await self.last(name)
-        if entry is None or entry.sequence <= after or entry.payload != payload:
+        stream, headers = subjects.journal_stream(name), {"Nats-Rollup": "sub"} if replace else {}
+        sequence = await jetstream.store_after(
+            self._connection, stream, name, payload, after, headers
+        )
+        if sequence is None:
             raise JournalConflictError
-        return entry.sequence
+        return sequence
 
     async def next(self, name: str, after: int) -> JournalEntry | None:
         body = {"seq": after + 1, "next_by_subj": name}

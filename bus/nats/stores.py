@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from bus import codec, subjects
 from bus.api import OutboxMessage
-from bus.jobs.results import watch_results
+from bus.jobs.notices import watch_results
 from bus.nats import jetstream, topology
 from bus.nats.connection import MESSAGE_ID, Connection, status_of
 from bus.nats.jetstream import JetStreamError
@@ -146,18 +146,9 @@ class NatsWorkerBucket:
         return [(message.data, (now_ns - _stored_ns(message)) / _NS_PER_S) for message in messages]
 
     async def put_after(self, subject: str, payload: bytes, after: int) -> int | None:
-        headers = {"Nats-Expected-Last-Subject-Sequence": str(after)}
-        try:
-            stored = await jetstream.store(self._connection, subject, payload, headers)
-        except JetStreamError as error:
-            if error.number != jetstream.WRONG_LAST_SEQUENCE:
-                raise
-            return None
-        if stored.seq:
-            return stored.seq
-        # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
-        found = await self.get(subject)
-        return found[1] if found is not None and found[0] == payload else None
+        return await jetstream.store_after(
+            self._connection, subjects.WORKERS_STREAM, subject, payload, after, {}
+        )
 
     async def get(self, subject: str) -> tuple[bytes, int] | None:
         found = await jetstream.newest(self._connection, subjects.WORKERS_STREAM, subject)

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 import msgspec
 
 from bus import codec, subjects
-from bus.api import Journal, JournalEntry, StoredObject
-from bus.store.journal import JournalConflictError
+from bus.store.journal import Journal, JournalConflictError, JournalEntry
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError, MillraceError
 
@@ -25,8 +24,21 @@ class ObjectLostError(MillraceError, code="file_lost", http_status=410):
     """An object's bytes are not all there any more."""
 
 
-class JournalObjects:
-    """See ``bus.api.Objects``.
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that were stored once and for all. ``sha256`` is hexadecimal; ``metadata`` is the
+    owner's own."""
+
+    name: str
+    size_bytes: int
+    num_chunks: int
+    sha256: str
+    upload_id: str
+    stored_ns: int
+    metadata: dict[str, str]
+
+
+class Objects:
+    """Large immutable things, each under its owner and a name, kept for ``ttl_s``.
 
     Chunks go under a name that is drawn anew for each attempt; the entry that says what the object
     is comes last and at most once. So whoever finds the entry finds all the bytes, and of two that
@@ -44,6 +56,9 @@ class JournalObjects:
     async def put(
         self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
     ) -> StoredObject:
+        """Store bytes as they come, in pieces that fit a message. If there is an object of that
+        name already, it stays and is returned. Raises BusUnavailableError, and whatever ``chunks``
+        raises: nothing is stored then."""
         upload_id = secrets.token_hex(16)
         chunk_name = subjects.object_chunks(upload_id)
         digest = hashlib.sha256()
@@ -89,6 +104,7 @@ class JournalObjects:
         return None if entry is None else _read(entry)
 
     async def infos(self, owner: str, names: Sequence[str]) -> list[StoredObject]:
+        """Those that are there, in the order of ``names``."""
         found: list[StoredObject] = []
         for start in range(0, len(names), _INFOS_AT_ONCE):
             wanted = [
@@ -99,10 +115,12 @@ class JournalObjects:
         return found
 
     async def names(self, owner: str) -> list[str]:
+        """The names of all of an owner's objects, sorted."""
         found = await self._journal.names(subjects.object_entry(owner))
         return sorted(map(subjects.last_token, found))
 
     async def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
+        """Its bytes, piece by piece. Raises ObjectLostError when they are not all there."""
         chunk_name = subjects.object_chunks(stored.upload_id)
         last = 0
         for _ in range(stored.num_chunks):
@@ -113,6 +131,7 @@ class JournalObjects:
             yield entry.payload
 
     async def delete(self, owner: str, name: str) -> bool:
+        """Whether it was there."""
         stored = await self.info(owner, name)
         if stored is None:
             return False

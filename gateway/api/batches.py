@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.paging import page_of
+from gateway.api.paging import list_response, page_of
 from gateway.batches.files import Files
 from gateway.batches.ordered_ids import new_ordered_id
 from gateway.batches.store import BatchRecord, BatchStore
@@ -88,15 +88,8 @@ class BatchesApi:
         caller = await self._gateway.identity.caller(request.scope)
         ids = await self._store.ids(caller.tenant)
         page = page_of(request, ids, default=_DEFAULT_PAGE, most=_MAX_PAGE)
-        data = tuple(await self._store.batches(caller.tenant, page.ids))
-        return json_response(
-            BatchList(
-                data=data,
-                first_id=data[0].id if data else None,
-                last_id=data[-1].id if data else None,
-                has_more=page.has_more,
-            )
-        )
+        entries = await self._store.batches(caller.tenant, page.ids)
+        return list_response(BatchList, entries, page.has_more)
 
     async def cancel(self, request: Request) -> Response:
         """What waits and runs is cancelled; what is done by then is in the files. Again is the same

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.api.paging import page_of
+from gateway.api.paging import list_response, page_of
 from gateway.batches.files import Files
 from gateway.batches.ordered_ids import new_ordered_id
 from gateway.batches.store import BatchStore
@@ -121,15 +121,8 @@ class FilesApi:
             of_purpose = await self._files.files(caller.tenant, ids)
             ids = [file.id for file in of_purpose if file.purpose.value == purpose]
         page = page_of(request, ids, default=_MAX_PAGE, most=_MAX_PAGE, more_fields=_LIST_FIELDS)
-        data = tuple(await self._files.files(caller.tenant, page.ids))
-        return json_response(
-            FileList(
-                data=data,
-                first_id=data[0].id if data else None,
-                last_id=data[-1].id if data else None,
-                has_more=page.has_more,
-            )
-        )
+        entries = await self._files.files(caller.tenant, page.ids)
+        return list_response(FileList, entries, page.has_more)
 
     async def retrieve(self, request: Request) -> Response:
         caller = await self._gateway.identity.caller(request.scope)

@@ -39,9 +39,9 @@ from gateway.transport.http import (
     header_of,
     new_request_id,
     read_body,
+    refuse_and_close,
     request_id_header,
     send_refusal,
-    send_refusal_and_close,
     send_response,
 )
 from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
@@ -78,7 +78,7 @@ class GenerationHandler:
         except (PayloadTooLargeError, SlowRequestError) as error:
             refusal = refusal_of(error)
             status = refusal.status
-            await send_refusal_and_close(receive, send, refusal, request_id)
+            await refuse_and_close(receive, send, refusal, [request_id_header(request_id)])
         except MillraceError as error:
             refusal = refusal_of(error)
             status = refusal.status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from gateway.core import Gateway
 from gateway.errors import NotFoundError, TelemetryUnavailableError
 from gateway.tenancy.identity import require_admin
+from runtime.retry import retry
 from schemas.control import TelemetryAnswer, TelemetryQuery
 from schemas.errors import MillraceError, ParameterError
 
@@ -22,8 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_EXPORT_ROWS = 100_000
 _EXPORT = "requests"
 _PAGE_ROWS = 2_000
-_MAX_TRIES = 3
-_PAUSE_S = 0.5
+_PAUSES_S = (0.5, 0.5)
 _RELATIVE = re.compile(r"-[0-9]{1,12}|0")
 _JSON = "application/json"
 _CSV = "text/csv; charset=utf-8"
@@ -36,6 +37,11 @@ class QueryError(MillraceError, code="query_failed", http_status=400):
 
 class AnswerTooLargeError(MillraceError, code="answer_too_large", http_status=400):
     """What was asked for is more than one answer holds."""
+
+
+_ERRORS = {
+    kind.code: kind for kind in (NotFoundError, TelemetryUnavailableError, AnswerTooLargeError)
+}
 
 
 class _Count(msgspec.Struct, frozen=True):
@@ -65,11 +71,11 @@ class OpsApi:
         wants_csv = name != asked or _accepts_only_csv(request)
         params = _single_values(request)
         if not wants_csv:
-            answer = await self._generation_request(name, params)
+            answer = await self._answer_of(name, params)
             return Response(answer.rows_json, media_type=_JSON, headers=_HEADERS)
         if name == _EXPORT:
             return await self._export(params)
-        answer = await self._generation_request(name, params, is_csv=True)
+        answer = await self._answer_of(name, params, is_csv=True)
         return Response(answer.rows_csv, media_type=_CSV, headers=_attachment(name))
 
     async def _export(self, params: dict[str, str]) -> Response:
@@ -78,9 +84,8 @@ class OpsApi:
         for name in ("rows", "after_us", "after_hash"):
             if name in params:
                 raise ParameterError(name, f"{_EXPORT}.csv has no parameter {name!r}.")
-        (count,) = self._counts.decode(
-            (await self._generation_request("requests_count", fixed)).rows_json
-        )
+        answer = await self._answer_of("requests_count", fixed)
+        (count,) = self._counts.decode(answer.rows_json)
         if count.requests > MAX_EXPORT_ROWS:
             raise AnswerTooLargeError(
                 f"The range holds {count.requests} requests, and a file takes {MAX_EXPORT_ROWS}. "
@@ -109,36 +114,37 @@ class OpsApi:
             # The last two columns are numbers, which no cell with a line break can be mistaken for.
             _, after_us, after_hash = rows.rstrip().rsplit(b",", 2)
             following = {**params, "after_us": int(after_us), "after_hash": int(after_hash)}
-            page, page_rows = await self._page_in_the_end(following, page_rows)
+            page, page_rows = await self._retried_page(following, page_rows)
             rows = page.partition(b"\r\n")[2]
 
     async def _page(self, params: dict[str, str | int | float], num_rows: int) -> tuple[bytes, int]:
         """A page of so many rows, or of fewer where so many fit no answer; how many it may have."""
         while True:
+            asked = {**params, "rows": num_rows}
             try:
-                asked = {**params, "rows": num_rows}
-                return (
-                    await self._generation_request("requests_page", asked, is_csv=True)
-                ).rows_csv, num_rows
+                answer = await self._answer_of("requests_page", asked, is_csv=True)
             except AnswerTooLargeError:
                 if num_rows == 1:
                     raise
                 num_rows //= 2
+            else:
+                return answer.rows_csv, num_rows
 
-    async def _page_in_the_end(
+    async def _retried_page(
         self, params: dict[str, str | int | float], num_rows: int
     ) -> tuple[bytes, int]:
-        for attempt in range(1, _MAX_TRIES + 1):
-            try:
-                return await self._page(params, num_rows)
-            except TelemetryUnavailableError:
-                if attempt == _MAX_TRIES:
-                    logger.warning("an export ended in the middle: telemetry does not answer")
-                    raise
-                await self._gateway.clock.sleep(_PAUSE_S)
-        raise AssertionError
+        try:
+            return await retry(
+                partial(self._page, params, num_rows),
+                _PAUSES_S,
+                self._gateway.clock.sleep,
+                retried=lambda error: isinstance(error, TelemetryUnavailableError),
+            )
+        except TelemetryUnavailableError:
+            logger.warning("an export ended in the middle: telemetry does not answer")
+            raise
 
-    async def _generation_request(
+    async def _answer_of(
         self, name: str, params: dict[str, str | int | float] | dict[str, str], is_csv: bool = False
     ) -> TelemetryAnswer:
         query = TelemetryQuery(name=name, params={**params}, format="csv" if is_csv else "json")
@@ -149,17 +155,9 @@ class OpsApi:
             raise TelemetryUnavailableError("The telemetry process does not answer.")
         if not answer.error:
             return answer
-        match answer.code:
-            case NotFoundError.code:
-                raise NotFoundError(answer.error)
-            case ParameterError.code:
-                raise ParameterError(answer.param, answer.error)
-            case TelemetryUnavailableError.code:
-                raise TelemetryUnavailableError(answer.error)
-            case AnswerTooLargeError.code:
-                raise AnswerTooLargeError(answer.error)
-            case _:
-                raise QueryError(answer.error)
+        if answer.code == ParameterError.code:
+            raise ParameterError(answer.param, answer.error)
+        raise _ERRORS.get(answer.code, QueryError)(answer.error)
 
     def _fixed_range(self, params: dict[str, str]) -> dict[str, int]:
         """The bounds of the range as they are now; telemetry says what is wrong with others."""

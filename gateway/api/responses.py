@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from gateway.api.paging import is_ascending, limit_of, list_response
 from gateway.core import Gateway
 from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
@@ -173,23 +174,12 @@ class ResponsesApi:
         """All items that went before the answer, in pages, the newest first unless told."""
         _check_query(request, ("after", "limit", "order"))
         stored = await self._stored(request)
-        query = request.query_params
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise ParameterError("order", "order must be asc or desc.")
-        items = stored.input if order == "asc" else stored.input[::-1]
-        after = query.get("after")
+        items = stored.input if is_ascending(request) else stored.input[::-1]
+        after = request.query_params.get("after")
         if after is not None:
             items = _behind(items, after)
-        page = items[: _limit(query.get("limit"))]
-        return json_response(
-            ItemList(
-                data=page,
-                first_id=page[0].id if page else None,
-                last_id=page[-1].id if page else None,
-                has_more=len(items) > len(page),
-            )
-        )
+        page = items[: limit_of(request, _PAGE_ITEMS, _MAX_PAGE_ITEMS)]
+        return list_response(ItemList, page, len(items) > len(page))
 
     async def _stored(self, request: Request) -> StoredResponse:
         caller = await self._gateway.identity.caller(request.scope)
@@ -214,11 +204,3 @@ def _behind(items: tuple[Item, ...], after: str) -> tuple[Item, ...]:
         if item.id == after:
             return items[number + 1 :]
     raise ParameterError("after", "after must be the id of an item of this list.")
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return _PAGE_ITEMS
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_PAGE_ITEMS):
-        raise ParameterError("limit", f"limit must be a number from 1 to {_MAX_PAGE_ITEMS}.")
-    return int(text[:9])

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.sessions.sessions import SessionNotFoundError, Sessions
-from gateway.tenancy.identity import Identity
+from gateway.core import Gateway
+from gateway.sessions.sessions import SessionNotFoundError
 from gateway.transport.http import json_response
 from schemas.jobs import MAX_LABEL_CHARACTERS
 
 
-class SessionsGateway(Protocol):
-    """What the endpoints need of the gateway."""
-
-    @property
-    def identity(self) -> Identity: ...
-
-    @property
-    def sessions(self) -> Sessions: ...
+class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["session"]
+    deleted: bool
 
 
 class SessionsApi:
     """Starlette endpoints over one gateway's sessions; a caller sees its own tenant's only."""
 
-    def __init__(self, gateway: SessionsGateway) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def routes(self) -> list[Route]:
@@ -48,7 +45,7 @@ class SessionsApi:
         caller = await self._gateway.identity.caller(request.scope)
         session_id = _session_id(request)
         await self._gateway.sessions.delete(caller.tenant, session_id)
-        return json_response({"id": session_id, "object": "session", "deleted": True})
+        return json_response(SessionDeleted(id=session_id, object="session", deleted=True))
 
 
 def _session_id(request: Request) -> str:

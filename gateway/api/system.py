@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -35,8 +35,24 @@ from schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
 
+_Status = Literal[
+    "ok", "waiting_for_workers", "degraded", "storage_full", "bus_unavailable", "draining"
+]
 _CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/healthz``. ``stores`` has those without room, and why; ``degraded``: it is
+    one that requests can do without, for a while."""
+
+    status: _Status
+    bus_connected: bool
+    num_workers: int
+    models: tuple[str, ...]
+    gateway_id: str
+    open_streams: int
+    stores: dict[str, str]
 
 
 class Api:
@@ -106,28 +122,26 @@ class Api:
         """200 while requests can be accepted; ``num_workers`` says whether they move at once, and
         ``stores`` which stores have no room, and why."""
         gateway = self._gateway
-        connected = gateway.bus.connected
         workers = gateway.fleet.live_workers()
         troubles = gateway.stores.troubles()
+        status: _Status = "ok" if workers else "waiting_for_workers"
         if gateway.draining:
             status = "draining"
-        elif not connected:
+        elif not gateway.bus.connected:
             status = "bus_unavailable"
         elif NATS in troubles:
             status = "storage_full"
         elif troubles:
             status = "degraded"
-        else:
-            status = "ok" if workers else "waiting_for_workers"
-        health = {
-            "status": status,
-            "bus_connected": connected,
-            "num_workers": len(workers),
-            "models": sorted({worker.model for worker in workers}),
-            "gateway_id": gateway.gateway_id,
-            "open_streams": gateway.streams.num_served,
-            "stores": troubles,
-        }
+        health = Health(
+            status=status,
+            bus_connected=gateway.bus.connected,
+            num_workers=len(workers),
+            models=tuple(sorted({worker.model for worker in workers})),
+            gateway_id=gateway.gateway_id,
+            open_streams=gateway.streams.num_served,
+            stores=troubles,
+        )
         return json_response(health, 503 if status in _CANNOT_ACCEPT else 200)
 
     async def metrics(self, request: Request) -> Response:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.tenancy.caller import Caller
-from gateway.tools.runner import ToolRunner
-from gateway.transport.http import Scope, json_response
+from gateway.core import Gateway
+from gateway.transport.http import json_response
 
 
-class IdentityLike(Protocol):
-    """``gateway.tenancy.identity.Identity``."""
+class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
 
-    async def caller(self, scope: Scope) -> Caller: ...
+    name: str
+    object: Literal["tool"]
+    description: str
+    parameters: dict[str, Any] | None
 
 
-class ToolsGateway(Protocol):
-    """What the endpoint needs of the gateway."""
-
-    @property
-    def identity(self) -> IdentityLike: ...
-
-    @property
-    def tools(self) -> ToolRunner: ...
+class ServerToolList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: tuple[ServerTool, ...]
 
 
 class ToolsApi:
     """A Starlette endpoint over one gateway's tools."""
 
-    def __init__(self, gateway: ToolsGateway) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def routes(self) -> list[Route]:
@@ -41,13 +39,13 @@ class ToolsApi:
     async def tools(self, request: Request) -> Response:
         """What a request may name in ``server_tools``; where they lead is not told."""
         await self._gateway.identity.caller(request.scope)
-        listed = [
-            {
-                "name": tool.name,
-                "object": "tool",
-                "description": tool.definition.description,
-                "parameters": tool.definition.parameters,
-            }
+        listed = tuple(
+            ServerTool(
+                name=tool.name,
+                object="tool",
+                description=tool.definition.description,
+                parameters=tool.definition.parameters,
+            )
             for tool in self._gateway.tools.catalogue
-        ]
-        return json_response({"object": "list", "data": listed})
+        )
+        return json_response(ServerToolList(object="list", data=listed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from bus.api import Objects, StoredObject
+from bus.store.objects import Objects, StoredObject
 from gateway.errors import NotFoundError
 from schemas.files import FileObject, FilePurpose
 

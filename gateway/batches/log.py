@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from bus.api import Objects
+from bus.store.objects import Objects
 from gateway.batches.store import BatchStore, FinishedLine, LogEntry, PublishedLine
 
 _ENTRY_BYTES = 256 * 1024

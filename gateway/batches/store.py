@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from bus import subjects
-from bus.api import Journal
-from bus.store.journal import JournalConflictError
+from bus.store.journal import Journal, JournalConflictError
 from gateway.errors import NotFoundError
 from gateway.tenancy.caller import Caller
 from schemas.batches import Batch, BatchStatus

@@ -9,14 +9,11 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.limits import CallerLimits
+from gateway.api.sessions import SessionDeleted
+from gateway.api.system import Health
+from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
-from gateway.openapi.shapes import (
-    ChatCompletionChunk,
-    CompletionChunk,
-    Health,
-    ServerToolList,
-    SessionDeleted,
-)
+from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
 from runtime.json_schema import Schema
 from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.embeddings import EmbeddingList, EmbeddingRequest

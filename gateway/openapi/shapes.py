@@ -3,7 +3,7 @@ written against them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -80,38 +80,3 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     object: Literal["text_completion"]
     choices: tuple[CompletionChunkChoice, ...]
     usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/healthz``. ``stores`` has those without room, and why; ``degraded``: it is
-    one that requests can do without, for a while."""
-
-    status: Literal[
-        "ok", "waiting_for_workers", "degraded", "storage_full", "bus_unavailable", "draining"
-    ]
-    bus_connected: bool
-    num_workers: int
-    models: tuple[str, ...]
-    gateway_id: str
-    open_streams: int
-    stores: dict[str, str]
-
-
-class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
-
-    name: str
-    object: Literal["tool"]
-    description: str
-    parameters: dict[str, Any] | None
-
-
-class ServerToolList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"]
-    data: tuple[ServerTool, ...]
-
-
-class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["session"]
-    deleted: bool

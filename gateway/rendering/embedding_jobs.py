@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -26,17 +27,13 @@ def inputs_of(asked: EmbeddingRequest) -> list[Input]:
         return [given]
     if not given:
         raise ParameterError("input", "input must not be empty")
-    texts = [one for one in given if isinstance(one, str)]
-    token_ids = [one for one in given if isinstance(one, int)]
-    lists = [one for one in given if isinstance(one, tuple)]
-    if len(token_ids) == len(given):
-        return [tuple(token_ids)]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [cast("tuple[int, ...]", given)]
     if len(given) > MAX_INPUTS:
         raise ParameterError("input", f"input takes at most {MAX_INPUTS} items, got {len(given)}")
-    if len(texts) == len(given):
-        return list(texts)
-    if len(lists) == len(given):
-        return list(lists)
+    if kinds in ({str}, {tuple}):
+        return list(cast("tuple[Input, ...]", given))
     raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
 
 

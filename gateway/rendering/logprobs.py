@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from gateway.models import TokenizerLike
 from schemas.frames import TokenLogprob
 from schemas.openai import CompletionLogprobs, LogprobInfo, TopLogprob
 
 
-class TokenTexts(Protocol):
-    """What is used of a tokenizer."""
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
 def logprob_infos(
-    tokenizer: TokenTexts, logprobs: Sequence[TokenLogprob]
+    tokenizer: TokenizerLike, logprobs: Sequence[TokenLogprob]
 ) -> tuple[LogprobInfo, ...]:
     """One entry for each token; bytes that are no whole character show as U+FFFD in its text."""
     return tuple(_info(tokenizer, one) for one in logprobs)
 
 
-def _info(tokenizer: TokenTexts, one: TokenLogprob) -> LogprobInfo:
+def _info(tokenizer: TokenizerLike, one: TokenLogprob) -> LogprobInfo:
     raw = tokenizer.token_bytes(one.token_id)
     return LogprobInfo(
         token=raw.decode(errors="replace"),
@@ -40,7 +34,7 @@ def _info(tokenizer: TokenTexts, one: TokenLogprob) -> LogprobInfo:
 
 
 def completion_logprobs(
-    tokenizer: TokenTexts,
+    tokenizer: TokenizerLike,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],
     first_offset: int,
@@ -60,7 +54,7 @@ def completion_logprobs(
     )
 
 
-def _top(tokenizer: TokenTexts, one: TokenLogprob) -> dict[str, float]:
+def _top(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[str, float]:
     """The chosen token and the alternatives by their texts; of two with one text the likelier."""
     found: dict[str, float] = {}
     for token_id, logprob in (*one.top, (one.token_id, one.logprob)):

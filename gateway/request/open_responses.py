@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from gateway.request.index import RequestState
+from gateway.request.response_reader import ResponseReader
 from runtime.tasks import Tasks
 
-
-class _Response(Protocol):
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def is_copy(self) -> bool: ...
-
-
-_ResponseT = TypeVar("_ResponseT", bound=_Response)
+_ResponseT = TypeVar("_ResponseT", bound=ResponseReader)
 
 
 class OpenResponses(Generic[_ResponseT]):
     """Owns the responses whose end was not delivered yet, the ``copies`` that other clients read,
-    and the background ``tasks`` that run for them, until ``close``."""
+    and the background ``tasks`` that run for them."""
 
     def __init__(self) -> None:
         self._responses: dict[str, tuple[_ResponseT, RequestState | None]] = {}
@@ -50,7 +42,3 @@ class OpenResponses(Generic[_ResponseT]):
         self.copies.discard(response)
         if self.get(response.request_id) is response:
             del self._responses[response.request_id]
-
-    async def close(self) -> None:
-        """End the background tasks."""
-        await self.tasks.close()

@@ -125,20 +125,9 @@ async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
     await send({"type": f"{_HANDSHAKE_RESPONSE}.body", "body": refusal.body})
 
 
-async def send_refusal_and_close(
-    receive: Receive, send: Send, refusal: Refusal, request_id: str
+async def refuse_and_close(
+    receive: Receive, send: Send, refusal: Refusal, more_headers: Headers | None = None
 ) -> None:
-    """``refuse_and_close`` with a request id."""
-
-    async def send_with_id(event: Event) -> None:
-        if event["type"] == "http.response.start":
-            event["headers"] = [*event["headers"], request_id_header(request_id)]
-        await send(event)
-
-    await refuse_and_close(receive, send_with_id, refusal)
-
-
-async def refuse_and_close(receive: Receive, send: Send, refusal: Refusal) -> None:
     """Refuse a body that was not read to its end, and close the connection.
 
     Closing at once would reset the connection under the answer, so what the client still sends is
@@ -150,6 +139,7 @@ async def refuse_and_close(receive: Receive, send: Send, refusal: Refusal) -> No
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
         *refusal.headers,
+        *(more_headers or ()),
     ]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -115,15 +115,9 @@ class QueueEstimate:
         except MillraceError as error:
             logger.info("a position could not be published", extra={"code": error.code})
 
-    def oldest_wait_s(self) -> float:
-        """How long the job that was received first has waited, of those that are here."""
-        received_ns = min(
-            (scheduled.job.received_ns for scheduled in self._dispatcher.queue), default=None
-        )
-        return 0.0 if received_ns is None else (self._context.clock.now_ns() - received_ns) / 1e9
-
     def oldest_waits_s(self) -> dict[Tier, float]:
-        """The same by tier, 0 for one of which none is here."""
+        """How long the job of each tier that was received first has waited, of those that are here;
+        0 where there is none."""
         now_ns = self._context.clock.now_ns()
         received_ns = dict.fromkeys(Tier, now_ns)
         for scheduled in self._dispatcher.queue:

@@ -58,9 +58,9 @@ class WorkerView:
     that comes now: as reported, and what was sent since, less what the worker will have done
     meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
     with one more request, ``usual_step_s`` one with half of its slots taken (0: nothing was
-    measured so far). ``joined_s`` is when it was first heard of. ``last_turn`` grows with each
-    request that any worker is given: the least is that of the one which had none for longest.
-    Reading costs O(1), whatever is held.
+    measured so far). ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is
+    when it was first heard of. ``last_turn`` grows with each request that any worker is given: the
+    least is that of the one which had none for longest. Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
@@ -73,7 +73,7 @@ class WorkerView:
         self._refused_rank = _NUM_TIERS
         self._own = [0] * _NUM_TIERS
         self._others = [0] * _NUM_TIERS
-        self._num_held = 0
+        self.num_held = 0
         self._expected_output_tokens = 0.0
         self._promised_blocks = self._unseen_blocks = self._freed_blocks = 0
         self._short_since_s: float | None = None
@@ -186,8 +186,8 @@ class WorkerView:
         self._capacities = None
 
     def _recount(self) -> None:
-        self._num_held = sum(self._own) + sum(self._others)
-        self.decode_step_s = self._steps.at(min(self._num_held + 1, self.status.max_num_sequences))
+        self.num_held = sum(self._own) + sum(self._others)
+        self.decode_step_s = self._steps.at(min(self.num_held + 1, self.status.max_num_sequences))
         self._capacities = None
 
     # --- what it holds, and takes ---
@@ -198,12 +198,8 @@ class WorkerView:
         return self._expected_output_tokens / len(self.runs) if self.runs else 0.0
 
     @property
-    def num_held(self) -> int:
-        return self._num_held
-
-    @property
     def num_held_per_slot(self) -> float:
-        return self._num_held / max(self.status.max_num_sequences, 1)
+        return self.num_held / max(self.status.max_num_sequences, 1)
 
     @property
     def num_others(self) -> int:
@@ -236,7 +232,7 @@ class WorkerView:
         return (self._capacities or self._count_capacities()).free_blocks[TIER_RANKS[tier]]
 
     def _count_capacities(self) -> _Capacities:
-        status, held = self.status, self._num_held
+        status, held = self.status, self.num_held
         limit = status.max_num_sequences + self._num_worth_waiting()
         free = self.num_free_blocks
         capacity: list[int] = []
@@ -262,21 +258,19 @@ class WorkerView:
         status, step_s = self.status, self.decode_step_s
         if not step_s:
             return status.max_num_waiting
-        num_running = min(self._num_held, status.max_num_sequences)
+        num_running = min(self.num_held, status.max_num_sequences)
         each_s = (self.mean_output_tokens or DEFAULT_OUTPUT_TOKENS) * step_s
         return min(status.max_num_waiting, 1 + int(_REFILL_S * num_running / each_s))
 
     def fits(self, resources: ResourceRequest) -> bool:
         """There is a place and blocks for this request now; an idle worker has all its blocks."""
-        placement_round = self._capacities or self._count_capacities()
+        capacities = self._capacities or self._count_capacities()
         rank = TIER_RANKS[resources.tier]
-        if placement_round.capacity[rank] == 0 or not self.could_hold(resources):
+        if capacities.capacity[rank] == 0 or not self.could_hold(resources):
             return False
-        if not self.status.num_blocks or self._num_held == 0:
+        if not self.status.num_blocks or self.num_held == 0:
             return True
-        return (
-            resources.num_blocks(self.status.block_size_tokens) <= placement_round.free_blocks[rank]
-        )
+        return resources.num_blocks(self.status.block_size_tokens) <= capacities.free_blocks[rank]
 
     def could_hold(self, resources: ResourceRequest) -> bool:
         """The request would fit if the worker were empty."""
@@ -341,4 +335,4 @@ class WorkerView:
         assert self._unseen_blocks == sum(run.num_blocks for run in runs if not run.seen)
         for rank, own in enumerate(self._own):
             assert own == sum(run.rank == rank for run in runs)
-        assert self._num_held == sum(self._own) + sum(self._others)
+        assert self.num_held == sum(self._own) + sum(self._others)

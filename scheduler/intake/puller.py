@@ -234,12 +234,9 @@ class Puller:
         so."""
         if tenant_queue.tenant is None:
             return
-        num_waiting = self.backlog.num_waiting(tenant_queue) + self.backlog.num_waiting(
-            tenant_queue.twin
-        )
+        has_more = any(map(self.backlog.num_waiting, (tenant_queue, tenant_queue.twin)))
         for dispatcher in self._dispatchers:
-            is_more = bool(num_waiting)
-            dispatcher.queue.want(_tenant_of(tenant_queue), is_more, self.model)
+            dispatcher.queue.want(Tenant.of(tenant_queue), has_more, self.model)
 
     # --- what was pulled ---
 
@@ -266,7 +263,3 @@ class Puller:
     def _scheduled_job(self, leased: LeasedJob) -> ScheduledJob:
         now_s = self._context.clock.monotonic()
         return ScheduledJob.of(leased, self.backlog.of(leased.tenant_queue), now_s)
-
-
-def _tenant_of(tenant_queue: TenantQueue) -> Tenant:
-    return Tenant(tenant_queue.tier, tenant_queue.tenant or "")

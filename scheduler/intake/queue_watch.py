@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from bus.job_queue import TenantQueue
 from runtime.tasks import Tasks
@@ -73,20 +74,14 @@ class QueueWatch:
     async def look(self) -> bool:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
         shed. Raises BusUnavailableError."""
-        totals = await self._context.bus.jobs.tenant_queues()
+        totals: defaultdict[str, dict[TenantQueue, int]] = defaultdict(dict)
+        for tenant_queue, count in (await self._context.bus.jobs.tenant_queues()).items():
+            totals[tenant_queue.model][tenant_queue] = count
         for model, puller in self._pullers.items():
-            own = {
-                tenant_queue: count
-                for tenant_queue, count in totals.items()
-                if tenant_queue.model == model
-            }
-            puller.counted(own)
+            puller.counted(totals[model])
         is_too_much = False
         for model, dispatcher in self._dispatchers.items():
-            total = sum(
-                count for tenant_queue, count in totals.items() if tenant_queue.model == model
-            )
-            is_too_much |= await self._look_at(model, dispatcher, total)
+            is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
         await self._forget_idle()
         return is_too_much
 
@@ -101,7 +96,10 @@ class QueueWatch:
                 waiting |= unrouted
                 num_queued += sum(unrouted.values())
         queue_estimate = self._queue_estimates[model]
-        queue_estimate.waiting = _by_tenant(waiting)
+        by_tenant: Counter[Tenant] = Counter()
+        for tenant_queue, count in waiting.items():
+            by_tenant[Tenant.of(tenant_queue)] += count
+        queue_estimate.waiting = by_tenant
         per_s = queue_estimate.per_s()
         num_shed = 0
         if num_queued > bound:
@@ -109,10 +107,8 @@ class QueueWatch:
             num_queued -= num_shed
         queue_estimate.num_queued = num_queued
         queue_estimate.look()
-        (ttft_ms, tenant_ttft_ms), oldest_wait_s = (
-            queue_estimate.ttfts_ms(),
-            queue_estimate.oldest_wait_s(),
-        )
+        ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
+        oldest_wait_s = max(queue_estimate.oldest_waits_s().values())
         signals = Signals(
             num_workers=context.fleet.num_accepting(model),
             num_queued=num_queued,
@@ -174,17 +170,6 @@ class QueueWatch:
         now_s = self._context.clock.monotonic()
         for puller in self._pullers.values():
             idle = puller.backlog.idle(now_s, _FORGET_AFTER_S)
-            await self._forget(puller, idle[:_MAX_FORGOTTEN_AT_ONCE])
-
-    async def _forget(self, puller: Puller, tenant_queues: Collection[TenantQueue]) -> None:
-        for tenant_queue in tenant_queues:
-            if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):
-                puller.backlog.forget(tenant_queue)
-
-
-def _by_tenant(waiting: Mapping[TenantQueue, int]) -> dict[Tenant, int]:
-    found: dict[Tenant, int] = {}
-    for tenant_queue, count in waiting.items():
-        tenant = Tenant(tenant_queue.tier, tenant_queue.tenant or "")
-        found[tenant] = found.get(tenant, 0) + count
-    return found
+            for tenant_queue in idle[:_MAX_FORGOTTEN_AT_ONCE]:
+                if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):
+                    puller.backlog.forget(tenant_queue)

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from bus.running_requests import RunningRequest
 from scheduler.jobs.scheduled_job import ScheduledJob
-
-
-class RunningRequest(Protocol):
-    """Who ran a request last, at what epoch, and whether it was answered."""
-
-    @property
-    def worker_id(self) -> str: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def finished(self) -> bool: ...
 
 
 class RunningRequests(Protocol):

@@ -43,6 +43,11 @@ class Tenant(NamedTuple):
     tier: Tier
     name: str
 
+    @classmethod
+    def of(cls, tenant_queue: TenantQueue) -> Tenant:
+        """Whose the jobs of a tenant queue are; the name is empty where the subject has none."""
+        return cls(tenant_queue.tier, tenant_queue.tenant or "")
+
 
 @dataclass(slots=True)
 class Lease:

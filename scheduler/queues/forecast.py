@@ -42,9 +42,6 @@ class Forecast:
     tiers_s: dict[Tier, float] = field(default_factory=dict)
     tenants_s: dict[Tenant, float] = field(default_factory=dict)
 
-    def of(self, tenant: Tenant) -> float | None:
-        return self.tenants_s.get(tenant, self.tiers_s.get(tenant.tier))
-
 
 class Slots:
     """When each of the workers' slots is free: who is next takes the first. Of very many workers a

@@ -27,7 +27,7 @@ class OutputLengths:
     def __init__(self, prior_tokens: float = 128.0, max_tenants: int = 4_096) -> None:
         self._max_tenants = max_tenants
         self._prior_tokens = prior_tokens
-        self._all = _Lengths()
+        self._all = _SpreadLengths()
         self._tenants: OrderedDict[str, _Lengths] = OrderedDict()
 
     def __len__(self) -> int:
@@ -53,15 +53,6 @@ class OutputLengths:
         expected = of_all if lengths is None else lengths.mean(of_all)
         return min(max(expected, 1.0), max(max_tokens, 0))
 
-    def quantile(self, tenant: str, share: float, max_tokens: int) -> float:
-        """The length that so large a share of completions do not pass, within the factor 1.5."""
-        lengths = self._tenants.get(tenant)
-        if lengths is None or lengths.num_answers < _PRIOR_ANSWERS:
-            lengths = self._all
-        if lengths.num_answers < _PRIOR_ANSWERS:
-            return min(self._prior_tokens, max(max_tokens, 0))
-        return min(lengths.quantile(share), max(max_tokens, 0))
-
     def spread(self) -> tuple[float, ...]:
         """Of all tenants together, lengths over their mean at evenly spaced shares: all 1 if they
         are alike, or little is known."""
@@ -73,30 +64,46 @@ class OutputLengths:
 
 
 class _Lengths:
-    """Fading mean and histogram of lengths."""
+    """A fading mean of lengths."""
 
-    __slots__ = ("_counts", "_mean", "num_answers")
+    __slots__ = ("_mean", "num_answers")
 
     def __init__(self) -> None:
         self.num_answers = 0
         self._mean = 0.0
-        self._counts: dict[int, float] = {}
 
-    def add(self, num_tokens: int) -> None:
+    def add(self, num_tokens: int) -> float:
+        """The weight that the newest one has."""
         self.num_answers += 1
         weight = max(1 / self.num_answers, _NEWEST_WEIGHT)
         self._mean += weight * (num_tokens - self._mean)
-        counts = self._counts
-        for bucket in counts:
-            counts[bucket] *= 1 - weight
-        bucket = min(int(math.log(max(num_tokens, 1)) / _LOG_FACTOR), _NUM_BUCKETS - 1)
-        counts[bucket] = counts.get(bucket, 0.0) + weight
+        return weight
 
     def mean(self, prior: float) -> float:
         known = min(self.num_answers, 1 / _NEWEST_WEIGHT)
         return (known * self._mean + _PRIOR_ANSWERS * prior) / (known + _PRIOR_ANSWERS)
 
+
+class _SpreadLengths(_Lengths):
+    """With a fading histogram."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[int, float] = {}
+
+    def add(self, num_tokens: int) -> float:
+        weight = super().add(num_tokens)
+        counts = self._counts
+        for bucket in counts:
+            counts[bucket] *= 1 - weight
+        bucket = min(int(math.log(max(num_tokens, 1)) / _LOG_FACTOR), _NUM_BUCKETS - 1)
+        counts[bucket] = counts.get(bucket, 0.0) + weight
+        return weight
+
     def quantile(self, share: float) -> float:
+        """The length that so large a share does not pass, within the factor 1.5."""
         left = share
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]

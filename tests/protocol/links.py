@@ -6,25 +6,18 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from bus.api import (
-    Control,
-    FrameStreams,
-    Journal,
-    Objects,
-    Outbox,
-    OutboxMessage,
-    Results,
-    WorkerDirectory,
-)
-from bus.control import CoreControl
-from bus.fleet.directory import CoreWorkerDirectory
-from bus.frames import CoreFrameStreams
+from bus.api import Outbox, OutboxMessage, Results
+from bus.control import Control
+from bus.fleet.directory import WorkerDirectory
+from bus.frames import FrameStreams
 from bus.job_queue import JobQueue, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from bus.jobs.refusals import Refusals
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.running_requests import RunningRequest
 from bus.storage import Storage
+from bus.store.journal import Journal
+from bus.store.objects import Objects
 from bus.transport import Subscription
 from runtime.clock import Clock
 from schemas.errors import BusUnavailableError
@@ -203,9 +196,9 @@ class FaultyBus:
         inner = MemoryBus(broker)
         link = Link(process, clock, draw)
         transport = FaultyTransport(broker, process, clock, weather, draw)
-        self.frames: FrameStreams = CoreFrameStreams(transport)
-        self.control: Control = CoreControl(transport)
-        self.workers: WorkerDirectory = CoreWorkerDirectory(transport, FaultyBucket(broker, link))
+        self.frames = FrameStreams(transport)
+        self.control = Control(transport)
+        self.workers = WorkerDirectory(transport, FaultyBucket(broker, link))
         self.results: Results = FaultyResults(inner, link)
         self.outbox: Outbox = FaultyOutbox(inner, link)
         self.journal: Journal = inner.journal

@@ -127,7 +127,7 @@ async def test_an_export_of_too_many_is_refused(
 async def test_an_export_that_ends_in_the_middle_does_not_look_whole(
     store: Store, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops_api, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(ops_api, "_PAUSES_S", (0.01, 0.01))
     await fill_month(store, _ROWS)
     door.num_answers = 3
     with pytest.raises(httpx.RemoteProtocolError):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from bus.api import FrameStreams
+from bus.frames import FrameStreams
 from runtime.clock import Clock
 from schemas.errors import MillraceError
 from schemas.frames import Frame

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bus.memory.queue import StoredJob, StoredJobs
+from bus.memory.queue import StoredJob, StoredJobs, sequence_of
 from schemas.config import NatsConfig
 
 ACK_WAIT_S = 6.0
@@ -90,7 +90,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.leases:
             lease = data.draw(st.sampled_from(sorted(self.leases)))
             subject, sequence = self.leases[lease]
-            self.queue.remove(lease)
+            self.queue.remove(sequence_of(lease))
             self.due_s[subject].pop(sequence, None)
             if sequence in self.waiting[subject]:
                 self.waiting[subject].remove(sequence)

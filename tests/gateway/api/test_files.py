@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from bus.api import StoredObject
 from bus.memory import MemoryBroker, MemoryBus
+from bus.store.objects import StoredObject
 from gateway.batches.files import Files
 from gateway.batches.ordered_ids import created_ms, new_ordered_id
 from schemas.config import GatewayConfig

@@ -7,16 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from starlette.applications import Starlette
 
-from gateway.api.tools import ToolsApi
-from gateway.tenancy.caller import LOCAL, Caller
 from gateway.tools.catalogue import Origin, ToolCatalogue, load_tools
-from gateway.tools.runner import ToolRunner
-from gateway.transport.http import Scope
-from runtime.clock import SystemClock
-from schemas.config import GatewayConfig
 from schemas.errors import ConfigError, ParameterError
+from tests.support.running_gateway import running_gateway
 
 FILE = """
 tools:
@@ -121,25 +115,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load_tools(str(tmp_path / "none.yaml"), {})
 
 
-class _Identity:
-    async def caller(self, scope: Scope) -> Caller:
-        return LOCAL
-
-
-class _Gateway:
-    def __init__(self, tools: ToolRunner) -> None:
-        self.identity = _Identity()
-        self.tools = tools
-
-
 async def test_the_list(tmp_path: Path) -> None:
-    tools = ToolRunner(load(tmp_path, FILE), GatewayConfig(), SystemClock())
-    app = Starlette(routes=[*ToolsApi(_Gateway(tools)).routes()])
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://gateway"
-    ) as client:
+    async with (
+        running_gateway(tools=load(tmp_path, FILE)) as front,
+        httpx.AsyncClient(base_url=front.url) as client,
+    ):
         answer = await client.get("/v1/tools")
-    await tools.close()
     weather, clock = answer.json()["data"]
     assert weather["name"] == "weather"
     assert weather["parameters"]["required"] == ["city"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from bus.api import Control
+from bus.control import Control
 from schemas.control import Ended, Served
 from schemas.errors import MillraceError
 
