@@ -24,9 +24,6 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     LLAMACPP = "llamacpp"
-    OPENAI = "openai"
-    TGI = "tgi"
-    TRTLLM = "trtllm"
     CUSTOM = "custom"
 
 
@@ -57,20 +54,6 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
 
 
-_JSON = frozenset({GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA})
-_TEXT_ONLY = frozenset(
-    {
-        "pooling",
-        "n",
-        "logprobs",
-        "prompt_logprobs",
-        "typical_p",
-        "bad_words",
-        "min_tokens",
-        "ignore_eos",
-    }
-)
-
 PROMISES: dict[EngineKind, EnginePromises] = {
     EngineKind.REAL: EnginePromises(
         continues_sampling=True, continues_grammars=True, cost_method=CostMethod.STEPS
@@ -100,21 +83,8 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         ),
         continues_grammars=True,
     ),
-    EngineKind.OPENAI: EnginePromises(
-        exact_token_ids=False,
-        unsupported=_TEXT_ONLY | {"top_k", "min_p", "repetition_penalty", "logit_bias"},
-        grammars=_JSON,
-    ),
-    EngineKind.TGI: EnginePromises(
-        exact_token_ids=False,
-        unsupported=_TEXT_ONLY | {"min_p", "presence_penalty", "logit_bias"},
-        grammars=_JSON,
-    ),
     # Such an engine refuses by itself what it cannot do.
     EngineKind.CUSTOM: EnginePromises(),
-    EngineKind.TRTLLM: EnginePromises(
-        exact_token_ids=False, unsupported=_TEXT_ONLY | {"logit_bias"}, grammars=_JSON
-    ),
 }
 
 
