@@ -212,7 +212,7 @@ class Gateway:
                 ),
                 "millrace_unsettled_reservations": (
                     "Reservations that wait for Redis to be settled",
-                    lambda: self.limiter.num_unsettled,
+                    lambda: self.limiter.settlements.num_waiting,
                 ),
             }
         )

@@ -194,7 +194,7 @@ class _Losses(Collector):
         yield CounterMetricFamily(
             "millrace_lost_settlements",
             "Settlements that were given up while Redis was unreachable",
-            self._limiter.num_settlements_lost,
+            self._limiter.settlements.num_lost,
         )
         yield CounterMetricFamily(
             "millrace_lost_delivery_records",

@@ -42,21 +42,21 @@ _FAILED = trace.Status(trace.StatusCode.ERROR)
 logger = logging.getLogger(__name__)
 
 
-class _Telling(SpanExporter):
-    """Says once that the collector is unreachable, and once that it is back."""
+class _LoggedExporter(SpanExporter):
+    """Logs once that the collector is unreachable, and once that it is back."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
-        self.is_away = False
+        self.is_unreachable = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
-        is_away = result is not SpanExportResult.SUCCESS
-        if is_away and not self.is_away:
+        is_unreachable = result is not SpanExportResult.SUCCESS
+        if is_unreachable and not self.is_unreachable:
             logger.warning("the trace collector takes no spans; they are lost until it does")
-        elif self.is_away and not is_away:
+        elif self.is_unreachable and not is_unreachable:
             logger.info("the trace collector takes spans again")
-        self.is_away = is_away
+        self.is_unreachable = is_unreachable
         return result
 
     def shutdown(self) -> None:
@@ -75,7 +75,7 @@ class OtlpSink:
         # What it says on every attempt is said once here.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         url = f"{endpoint.rstrip('/')}/v1/traces"
-        self._exporter = _Telling(OTLPSpanExporter(endpoint=url, timeout=_SEND_TIMEOUT_S))
+        self._exporter = _LoggedExporter(OTLPSpanExporter(endpoint=url, timeout=_SEND_TIMEOUT_S))
         self._resource = Resource.create(
             {
                 "service.name": service,
@@ -114,8 +114,8 @@ class OtlpSink:
 
     async def close(self) -> None:
         """Send what waits, for a bounded time; nothing is waited for while the collector is
-        away."""
-        if self._exporter.is_away:
+        unreachable."""
+        if self._exporter.is_unreachable:
             self._exporter.shutdown()
         # A thread that is not waited for: one that hangs on the network must not keep us.
         closing = threading.Thread(target=self._processor.shutdown, name="close", daemon=True)

@@ -198,7 +198,7 @@ class Refusals:
         if self._was_connected:
             if refusal.message not in self._logged:
                 self._logged.add(refusal.message)
-                logger.error("a NATS server is of no use", extra={"cause": refusal.message})
+                logger.error("a NATS server cannot be used", extra={"cause": refusal.message})
             return
         server = client._current_server
         self._by_server[server.uri.netloc if server is not None else ""] = refusal

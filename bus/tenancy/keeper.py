@@ -89,7 +89,7 @@ class LimitKeeper:
 
     Every reservation is settled once, by whoever comes first; one that nobody settles
     frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,
-    ``num_degraded`` reservations made without Redis. Owns the task that settles; ``close`` ends it.
+    ``num_degraded`` reservations made without Redis. Owns ``settlements``; ``close`` ends them.
     ``redis_time``: buckets and deadlines go by Redis' clock, which all processes share.
     ``remembers``: what is settled may be set aside or settled once more, which does nothing then.
     """
@@ -110,19 +110,9 @@ class LimitKeeper:
         self._redis_time = redis_time
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._local = LocalLimits(clock)
-        self._settlements = Settlements(link, clock, redis_time=redis_time)
+        self.settlements = Settlements(link, clock, redis_time=redis_time)
         self.num_refusals: Counter[str] = Counter()
         self.num_degraded = 0
-
-    @property
-    def num_unsettled(self) -> int:
-        """How many settlements wait for Redis."""
-        return self._settlements.num_waiting
-
-    @property
-    def num_settlements_lost(self) -> int:
-        """How many settlements were given up."""
-        return self._settlements.num_lost
 
     async def take(
         self,
@@ -180,11 +170,11 @@ class LimitKeeper:
         tried again in the background then.
         """
         settlement = self._settlement(request_id, usage, cost)
-        return await self._settlements.settle(settlement)
+        return await self.settlements.settle(settlement)
 
     def settle_soon(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
         """``settle`` without waiting for it."""
-        self._settlements.settle_soon(self._settlement(request_id, usage, cost))
+        self.settlements.settle_soon(self._settlement(request_id, usage, cost))
 
     def settle_here(self, request_id: str) -> None:
         """Somebody else settles it in Redis: free its place and share of the budget within the
@@ -219,7 +209,7 @@ class LimitKeeper:
 
     async def close(self, timeout_s: float) -> None:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
-        await self._settlements.close(timeout_s)
+        await self.settlements.close(timeout_s)
 
     async def _reserve(
         self, holder: Holder, charge: Charge, month: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from bus import redis_keys
 from runtime.clock import Clock
 from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 KEEP_MS = 3_600_000
 """For so long it is known of a request that it is settled, and after its deadline what was set
@@ -45,16 +44,18 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     remember: bool = False
 
 
-class Settler:
-    """Sends settlements in the background, again and again for ten minutes while Redis is
-    unreachable.
+class Settlements:
+    """Settles in Redis what was set aside there; without a link, nowhere.
 
-    Owns its task; ``close`` ends it. ``num_lost`` counts those that were given up.
+    While Redis is unreachable settlements wait, and are sent again and again for ten minutes;
+    ``num_lost`` counts those that were given up. Owns the task that sends them; ``close`` ends it,
+    the link is its owner's.
     """
 
-    def __init__(self, send: Callable[[Settlement], Awaitable[object]], clock: Clock) -> None:
-        self._send = send
+    def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
+        self._link = link
         self._clock = clock
+        self._redis_time = redis_time
         self._waiting: deque[Settlement] = deque()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -62,10 +63,24 @@ class Settler:
 
     @property
     def num_waiting(self) -> int:
+        """How many wait for Redis."""
         return len(self._waiting)
 
-    def put(self, settlement: Settlement) -> None:
-        """Returns at once. Needs a running event loop."""
+    async def settle(self, settlement: Settlement) -> bool:
+        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
+        tried again in the background then."""
+        if self._link is None:
+            return False
+        try:
+            return await self._send(settlement)
+        except RedisUnreachableError:
+            self.settle_soon(settlement)
+            return False
+
+    def settle_soon(self, settlement: Settlement) -> None:
+        """``settle`` without waiting for it. Needs a running event loop."""
+        if self._link is None:
+            return
         if self._closed or len(self._waiting) >= _MAX_WAITING:
             self._lose(1)
             return
@@ -95,7 +110,7 @@ class Settler:
                 if isinstance(outcome, RedisUnreachableError):
                     again.append(settlement)
                 elif isinstance(outcome, Exception):
-                    _log.error("a settlement failed", exc_info=outcome)
+                    logger.error("a settlement failed", exc_info=outcome)
                     self._lose(1)
             oldest_s = self._clock.monotonic() - _GIVE_UP_S
             kept = [settlement for settlement in again if settlement.since_s >= oldest_s]
@@ -107,48 +122,7 @@ class Settler:
     def _lose(self, count: int) -> None:
         if count:
             self.num_lost += count
-            _log.warning("settlements were given up", extra={"num_lost": count})
-
-
-class Settlements:
-    """Settles in Redis what was set aside there; without a link, nowhere. Owns the task that tries
-    again while Redis is unreachable; ``close`` ends it, the link is its owner's."""
-
-    def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
-        self._link = link
-        self._clock = clock
-        self._redis_time = redis_time
-        self._settler = Settler(self._send, clock)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many wait for Redis."""
-        return self._settler.num_waiting
-
-    @property
-    def num_lost(self) -> int:
-        """How many were given up."""
-        return self._settler.num_lost
-
-    async def settle(self, settlement: Settlement) -> bool:
-        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
-        tried again in the background then."""
-        if self._link is None:
-            return False
-        try:
-            return await self._send(settlement)
-        except RedisUnreachableError:
-            self._settler.put(settlement)
-            return False
-
-    def settle_soon(self, settlement: Settlement) -> None:
-        """``settle`` without waiting for it."""
-        if self._link is not None:
-            self._settler.put(settlement)
-
-    async def close(self, timeout_s: float) -> None:
-        """Send those that wait, for at most ``timeout_s``."""
-        await self._settler.close(timeout_s)
+            logger.warning("settlements were given up", extra={"num_lost": count})
 
     async def _send(self, settlement: Settlement) -> bool:
         assert self._link is not None, "without Redis nothing is settled there"

@@ -75,7 +75,7 @@ class RedisLink:
         self._refusal: MillraceError | None = None
         self._waiting: _Batch = []
         self._sending: asyncio.Task[None] | None = None
-        self._is_away = False
+        self._is_unreachable = False
         self._next_try_s = 0.0
         self._refused: set[str] = set()
         self._closed = False
@@ -100,7 +100,7 @@ class RedisLink:
 
     async def call(self, *command: Argument) -> Any:
         """The reply. Raises RedisUnreachableError."""
-        if self._closed or (self._is_away and self._clock.monotonic() < self._next_try_s):
+        if self._closed or (self._is_unreachable and self._clock.monotonic() < self._next_try_s):
             raise RedisUnreachableError
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, future))
@@ -151,7 +151,7 @@ class RedisLink:
                     pipeline.execute_command(*command)
                 answers = await cast("Awaitable[list[Any]]", pipeline.execute(raise_on_error=False))
             except (RedisError, OSError, TimeoutError) as error:
-                self._went_away(error)
+                self._note_loss(error)
                 self._give_up(batch)
                 self._give_up(self._waiting)
                 self._waiting = []
@@ -164,7 +164,7 @@ class RedisLink:
                 logger.exception("commands could not be sent to Redis")
                 _fail(batch, error)
                 continue
-            self._came_back()
+            self._note_return()
             for (command, future), answer in zip(batch, answers, strict=True):
                 self._answer(command, future, answer)
 
@@ -173,14 +173,14 @@ class RedisLink:
         if isinstance(answer, NoScriptError):
             error = answer  # it is sent whole then, by ``evaluate``
         elif isinstance(answer, ResponseError):
-            self._was_refused(command, answer)
+            self._note_refusal(command, answer)
             if _CANNOT_WRITE in str(answer):
                 self._unwritten = _AOF if "AOF" in str(answer) else _RDB
                 error = RedisFullError()
             else:
                 error = RedisUnreachableError()
         elif self._refused:
-            self._was_done(command)
+            self._note_success(command)
         if future.done():
             return
         if error is None:
@@ -191,18 +191,18 @@ class RedisLink:
     def _give_up(self, batch: _Batch) -> None:
         _fail(batch, RedisUnreachableError())
 
-    def _went_away(self, error: Exception) -> None:
+    def _note_loss(self, error: Exception) -> None:
         self._next_try_s = self._clock.monotonic() + _PAUSE_S
         refusal = why_refused(error, self._config)
         if refusal is not None and repr(refusal) != repr(self._refusal):
-            logger.error("Redis is of no use", extra={"cause": refusal.message})
+            logger.error("Redis cannot be used", extra={"cause": refusal.message})
         self._refusal = refusal
-        if not self._is_away:
-            self._is_away = True
+        if not self._is_unreachable:
+            self._is_unreachable = True
             if refusal is None:
                 logger.warning("Redis is unreachable", extra={"cause": repr(error)})
 
-    def _was_refused(self, command: _Command, error: ResponseError) -> None:
+    def _note_refusal(self, command: _Command, error: ResponseError) -> None:
         """One that is of the wrong type or a script that fails is a bug of ours, and looks the same
         to those who wait: so it has to stand out in the log."""
         name = _name_of(command)
@@ -212,15 +212,15 @@ class RedisLink:
             cause = str(error).partition(", with args")[0]
             logger.error("Redis refuses a command", extra={"command": name, "cause": cause})
 
-    def _was_done(self, command: _Command) -> None:
+    def _note_success(self, command: _Command) -> None:
         name = _name_of(command)
         if name in self._refused:
             self._refused.discard(name)
             logger.info("Redis does a command again", extra={"command": name})
 
-    def _came_back(self) -> None:
-        if self._is_away:
-            self._is_away = False
+    def _note_return(self) -> None:
+        if self._is_unreachable:
+            self._is_unreachable = False
             self._refusal = None
             logger.info("Redis is reachable again")
 

@@ -152,17 +152,13 @@ class QueueEstimate:
                     tenants_ms.setdefault(tenant.tier, {})[tenant.name] = ttft_ms
         return tiers_ms, tenants_ms
 
-    def ttft_ms_of(self, tier: Tier, tenant: str) -> float | None:
-        """For one tenant; None: nobody can say."""
-        tiers_ms, tenants_ms = self.ttfts_ms()
-        return tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier))
-
     def model_state(self, tier: Tier, tenant: str) -> ModelState:
         """How the model stands for a tenant, for whoever chooses one."""
         fleet, model = self._context.fleet, self._dispatcher.model
+        tiers_ms, tenants_ms = self.ttfts_ms()
         return ModelState(
             num_workers=fleet.num_accepting(model),
-            ttft_ms=self.ttft_ms_of(tier, tenant),
+            ttft_ms=tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier)),
             is_full=self.num_queued >= self._context.config.max_queued_jobs,
             context_window_tokens=placement.longest_tokens(fleet.of_model(model)),
         )

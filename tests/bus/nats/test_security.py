@@ -238,7 +238,7 @@ async def test_a_password_that_is_changed_in_the_server_is_said_once(
             return [
                 str(vars(record)["cause"])
                 for record in caplog.records
-                if record.message == "a NATS server is of no use"
+                if record.message == "a NATS server cannot be used"
             ]
 
         await eventually(lambda: bool(said()), 20.0, "the refusal is logged")

@@ -53,7 +53,7 @@ async def test_no_redis_at_all(bench: LimitBench) -> None:
     assert not await limiter.settle("r1", used(1, 1), Decimal(1))
     limiter.settle_soon("r1", None, None)
     await limiter.close(1.0)
-    assert limiter.num_settlements_lost == 0
+    assert limiter.settlements.num_lost == 0
 
 
 async def test_redis_goes_and_comes_back(redis_server: RedisServer) -> None:
@@ -75,10 +75,10 @@ async def test_redis_goes_and_comes_back(redis_server: RedisServer) -> None:
             bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
             bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
             await eventually(lambda: bench.clock.num_sleepers > 0)
-            assert bench.limiter.num_unsettled == 3
+            assert bench.limiter.settlements.num_waiting == 3
         finally:
             redis_server.resume()
-        while bench.limiter.num_unsettled:
+        while bench.limiter.settlements.num_waiting:
             await bench.clock.advance(1.1)
             await asyncio.sleep(0.01)
         [(_, tenant), _] = await bench.limiter.usage(caller)
@@ -97,10 +97,10 @@ async def test_settlements_are_given_up_after_ten_minutes(bench: LimitBench) -> 
     )
     limiter.settle_soon("r1", used(1, 1), Decimal(1))
     await eventually(lambda: bench.clock.num_sleepers > 0)
-    assert limiter.num_unsettled == 1
+    assert limiter.settlements.num_waiting == 1
     await bench.clock.advance(601.0)
-    await eventually(lambda: limiter.num_unsettled == 0)
-    assert limiter.num_settlements_lost == 1
+    await eventually(lambda: limiter.settlements.num_waiting == 0)
+    assert limiter.settlements.num_lost == 1
     await limiter.close(1.0)
 
 
