@@ -123,6 +123,9 @@ class Dialect(ABC):
     that are there already, ``guided`` sees to it where it ``takes_allowed_tokens``."""
     takes_allowed_tokens: ClassVar[bool] = False
     """Whether ``call_one_of`` is there."""
+    takes_logit_bias: ClassVar[bool] = False
+    """Whether ``biased`` is there, without which presence and frequency penalties begin anew where
+    a completion goes on."""
     takes_cache_salt: ClassVar[bool] = False
     """Whether prompts of one salt are kept apart from those of others in its prefix cache; if not,
     a request with a salt is sent so that it shares nothing."""
@@ -161,6 +164,10 @@ class Dialect(ABC):
     ) -> Call:
         """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
         others."""
+        raise NotImplementedError
+
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        """The same call with these added to the logits, too."""
         raise NotImplementedError
 
     def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from registry.served import ServedModel
-from schemas.errors import GrammarError
+from schemas.errors import GrammarError, MillraceError
 from schemas.sampling import Grammar
 from workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
 from workers.engine.grammar.probe import GrammarProbe
 from workers.engine.grammar.threads import TaskThreads
 from workers.engine.types import EngineRequest
+from workers.servers.dialect import ServerStreamError
 
 # After a token that did not fit, so many are asked for one by one; doubled each time in a row.
 _FIRST_SINGLES, _MOST_SINGLES = 1, 64
+# Grammars that were tried are remembered.
+_MAX_KNOWN = 256
+
+_Result = TypeVar("_Result")
 
 
 class Guide:
@@ -95,51 +101,74 @@ class Guides:
         self._probe = GrammarProbe()
         self._threads = TaskThreads("grammar-compile", 1, COMPILE_STACK_BYTES)
         self._library: GrammarLibrary | None = None
+        self._good: dict[Grammar, None] = {}
 
     async def start(self, request: EngineRequest, token_ids: Sequence[int]) -> Guide:
         """One that stands behind ``token_ids``. Raises GrammarError for a grammar that cannot be
-        compiled or does not lead there."""
+        compiled, ServerStreamError for one that does not lead there."""
         grammar = request.sampling.grammar
         assert grammar is not None
         loop = asyncio.get_running_loop()
         compiled: asyncio.Future[Matcher] = loop.create_future()
-        self._threads.submit(partial(self._compile, grammar, tuple(token_ids), loop, compiled))
+        work = partial(self._compile, grammar, tuple(token_ids))
+        self._threads.submit(partial(_run, work, loop, compiled))
         matcher = await compiled
         assert self._library is not None
         ends = frozenset(request.eos_token_ids) if request.sampling.ignore_eos else frozenset()
         return Guide(matcher, self._library.num_words, ends)
 
+    async def check(self, grammar: Grammar) -> None:
+        """Raise GrammarError for one that cannot be compiled, or whose compiling would take the
+        server down."""
+        if grammar in self._good:
+            return
+        loop = asyncio.get_running_loop()
+        checked: asyncio.Future[None] = loop.create_future()
+        self._threads.submit(partial(_run, partial(self._probe.check, grammar), loop, checked))
+        await checked
+        self._good[grammar] = None
+        if len(self._good) > _MAX_KNOWN:
+            del self._good[next(iter(self._good))]
+
     def close(self) -> None:
         """End what compiles."""
         self._probe.close()
 
-    def _compile(
-        self,
-        grammar: Grammar,
-        token_ids: tuple[int, ...],
-        loop: asyncio.AbstractEventLoop,
-        compiled: asyncio.Future[Matcher],
-    ) -> None:
+    def _compile(self, grammar: Grammar, token_ids: tuple[int, ...]) -> Matcher:
+        if self._library is None:
+            self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
+        self._probe.check(grammar)
+        matcher = self._library.compile(grammar)
         try:
-            if self._library is None:
-                self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
-            self._probe.check(grammar)
-            matcher = self._library.compile(grammar)
             matcher.accept(token_ids)
         except GrammarError as error:
-            loop.call_soon_threadsafe(_fail, compiled, error)
-        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
-            why = GrammarError(f"The grammar cannot be compiled: {type(error).__name__}.")
-            loop.call_soon_threadsafe(_fail, compiled, why)
-        else:
-            loop.call_soon_threadsafe(_give, compiled, matcher)
+            raise ServerStreamError(
+                f"The engine's server reads the grammar otherwise than this worker, which cannot "
+                f"go on behind what it made: {error.message}"
+            ) from error
+        return matcher
 
 
-def _give(compiled: asyncio.Future[Matcher], matcher: Matcher) -> None:
-    if not compiled.done():
-        compiled.set_result(matcher)
+def _run(
+    work: Callable[[], _Result], loop: asyncio.AbstractEventLoop, done: asyncio.Future[_Result]
+) -> None:
+    """Do it on this thread, and give the loop what comes of it."""
+    try:
+        result = work()
+    except MillraceError as error:
+        loop.call_soon_threadsafe(_fail, done, error)
+    except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
+        why = GrammarError(f"The grammar cannot be compiled: {type(error).__name__}.")
+        loop.call_soon_threadsafe(_fail, done, why)
+    else:
+        loop.call_soon_threadsafe(_give, done, result)
 
 
-def _fail(compiled: asyncio.Future[Matcher], error: GrammarError) -> None:
-    if not compiled.done():
-        compiled.set_exception(error)
+def _give(done: asyncio.Future[_Result], result: _Result) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _fail(done: asyncio.Future[_Result], error: MillraceError) -> None:
+    if not done.done():
+        done.set_exception(error)

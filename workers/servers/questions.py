@@ -13,6 +13,7 @@ from workers.engine.types import EngineRequest
 from workers.servers.dialect import Call, Dialect, Part
 from workers.servers.guided import Guide
 from workers.servers.live_request import LiveRequest
+from workers.servers.penalties import CarriedPenalties, carried_penalties
 
 # A prime, so that no two places of a completion share a seed soon.
 _SEED_STRIDE = 1_000_003
@@ -20,17 +21,38 @@ _SEED_STRIDE = 1_000_003
 
 class Question(NamedTuple):
     """``call`` is what to send, ``request`` as the server sees it; without a call ``forced`` is the
-    one token that fits the grammar. ``is_single``: it asks for one token alone."""
+    one token that fits the grammar. ``is_single``: it asks for one token alone. ``penalties`` are
+    in the call."""
 
     request: EngineRequest
     call: Call | None
     forced: tuple[int, ...] = ()
     is_single: bool = False
+    penalties: CarriedPenalties | None = None
+
+    def head(self, part: Part) -> tuple[Part, bool]:
+        """What of a part can be taken, and whether the server is to be asked anew behind it."""
+        return (part, False) if self.penalties is None else self.penalties.head(part)
 
 
 def next_question(dialect: Dialect, live: LiveRequest) -> Question:
     """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
-    request, guide, token_ids = live.request, live.guide, live.token_ids
+    penalties = None
+    if dialect.takes_logit_bias:
+        penalties = carried_penalties(live.request.sampling, live.token_ids)
+    request = live.request
+    if penalties is not None:
+        sampling = msgspec.structs.replace(request.sampling, presence_penalty=0.0)
+        request = msgspec.structs.replace(request, sampling=sampling)
+    question = _question(dialect, live, request)
+    if penalties is None or question.call is None:
+        return question
+    call = dialect.biased(question.call, penalties.bias)
+    return question._replace(call=call, penalties=penalties)
+
+
+def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> Question:
+    guide, token_ids = live.guide, live.token_ids
     sampling = request.sampling
     if token_ids and sampling.seed is not None:
         # Its random stream begins anew with each call; the same draws are not to come again.

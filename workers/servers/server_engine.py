@@ -192,6 +192,7 @@ class ServerEngine(EngineLike):
         if grammar is None or live.guide is not None:
             return
         if not live.token_ids and grammar.kind in self._dialect.native_grammars:
+            await self._guides.check(grammar)
             return
         if not self._dialect.takes_allowed_tokens:
             raise ServerStreamError(
@@ -229,9 +230,12 @@ class ServerEngine(EngineLike):
                     if part.num_hidden:
                         live.num_hidden = part.num_hidden
                         return _StreamEnd.CONTINUES
+                    part, asks_anew = question.head(part)
                     if self._accept(live, part):
                         return _StreamEnd.OVER
                     if guide is not None and guide.asks_for_one and not is_single:
+                        asks_anew = True
+                    if asks_anew:
                         return _StreamEnd.CONTINUES
         except AnswerError as error:
             is_answered = True

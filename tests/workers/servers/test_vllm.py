@@ -209,6 +209,26 @@ class TestVllm(EngineConformance):
         assert 1 not in heard.tokens("long")[:5]
         assert heard.tokens("deaf") == [1] * 9
 
+    async def test_penalties_go_on_where_the_completion_does(
+        self, engine: ServerEngine, model: ServedModel
+    ) -> None:
+        heard = Heard(engine)
+        options: dict[str, Any] = {
+            "presence_penalty": 1.5,
+            "frequency_penalty": 0.7,
+            "max_tokens": 40,
+            "ignore_eos": True,
+        }
+        engine.add(_asking(model, "whole", **options))
+        engine.add(_asking(model, "plain", max_tokens=40, ignore_eos=True))
+        await heard.ended("whole", "plain")
+        whole = heard.tokens("whole")
+        assert whole != heard.tokens("plain")
+        for cut in (5, 20, 33):
+            engine.add(_asking(model, f"from{cut}", *whole[:cut], **options))
+            await heard.ended(f"from{cut}")
+            assert heard.tokens(f"from{cut}") == whole[cut:]
+
     async def test_a_prefix_is_found_by_those_of_one_salt(self, engine: ServerEngine) -> None:
         heard = Heard(engine)
         prompt = tuple(30 + number % 97 for number in range(2 * _BLOCK_TOKENS + 10))

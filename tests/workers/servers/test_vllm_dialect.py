@@ -335,6 +335,48 @@ async def test_an_answer_that_ends_too_soon_is_asked_for_again(model: ServedMode
     assert body["sampling_params"]["seed"] != 7, "the same draws would come again"
 
 
+async def test_penalties_are_carried_on(model: ServedModel) -> None:
+    transcript = _recorded(model)
+    async with _attached(model, transcript) as engine:
+        heard = Heard(engine)
+        engine.add(
+            request(
+                "r",
+                output_token_ids=(30, 50, 30),
+                max_tokens=9,
+                presence_penalty=1.0,
+                frequency_penalty=0.5,
+                logit_bias={50: 3.0},
+            )
+        )
+        await heard.ended("r")
+        # The server plays the same four again and again; each that is new is told.
+        assert heard.tokens("r") == [30, 31, 30, 31, 32, 30]
+    calls = [body for body in transcript.bodies(_GENERATE) if body["stream"]]
+    assert [len(body["token_ids"]) - len(PROMPT) for body in calls] == [3, 5, 8]
+    sampling = [body["sampling_params"] for body in calls]
+    assert all(one["presence_penalty"] == 0.0 for one in sampling)
+    assert all(one["frequency_penalty"] == 0.5 for one in sampling)
+    assert sampling[0]["logit_bias"] == {"30": -2.0, "50": 1.5}
+    assert sampling[1]["logit_bias"] == {"30": -2.5, "50": 1.5, "31": -1.5}
+
+
+async def test_a_grammar_that_cannot_be_compiled_never_gets_to_the_server(
+    model: ServedModel,
+) -> None:
+    transcript = _recorded(model)
+    async with _attached(model, transcript) as engine:
+        heard = Heard(engine)
+        bad = Grammar(kind=GrammarKind.REGEX, text="(")
+        engine.add(request("bad", grammar=bad))
+        await heard.ended("bad")
+        end = heard.end("bad")
+        assert end is not None
+        assert end.error is not None
+        assert "grammar" in end.error[1]
+    assert not any(body["stream"] for body in transcript.bodies(_GENERATE))
+
+
 @pytest.mark.parametrize(
     ("grammar", "owned", "sent"),
     [

@@ -32,6 +32,7 @@ from workers.servers.dialect import (
     ServerLoad,
 )
 from workers.servers.dialects.json_grammars import guidance_schema
+from workers.servers.dialects.logit_bias import add_bias
 from workers.servers.dialects.settings import check_settings
 from workers.servers.dialects.sglang_answers import SglangReader
 from workers.servers.prometheus_text import read_samples
@@ -56,6 +57,7 @@ class SglangDialect(Dialect):
     on_port = True
     takes_cache_salt = True
     takes_allowed_tokens = True
+    takes_logit_bias = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
@@ -230,21 +232,23 @@ class SglangDialect(Dialect):
     ) -> Call:
         call = self.call(request, token_ids)
         sampling = call.body["sampling_params"]
-        bias: dict[str, float] = sampling.setdefault("logit_bias", {})
         # Whichever are fewer.
         size = self.model.vocab_size
         if 2 * len(allowed) <= size:
             changes = dict.fromkeys(allowed, _DECISIVE)
         else:
             changes = dict.fromkeys(set(range(size)) - set(allowed), -_DECISIVE)
-        for token_id, change in changes.items():
-            bias[str(token_id)] = bias.get(str(token_id), 0.0) + change
+        add_bias(sampling, changes)
         sampling |= {"max_new_tokens": 1, "min_new_tokens": min(1, sampling["min_new_tokens"])}
         return call
 
     def abort(self, call: Call) -> Call | None:
         """Without it the request runs on for some seconds behind a closed connection."""
         return Call(_ABORT, {"rid": call.body["rid"]})
+
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        add_bias(call.body["sampling_params"], bias)
+        return call
 
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
         wants_prompt = _wants_prompt_logprobs(request, token_ids)

@@ -29,6 +29,7 @@ from workers.servers.dialect import (
     ServerLoad,
 )
 from workers.servers.dialects.json_grammars import guidance_schema
+from workers.servers.dialects.logit_bias import add_bias
 from workers.servers.dialects.vllm_answers import VllmReader
 from workers.servers.dialects.vllm_command import SCHEDULING_POLICY, num_sequences, vllm_command
 from workers.servers.prometheus_text import read_labels, read_samples
@@ -54,6 +55,7 @@ class VllmDialect(Dialect):
     oldest_version = (0, 11)
     takes_cache_salt = True
     takes_allowed_tokens = True
+    takes_logit_bias = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
@@ -171,6 +173,10 @@ class VllmDialect(Dialect):
     ) -> Call:
         call = self._asking_one(self.call(request, token_ids))
         _sampling_of(call)["allowed_token_ids"] = list(allowed)
+        return call
+
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        add_bias(_sampling_of(call), bias)
         return call
 
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
