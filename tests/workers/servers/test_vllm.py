@@ -291,7 +291,7 @@ class TestVllm(EngineConformance):
         end = heard.end("bad")
         assert end is not None
         assert end.error is not None
-        assert end.error[0] == "invalid_parameter"
+        assert end.error[0] == "grammar_invalid"
 
     async def test_one_attaches_to_it_by_its_url(
         self, engine: ServerEngine, model: ServedModel
@@ -360,7 +360,7 @@ async def test_killed_under_its_streams_they_all_go_on(model: ServedModel) -> No
 
     def asked(name: str) -> EngineRequest:
         prompt = (*PROMPT, 20 + int(name))
-        return request(name, prompt, tuple(tokens.get(name, ())), max_tokens=200, ignore_eos=True)
+        return request(name, prompt, tuple(tokens.get(name, ())), max_tokens=800, ignore_eos=True)
 
     names = [str(number) for number in range(20)]
     keeper.on_outputs = note
