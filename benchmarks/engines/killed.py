@@ -25,6 +25,7 @@ _NUM_PROMPT_TOKENS = 32
 _NUM_TOKENS = 400
 _VOCAB_SIZE = 8_000
 _RUNS_FOR_S = 3.0
+_STARTS_WITHIN_S = 400.0
 _READY = "a new engine runs"
 _PROGRAMS = {EngineKind.VLLM: "vllm", EngineKind.LLAMACPP: "llama-server"}
 
@@ -43,7 +44,7 @@ def measure_kill(kind: EngineKind, model: Path, folder: Path) -> KilledFigures:
     """Kill the server of ``millrace up --engine KIND`` while 20 streams run. Raises RuntimeError if
     one of them does not reach its end."""
     arguments = ("--port", str(free_port()), "--model", str(model), "--engine", kind.value)
-    system = System(folder, arguments).start()
+    system = System(folder, arguments, starts_within_s=_STARTS_WITHIN_S).start()
     try:
         return asyncio.run(_killed(system, _PROGRAMS[kind]))
     finally:

@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 
-_START_WITHIN_S = 90.0
 _POLL_S = 0.05
 
 
@@ -26,6 +25,7 @@ class System:
 
     data: Path
     arguments: tuple[str, ...] = ()
+    starts_within_s: float = 90.0
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> System:
@@ -38,7 +38,7 @@ class System:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _START_WITHIN_S
+        deadline = time.monotonic() + self.starts_within_s
         while not self._endpoints_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()

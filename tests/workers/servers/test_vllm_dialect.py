@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from registry.served import ServedModel
 from runtime.clock import SystemClock
@@ -21,6 +23,7 @@ from schemas.sampling import Grammar, GrammarKind
 from tests.workers.conformance import PROMPT, Heard, request
 from tests.workers.scripted import served_model
 from tests.workers.servers.transcripts import Played, Transcript, playing
+from workers.engine.grammar.library import start
 from workers.engine_like import EngineFailedError
 from workers.servers.dialect import Part, RefusedByServerError, ServerStreamError
 from workers.servers.dialects.vllm import VllmDialect
@@ -396,19 +399,26 @@ def test_a_grammar_goes_to_its_field(
     assert sampling["structured_outputs"] == sent
 
 
-def test_json_has_the_blanks_of_the_own_engine(model: ServedModel) -> None:
+def test_json_has_few_blanks_and_all_of_it_fits_the_own_engine(model: ServedModel) -> None:
     """A completion that goes on is followed by the own engine's matcher."""
-    body = (
-        _dialect(model)
-        .call(
-            request("r", grammar=Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "array"}')),
-            (),
-        )
-        .body
-    )
-    schema = body["sampling_params"]["structured_outputs"]["json"]
-    assert schema["type"] == "array"
-    assert schema["x-guidance"]["whitespace_pattern"].endswith("{1,64}")
+    grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
+    body = _dialect(model).call(request("r", grammar=grammar), ()).body
+    schema = json.dumps(body["sampling_params"]["structured_outputs"]["json"])
+    theirs = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
+    vocabulary = LLTokenizer("byte")
+    for text, fits in (
+        ('{"a":1,"b":[1, 2]}', True),
+        ('{"a":\n  {"b": ""},   "c": 1}', True),
+        ('{"a":' + 64 * " " + "1}", True),
+        ('{"a":' + 65 * " " + "1}", False),
+        ('{"a":1 }', False),
+    ):
+        read = LLMatcher(vocabulary, theirs, log_level=0)
+        token_ids = list(text.encode())
+        assert (read.validate_tokens(token_ids) == len(token_ids)) is fits
+        if fits:
+            own = start(vocabulary, grammar)
+            assert own.validate_tokens(token_ids) == len(token_ids)
 
 
 def test_one_token_out_of_those_that_are_allowed(model: ServedModel) -> None:
