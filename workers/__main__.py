@@ -108,7 +108,7 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     settlements = Settlements(redis, clock)
 
     async def make_worker(settings: WorkerConfig, engine: EngineKeeper) -> Worker:
-        await check_weights(bus, name, engine.weights)
+        await check_weights(bus, name, engine.weights, clock.now_ns())
         return Worker(bus, settings, served_model, engine, clock, index, tracing, settlements)
 
     try:

@@ -199,6 +199,8 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
             )
         ],
         "trace_id": [""] * size,
+        "cost_method": ["steps"] * size,
+        "resampled": [False] * size,
         "num_preemptions": (draw.random(size) < 0.002).astype(int).tolist(),
         "record_version": [RECORD_VERSION] * size,
         "outbox_sequence": sequences.tolist(),

@@ -80,17 +80,21 @@ class WorkerDirectory:
 
         subscription = await self._transport.subscribe(subjects.ALL_HEARTBEATS, on_message)
         try:
-            entries = await self._bucket.entries()
+            known = await self.known()
         except BaseException:
             await subscription.close()
             raise
-        known = [status for status in map(self._read, entries) if status is not None]
-        # A retired worker's last status stays until it expires: unlike a deletion, it cannot
-        # overtake the status before it.
-        for status in (*(one for one in known if not one.retired), *early):
+        for status in (*known, *early):
             deliver(status)
         live = True
         return subscription
+
+    async def known(self) -> list[WorkerStatus]:
+        """The last status of each worker that has not retired; a dead one's until it expires."""
+        statuses = map(self._read, await self._bucket.entries())
+        # A retired worker's last status stays until it expires: unlike a deletion, it cannot
+        # overtake the status before it.
+        return [status for status in statuses if status is not None and not status.retired]
 
     def _read(self, payload: bytes) -> WorkerStatus | None:
         try:

@@ -165,6 +165,8 @@ def _worker() -> Grants:
             subjects.ALL_WORKER_NAMES,
             subjects.ALL_PREFIX_REPORTS,
             *_each("STREAM.MSG.GET", (jobs, subjects.WORKERS_STREAM)),
+            # Whether the other workers of its model serve the same weights.
+            *_each("DIRECT.GET", (subjects.WORKERS_STREAM,)),
             *_each("STREAM.MSG.DELETE", (jobs,)),
             f"{_ACK}.{jobs}.>",
         ),

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from bus.api import Bus
-from schemas.control import WorkerStatus
 from schemas.errors import MillraceError
 
 # A worker that was silent for so long has ended, or its streams have moved.
-_SILENT_S = 3.0
+_SILENT_NS = 3_000_000_000
 
 
 class WeightsDifferError(MillraceError, code="weights_differ"):
     """Another worker serves other weights as the same model."""
 
 
-async def check_weights(bus: Bus, model: str, weights: str | None) -> None:
+async def check_weights(bus: Bus, model: str, weights: str | None, now_ns: int) -> None:
     """Raise WeightsDifferError if a live worker of ``model`` serves others than ``weights``. Those
-    that do not say, as workers of an older version, do not count."""
-    heard: dict[str, WorkerStatus] = {}
-
-    def note(status: WorkerStatus) -> None:
-        heard[status.worker_id] = status
-
-    subscription = await bus.workers.watch(note)
-    await subscription.close()
-    silences_s = await bus.workers.silences_s()
-    for status in heard.values():
-        is_silent = silences_s.get(status.worker_id, 0.0) > _SILENT_S
-        if status.model != model or status.retired or is_silent:
+    that do not say, as workers of an older version, do not count. ``now_ns`` is UTC."""
+    for status in await bus.workers.known():
+        if status.model != model or now_ns - status.sent_ns > _SILENT_NS:
             continue
         if None not in (status.weights, weights) and status.weights != weights:
             raise WeightsDifferError(

@@ -15,7 +15,15 @@ from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.manual_clock import ManualClock
 from workers.host.weights import WeightsDifferError, check_weights
 
-_OTHER = WorkerStatus(worker_id="w1-a", name="w1", model="demo", max_num_sequences=4, weights="aa")
+_NOW_NS = 1_700_000_000_000_000_000
+_OTHER = WorkerStatus(
+    worker_id="w1-a",
+    name="w1",
+    model="demo",
+    max_num_sequences=4,
+    weights="aa",
+    sent_ns=_NOW_NS - 500_000_000,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,7 @@ async def test_those_who_agree_say_nothing_or_serve_another_model_do_not_matter(
 ) -> None:
     bus = MemoryBus(MemoryBroker(ManualClock()))
     await bus.workers.announce(msgspec.structs.replace(_OTHER, **change))
-    await check_weights(bus, "demo", "bb")
+    await check_weights(bus, "demo", "bb", _NOW_NS)
 
 
 @pytest.mark.parametrize("weights", ["bb", ""])
@@ -40,16 +48,14 @@ async def test_other_weights_are_refused_by_name(weights: str) -> None:
     bus = MemoryBus(MemoryBroker(ManualClock()))
     await bus.workers.announce(_OTHER)
     with pytest.raises(WeightsDifferError, match="worker w1 serves the model demo"):
-        await check_weights(bus, "demo", weights)
-    await check_weights(bus, "demo", None)
+        await check_weights(bus, "demo", weights, _NOW_NS)
+    await check_weights(bus, "demo", None, _NOW_NS)
 
 
 async def test_a_worker_that_fell_silent_does_not_matter() -> None:
-    clock = ManualClock()
-    bus = MemoryBus(MemoryBroker(clock))
+    bus = MemoryBus(MemoryBroker(ManualClock()))
     await bus.workers.announce(_OTHER)
-    await clock.advance(3.5)
-    await check_weights(bus, "demo", "bb")
+    await check_weights(bus, "demo", "bb", _NOW_NS + 3_000_000_000)
 
 
 def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _STEPS = "llamacpp:n_decode_total"
 # Behind the logit of every other token, yet within what a float holds exactly enough.
 _CHOSEN_BIAS = 10_000.0
 # As Millrace's own engine: what came before changes the logits, then they are scaled, then cut.
-_SAMPLERS = ("penalties", "temperature", "top_k", "typ_p", "top_p", "min_p")
+_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p", "typ_p")
 
 
 class LlamaCppDialect(Dialect):
@@ -63,7 +63,8 @@ class LlamaCppDialect(Dialect):
         ]
         if config.max_batch_tokens:
             arguments += ["--batch-size", str(config.max_batch_tokens)]
-        return Command((*arguments, *config.arguments), {})
+        # Threads that spin where others want the cores take most of their time.
+        return Command((*arguments, *config.arguments), {"OMP_WAIT_POLICY": "PASSIVE"})
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         props = await client.get_json("/props")
