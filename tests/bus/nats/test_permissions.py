@@ -107,7 +107,7 @@ TABLE = (
     (f"{API}.DIRECT.GET.RESULTS.{subjects.result('acme', 'r')}", "GOA", ""),
     (f"{API}.DIRECT.GET.RESULTS.{subjects.result('shop', 'r')}", "GO", ""),
     (f"{API}.DIRECT.GET.FILES", "GO", ""),
-    (f"{API}.DIRECT.GET.KV_workers", "GSTO", ""),
+    (f"{API}.DIRECT.GET.KV_workers", "GSWTO", ""),
     (f"{API}.DIRECT.GET.OUTBOX", "O", ""),
     ("$JS.ACK.JOBS.line-x.1.1.1.1.0", "SW", ""),
     ("$JS.ACK.OUTBOX.bridge.1.1.1.1.0", "T", ""),
