@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from benchmarks.support.prompts import Prompt, distinct_prompts
 from benchmarks.support.sse_load import COMPLETIONS, run_load
+from registry.catalogue import Catalogue
 from schemas.engines import EngineKind
+from tests.support.engine_servers import server_process
 from tests.support.servers import free_port
 from tests.support.system import System
 
@@ -46,19 +45,20 @@ def measure_kill(kind: EngineKind, model: Path, folder: Path) -> KilledFigures:
     arguments = ("--port", str(free_port()), "--model", str(model), "--engine", kind.value)
     system = System(folder, arguments, starts_within_s=_STARTS_WITHIN_S).start()
     try:
-        return asyncio.run(_killed(system, _PROGRAMS[kind]))
+        name = Catalogue({}).entry_for(str(model)).name
+        return asyncio.run(_killed(system, _PROGRAMS[kind], name))
     finally:
         system.stop()
 
 
-async def _killed(system: System, program: str) -> KilledFigures:
+async def _killed(system: System, program: str, model: str) -> KilledFigures:
     prompts = distinct_prompts(_NUM_STREAMS, _NUM_PROMPT_TOKENS, _VOCAB_SIZE, seed=1)
-    bodies = [_body(prompt) for prompt in prompts]
+    bodies = [_body(model, prompt) for prompt in prompts]
     offset_s = time.time() - time.perf_counter()
     running = asyncio.create_task(run_load(system.http, bodies, _NUM_STREAMS, COMPLETIONS))
     await asyncio.sleep(_RUNS_FOR_S)
     killed_s = time.time()
-    os.kill(_server_pid(system, program), signal.SIGKILL)
+    server_process(system, program).kill()
     result = await running
     ready_s = _ready_at(system)
     gaps_s = [
@@ -73,20 +73,14 @@ async def _killed(system: System, program: str) -> KilledFigures:
     )
 
 
-def _body(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-
-
-def _server_pid(system: System, program: str) -> int:
-    """The outermost process that runs the server, not the guardian that watches it."""
-    children = psutil.Process(system.pid("worker-1")).children(recursive=True)
-    for child in children:
-        command = child.cmdline()
-        if not any("guardian" in part for part in command) and any(
-            program in part for part in command
-        ):
-            return child.pid
-    raise RuntimeError(f"no process of {program} runs under the worker")
+def _body(model: str, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 def _ready_at(system: System) -> float:
