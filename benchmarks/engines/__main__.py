@@ -67,7 +67,7 @@ def _measure_both(arguments: argparse.Namespace, model: Path, vocab_size: int) -
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
         load.name: ([], []) for load in _LOADS
     }
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url = stack.enter_context(serving(arguments.engine, model, Path(folder)))
         system = System(
             Path(folder) / "data",
