@@ -20,6 +20,7 @@ _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
+_MAX_FRUITLESS = 3
 
 
 class RunningRequestIndex(Protocol):
@@ -73,6 +74,7 @@ class Replays:
                 for worker_id in await self._candidates(stream):
                     answers.append(await self._ask_worker(worker_id, stream))
                     if answers[-1]:
+                        await self._end_if_fruitless(stream)
                         return
                 nobody_has_it = None not in answers
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
@@ -123,6 +125,15 @@ class Replays:
             stream.replay.is_needed = False
         return answer.ok
 
+    async def _end_if_fruitless(self, stream: OpenStream) -> None:
+        """The frames of an attempt with an older epoch than one that the client has seen are not
+        taken. Such an attempt ends a request if the queue forgot its deliveries, and with them the
+        newer one: once the job is answered nothing else will come."""
+        stream.replay.note_answer(stream.reader.next_index)
+        is_fruitless = stream.replay.num_fruitless >= _MAX_FRUITLESS
+        if is_fruitless and await self._has_left_the_queue(stream):
+            self._lose(stream)
+
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
         """No worker has the frames; if the request is answered, none ever will."""
         if stream.job.store_result and await self._read_result(stream):
@@ -134,7 +145,11 @@ class Replays:
         is_over = await self._is_finished(stream) or (
             silent_s >= _LOST_AFTER_S and await self._has_left_the_queue(stream)
         )
-        if is_over and not stream.ended:
+        if is_over:
+            self._lose(stream)
+
+    def _lose(self, stream: OpenStream) -> None:
+        if not stream.ended:
             message = "The answer was made, but its end was lost on the way. Ask again."
             self._on_lost(stream, Failed(code="answer_lost", message=message, retryable=True))
 

@@ -34,12 +34,21 @@ class Cancellation(NamedTuple):
 class ReplayState:
     """``is_needed`` once frames may have been missed. Of a stream that ``is_foreign`` they go to
     another gateway that lives, so that each news of it has to be asked for. No question is put
-    while one ``is_asked``, nor before ``not_before_s`` (monotonic)."""
+    while one ``is_asked``, nor before ``not_before_s`` (monotonic). ``num_fruitless`` workers in a
+    row said that they send what is missing from ``from_index`` on, which the client still lacks."""
 
     is_needed: bool = False
     is_foreign: bool = False
     is_asked: bool = False
     not_before_s: float = 0.0
+    from_index: int = -1
+    num_fruitless: int = 0
+
+    def note_answer(self, next_index: int) -> None:
+        """A worker sends what is missing from ``next_index`` on."""
+        is_repeated = next_index == self.from_index
+        self.num_fruitless = self.num_fruitless + 1 if is_repeated else 0
+        self.from_index = next_index
 
 
 @dataclass(slots=True)

@@ -79,9 +79,18 @@ class Table:
             return WorkerReply(ok=True)
 
         await self.bus.control.serve_commands(worker_id, on_command)
+        self.beat(worker_id)
+
+    def beat(self, worker_id: str) -> None:
         self.fleet.on_worker(
             WorkerStatus(worker_id=worker_id, name=worker_id, model="demo", max_num_sequences=1)
         )
+
+    async def advance_with(self, worker_id: str, duration_s: int) -> None:
+        """With a heartbeat each second."""
+        for _ in range(duration_s):
+            self.beat(worker_id)
+            await self.clock.advance(1)
 
     def open(self) -> OpenStream:
         stream = self.streams.open(_JOB, self.client, self.clock.monotonic())
@@ -356,3 +365,26 @@ async def test_a_start_that_was_lost_with_its_workers_connection_is_looked_up(
     await table.clock.advance(15)
     assert table.text(stream) == "abc"
     assert isinstance(stream.reader.terminal, Done)
+
+
+async def test_an_attempt_that_is_older_than_what_the_client_has_ends_as_a_lost_answer(
+    table: Table,
+) -> None:
+    """The queue forgot its deliveries, so that a later attempt has an older epoch: its frames are
+    not taken, and nothing else comes once it has answered the job."""
+    stream = table.open()
+    published = await table.bus.jobs.publish(stream.job)
+    table.streams.accept(stream, published.stream_sequence)
+    table.frames(Started(worker_id="dead", epoch=65), delta_of(0, ["a"], epoch=65))
+    end = Done(epoch=1, finish_reason=FinishReason.STOP, num_tokens=2)
+    older: list[Frame] = [Started(worker_id="w2", epoch=1), delta_of(0, ["a", "b"], epoch=1), end]
+    await table.add_worker("w2", older)
+    await table.advance_with("w2", 20)
+    assert len(table.replays) > 4
+    assert not stream.ended
+    [leased] = await table.bus.jobs.pull(TenantQueue.of(stream.job), 1, 0.0)
+    await table.bus.jobs.ack(leased.lease)
+    await table.advance_with("w2", 5)
+    assert isinstance(stream.reader.terminal, Failed)
+    assert stream.reader.terminal.code == "answer_lost"
+    assert table.text(stream) == "a"
