@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from registry.catalogue import Catalogue, ModelEntry
-from registry.checkpoints.checkpoint import ModelOutline, read_model_outline
+from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
-from schemas.engines import check_supported
+from schemas.engines import EngineKind, check_supported
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
@@ -56,7 +56,7 @@ class ServedModel:
         weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
         entry = catalogue.get(name)
         path = resolve(entry)
-        return cls(entry, path, read_model_outline(path), Tokenizer.load(path, entry.tool_format))
+        return cls(entry, path, outline_of(entry, path), Tokenizer.load(path, entry.tool_format))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -172,6 +172,15 @@ class ServedModel:
         if left < (wanted or 1):
             raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
         return left if wanted is None else wanted
+
+
+def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:
+    """What ``path`` says of the model. Raises CheckpointError for what the entry's engine cannot
+    compute, as far as that is known here."""
+    if entry.engine_kind is EngineKind.REAL:
+        return read_model_config(path)
+    is_simulated = entry.engine_kind is EngineKind.SIMULATED
+    return read_model_outline(path, any_architecture=not is_simulated)
 
 
 def _prepared(

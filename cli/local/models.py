@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from registry.catalogue import CatalogueEngine, load_catalogue
-from registry.checkpoints.checkpoint import read_model_config, read_model_outline
+from registry.served import outline_of
 from registry.source import resolve
-from schemas.engines import EngineKind
 
 
 def catalogue_for(
@@ -27,7 +26,6 @@ def catalogue_for(
     only = known.only(chosen) if engine is None else known.only(chosen).with_engine(engine)
     for name in only.names():
         entry = only.get(name)
-        is_own = entry.engine_kind is EngineKind.REAL
-        (read_model_config if is_own else read_model_outline)(resolve(entry))
+        outline_of(entry, resolve(entry))
     only.write(file)
     return str(file), tuple(chosen)

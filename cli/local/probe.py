@@ -8,7 +8,7 @@ import random
 
 from bus.api import Bus
 from registry.catalogue import load_catalogue
-from registry.checkpoints.checkpoint import read_model_outline
+from registry.served import outline_of
 from registry.source import resolve
 from schemas.config import Config
 from schemas.frames import TERMINAL_FRAMES, Frame
@@ -24,8 +24,8 @@ _FIRST_ANSWER_S = 60.0
 
 def probe_pooling(config: Config, model: str) -> Pooling | None:
     """Models that make no tokens are asked for an embedding. Raises MillraceError."""
-    path = resolve(load_catalogue(config.catalogue).get(model))
-    return None if read_model_outline(path).has_head else Pooling.MEAN
+    entry = load_catalogue(config.catalogue).get(model)
+    return None if outline_of(entry, resolve(entry)).has_head else Pooling.MEAN
 
 
 async def serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:

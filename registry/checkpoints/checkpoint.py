@@ -154,12 +154,17 @@ def read_model_config(path: Path) -> ModelConfig:
     )
 
 
-def read_model_outline(path: Path) -> ModelOutline:
+def read_model_outline(path: Path, *, any_architecture: bool = False) -> ModelOutline:
     """Read ``config.json`` of the checkpoint folder ``path``, or of one that stands for a GGUF
-    file, whose architecture may be any. Raises CheckpointError as ``read_model_config`` does."""
+    file, whose architecture may be any. With ``any_architecture``, for another engine than ours, a
+    folder's may be, too, and its weights quantized. Raises CheckpointError as ``read_model_config``
+    does."""
     fields = _fields(path)
     if fields.get(GGUF_FILE) is None:
-        return read_model_config(path)
+        if not any_architecture or _is_ours(fields):
+            return read_model_config(path)
+        # Models that also see or hear have what is said of text in a section of its own.
+        fields = fields.with_section("text_config")
     bos_ids = fields.token_ids("bos_token_id")
     return ModelOutline(
         architecture=fields.string("model_type", ""),
@@ -170,6 +175,16 @@ def read_model_outline(path: Path) -> ModelOutline:
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
+
+
+def _is_ours(fields: JsonFields) -> bool:
+    """Whether the decoder computes it."""
+    try:
+        _architecture(fields)
+        _refuse_unsupported(fields)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _fields(path: Path) -> JsonFields:

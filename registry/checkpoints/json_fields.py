@@ -38,6 +38,13 @@ class JsonFields:
         self.path = path
         self._data = data
 
+    def with_section(self, name: str) -> JsonFields:
+        """These, and over them the fields of the object ``name``, if there is one."""
+        section = self._data.get(name)
+        if not isinstance(section, dict):
+            return self
+        return JsonFields(self.path, {**self._data, **section})
+
     def bad(self, name: str, expected: str) -> CheckpointError:
         """The error to raise for a field whose value is not what it must be."""
         value = self._data.get(name)
