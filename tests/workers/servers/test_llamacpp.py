@@ -19,11 +19,12 @@ import pytest_asyncio
 
 from benchmarks.support.gguf_files import write_gguf
 from registry.catalogue import Catalogue
+from registry.gguf.kv_size import kv_bytes_per_token
 from registry.served import ServedModel
 from runtime.clock import SystemClock
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
-from schemas.errors import ConfigError
+from schemas.errors import CheckpointError, ConfigError
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port
@@ -33,6 +34,9 @@ from workers.engine.engine import Engine
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.process.keeper import EngineKeeper
+from workers.servers.dialect import ServerAddress
+from workers.servers.dialects.llamacpp import LlamaCppDialect
+from workers.servers.dialects.llamacpp_answers import LlamaReader
 from workers.servers.server_engine import ServerEngine
 from workers.servers.server_process import find_program
 from workers.servers.starting import start_server_engine
@@ -265,7 +269,7 @@ async def test_another_model_behind_a_url_is_refused(
             await start_server_engine(wide, _config(url=url), SystemClock())
 
 
-async def test_a_broken_file_is_told_by_the_servers_last_words(
+async def test_a_truncated_file_is_told_before_anything_starts(
     model: ServedModel, tmp_path: Path
 ) -> None:
     broken = tmp_path / "tiny.gguf"
@@ -273,8 +277,15 @@ async def test_a_broken_file_is_told_by_the_servers_last_words(
     broken.write_bytes(raw[: len(raw) // 2])
     entry = Catalogue({}).entry_for(str(broken))
     damaged = ServedModel(entry, model.path, model.config, model.tokenizer)
-    with pytest.raises(EngineFailedError, match=r"(?s)before the model was loaded.*error"):
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf is truncated"):
         await start_server_engine(damaged, _config(), SystemClock())
+
+
+async def test_a_server_that_does_not_come_up_leaves_its_last_words(model: ServedModel) -> None:
+    others = _servers()
+    with pytest.raises(EngineFailedError, match=r"(?s)before the model was loaded.*no-such-option"):
+        await start_server_engine(model, _config(arguments=("--no-such-option",)), SystemClock())
+    assert _servers() == others
 
 
 async def test_a_folder_is_not_for_llama_cpp(checkpoint: Path) -> None:
@@ -282,3 +293,68 @@ async def test_a_folder_is_not_for_llama_cpp(checkpoint: Path) -> None:
     folder = ServedModel.load(catalogue, catalogue.names()[0])
     with pytest.raises(ConfigError, match="is no GGUF file"):
         await start_server_engine(folder, _config(), SystemClock())
+
+
+def _shape_of(model: ServedModel, **config: Any) -> tuple[int, int]:
+    command = LlamaCppDialect(model, _config(**config), owned=True).command(
+        Path("llama-server"), ServerAddress(Path("/run"))
+    )
+    words = list(command.arguments)
+    num_slots = int(words[words.index("--parallel") + 1])
+    return num_slots, int(words[words.index("--ctx-size") + 1]) // num_slots
+
+
+def test_slots_have_what_the_memory_has_room_for(model: ServedModel) -> None:
+    token_bytes = kv_bytes_per_token(Path(model.entry.source))
+    assert token_bytes == 2 * 2 * 2 * 2 * 8  # layers, heads, keys and values, their size, float16
+    window = model.context_window_tokens
+    assert _shape_of(model, max_num_sequences=0) == (8, window)
+    assert _shape_of(model, max_num_sequences=0, kv_cache_bytes=3 * window * token_bytes) == (
+        3,
+        window,
+    )
+    with pytest.raises(ConfigError, match=r"4 slots .* 32 tokens each"):
+        _shape_of(model, kv_cache_bytes=window * token_bytes)
+
+
+async def test_requests_longer_than_a_slot_are_refused_one_by_one(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "wide", max_position_embeddings=512)
+    file = write_gguf(tmp_path / "wide.gguf", checkpoint, "float32")
+    catalogue = Catalogue({}).with_model(str(file))
+    wide = ServedModel.load(catalogue, catalogue.names()[0])
+    async with _engine(wide, arguments=(*_EXACT, "--ctx-size", "1024")) as engine:
+        assert engine.stats.max_tokens_per_request == 256
+        heard = Heard(engine)
+        engine.add(request("long", max_tokens=300))
+        engine.add(request("short"))
+        await heard.ended("long", "short")
+        refused = heard.end("long")
+        assert refused is not None
+        assert refused.error is not None
+        assert refused.error[0] == "kv_capacity_exceeded"
+        assert heard.tokens("short")
+
+
+async def test_settings_of_the_own_engine_are_not_ignored(model: ServedModel) -> None:
+    with pytest.raises(
+        ConfigError, match=r"worker\.engine\.kernels is a setting of Millrace's own"
+    ):
+        await start_server_engine(model, _config(kernels="torch"), SystemClock())
+
+
+def test_a_token_that_ends_within_a_character_keeps_its_place_among_logprobs(
+    model: ServedModel,
+) -> None:
+    def entry(token_id: int) -> dict[str, Any]:
+        top = [{"id": token_id, "logprob": -0.5}]
+        return {"id": token_id, "logprob": -0.5, "top_logprobs": top}
+
+    reader = LlamaReader(model.tokenizer.table, 1)
+    told = {"stop": True, "tokens": [7, 8, 9], "completion_probabilities": [entry(7), entry(9)]}
+    part = reader.read(msgspec.json.encode(told))
+    assert part is not None
+    assert [(one.token_id, one.logprob) for one in part.logprobs] == [
+        (7, -0.5),
+        (8, -9999.0),
+        (9, -0.5),
+    ]

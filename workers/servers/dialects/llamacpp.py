@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from registry.gguf.kv_size import kv_bytes_per_token
 from registry.served import ServedModel
 from registry.source import gguf_file
 from schemas.config import EngineConfig
@@ -16,12 +17,26 @@ from schemas.sampling import SamplingParams
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
-from workers.servers.dialect import Call, Command, Dialect, Reader, ServerFacts, ServerLoad
+from workers.servers.dialect import (
+    Call,
+    Command,
+    Dialect,
+    Reader,
+    ServerAddress,
+    ServerFacts,
+    ServerLoad,
+)
 from workers.servers.dialects.llamacpp_answers import LlamaReader
 from workers.servers.dialects.llamacpp_slots import Slots
+from workers.servers.dialects.settings import check_settings
 from workers.servers.prometheus_text import read_samples
 
 _NUM_SLOTS = 8
+# Of the machine's memory, what slots get for their keys and values where nothing else is said.
+_MEMORY_SHARE = 4
+# Rather fewer slots than shorter ones than this.
+_USUAL_SLOT_TOKENS = 4_096
+_FEWEST_SLOT_TOKENS = 512
 _MAX_SEED = 2**32 - 1
 _STEPS = "llamacpp:n_decode_total"
 # Behind the logit of every other token, yet within what a float holds exactly enough.
@@ -37,26 +52,26 @@ class LlamaCppDialect(Dialect):
     kind = EngineKind.LLAMACPP
     package = "llama.cpp"
     program = "llama-server"
-    takes_cache_salt = True
-    takes_allowed_tokens = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
         self._slots = Slots(config.max_num_sequences or _NUM_SLOTS)
 
-    def command(self, program: Path, socket: Path) -> Command:
+    def command(self, program: Path, address: ServerAddress) -> Command:
         entry, config = self.model.entry, self.config
+        check_settings(config, self.kind)
         if not entry.is_gguf:
             raise ConfigError(
                 f"The model {entry.name} is no GGUF file, which is what llama.cpp reads: name one, "
                 f"or run the checkpoint by another engine."
             )
-        num_slots = config.max_num_sequences or _NUM_SLOTS
+        file = gguf_file(entry)
+        num_slots, slot_tokens = self._shape(kv_bytes_per_token(file))
         num_threads = config.num_threads or len(os.sched_getaffinity(0))
         arguments = [
-            *(str(program), "--model", str(gguf_file(entry)), "--host", str(socket)),
+            *(str(program), "--model", str(file), "--host", str(address.socket)),
             *("--parallel", str(num_slots), "--no-kv-unified"),
-            *("--ctx-size", str(num_slots * self.model.context_window_tokens)),
+            *("--ctx-size", str(num_slots * slot_tokens)),
             *("--threads", str(num_threads), "--metrics", "--no-webui", "--offline"),
             # A cache for all slots would be one for all tenants.
             *("--cache-ram", "0"),
@@ -65,6 +80,26 @@ class LlamaCppDialect(Dialect):
             arguments += ["--batch-size", str(config.max_batch_tokens)]
         # Threads that spin where others want the cores take most of their time.
         return Command((*arguments, *config.arguments), {"OMP_WAIT_POLICY": "PASSIVE"})
+
+    def _shape(self, kv_token_bytes: int) -> tuple[int, int]:
+        """How many slots, and for how many tokens each: the whole window, or what the memory for
+        the KV cache has room for. Raises ConfigError if that is next to nothing."""
+        config, window = self.config, self.model.context_window_tokens
+        num_slots = config.max_num_sequences or _NUM_SLOTS
+        if not kv_token_bytes:
+            return num_slots, window
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget_tokens = (config.kv_cache_bytes or memory // _MEMORY_SHARE) // kv_token_bytes
+        if not config.max_num_sequences:
+            usual = min(window, _USUAL_SLOT_TOKENS)
+            num_slots = max(1, min(num_slots, budget_tokens // usual))
+        slot_tokens = min(window, budget_tokens // num_slots)
+        if slot_tokens < min(window, _FEWEST_SLOT_TOKENS):
+            raise ConfigError(
+                f"{num_slots} slots of llama.cpp (worker.engine.max_num_sequences) would have "
+                f"{slot_tokens} tokens each: give it fewer, or more worker.engine.kv_cache_bytes."
+            )
+        return num_slots, slot_tokens
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         props = await client.get_json("/props")
@@ -120,6 +155,10 @@ class LlamaCppDialect(Dialect):
         body = call.body | {"n_predict": 1, "logit_bias": biases, "stream": False}
         return call._replace(body=body, streams=False)
 
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        biases = [*call.body["logit_bias"], *([one, change] for one, change in bias.items())]
+        return call._replace(body=call.body | {"logit_bias": biases})
+
     def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:
         call = self.call(request, token_ids)
         body = call.body | {"n_predict": num_tokens, "stream": False}
@@ -132,11 +171,13 @@ class LlamaCppDialect(Dialect):
     ) -> Reader:
         return LlamaReader(self.model.tokenizer.table, request.sampling.logprobs)
 
-    def begin(self, request: EngineRequest) -> None:
-        self._slots.begin(request.request_id, request.cache_salt, request.prompt_token_ids)
+    async def begin(self, request: EngineRequest) -> None:
+        await self._slots.acquire(
+            request.request_id, request.cache_salt, request.prompt_token_ids, request.priority
+        )
 
     def end(self, request_id: str) -> None:
-        self._slots.end(request_id)
+        self._slots.release(request_id)
 
 
 def _sampling(sampling: SamplingParams, window_tokens: int) -> dict[str, Any]:

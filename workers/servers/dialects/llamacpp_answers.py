@@ -13,6 +13,8 @@ from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerSt
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CALLERS_FAULT = range(400, 500)
+# As the API of OpenAI has it for a token that is not told of.
+_UNKNOWN_LOGPROB = -9999.0
 
 
 class LlamaReader(Reader):
@@ -46,7 +48,7 @@ class LlamaReader(Reader):
         num_hidden = num_tokens - self._num_tokens - 1
         if num_hidden <= 0:
             self._num_tokens = num_tokens
-            return Part(token_ids=(last,), logprobs=self._logprobs_of(said))
+            return Part(token_ids=(last,), logprobs=self._logprobs_of(said, (last,)))
         hidden = self._hidden(said["content"], last, num_hidden)
         if hidden is None or self._logprobs is not None:
             return Part(num_hidden=num_hidden + 1)
@@ -56,7 +58,7 @@ class LlamaReader(Reader):
     def _last_part(self, said: dict[str, Any]) -> Part:
         ids = tuple(map(int, said.get("tokens") or ()))
         if ids:  # not streamed
-            return Part(token_ids=ids, logprobs=self._logprobs_of(said))
+            return Part(token_ids=ids, logprobs=self._logprobs_of(said, ids))
         num_hidden = int(said["tokens_predicted"]) - self._num_tokens
         if num_hidden > 0:
             return Part(num_hidden=num_hidden)
@@ -94,20 +96,26 @@ class LlamaReader(Reader):
                 self._by_bytes.setdefault(piece, []).append(token_id)
         return self._by_bytes.get(data, ())
 
-    def _logprobs_of(self, said: dict[str, Any]) -> tuple[TokenLogprob, ...]:
+    def _logprobs_of(self, said: dict[str, Any], ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """One for each token. Of those that end within a character the server tells none."""
         if self._logprobs is None:
             return ()
-        return tuple(
-            TokenLogprob(
-                token_id=int(one["id"]),
-                logprob=float(one["logprob"]),
-                top=tuple(
-                    (int(other["id"]), float(other["logprob"]))
-                    for other in one["top_logprobs"][: self._logprobs]
-                ),
+        told = iter(said["completion_probabilities"])
+        entry, logprobs = next(told, None), []
+        for token_id in ids:
+            if entry is None or int(entry["id"]) != token_id:
+                logprobs.append(TokenLogprob(token_id=token_id, logprob=_UNKNOWN_LOGPROB))
+                continue
+            top = entry["top_logprobs"][: self._logprobs]
+            logprobs.append(
+                TokenLogprob(
+                    token_id=token_id,
+                    logprob=float(entry["logprob"]),
+                    top=tuple((int(one["id"]), float(one["logprob"])) for one in top),
+                )
             )
-            for one in said["completion_probabilities"]
-        )
+            entry = next(told, None)
+        return tuple(logprobs)
 
 
 def _error(said: dict[str, Any]) -> Exception:
