@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
 from tests.support.system import System
 
-_VLLM_STARTS_WITHIN_S = 420.0
+_STARTS_WITHIN_S = 420.0
 _STOPS_WITHIN_S = 20.0
 _POLL_S = 0.5
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
@@ -75,18 +75,33 @@ def vllm(python: Path, checkpoint: Path, folder: Path, *, eager: bool, cores: st
         *("--max-model-len", "4096", "--max-num-seqs", "64"),
         *(("--enforce-eager",) if eager else ()),
     ]
-    log = folder / "vllm.log"
+    variables = _vllm_variables(python, folder, cores)
+    with running_server(url, command, variables, folder):
+        yield url
+
+
+@contextmanager
+def running_server(
+    url: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path,
+    health_path: str = "/health",
+) -> Iterator[None]:
+    """A server, from when it is healthy until the context ends. Raises RuntimeError with the end of
+    its log if it does not come up."""
+    log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=folder,  # this folder's packages must not hide the server's own
-            env=os.environ | _vllm_variables(python, folder, cores),
+            env={**os.environ, "PYTHONPATH": "", **variables},
         )
     try:
-        _wait_until_healthy(url, process, log)
-        yield url
+        _wait_until_healthy(url + health_path, process, log)
+        yield
     finally:
         process.terminate()
         try:
@@ -117,17 +132,17 @@ def _vllm_variables(python: Path, folder: Path, cores: str) -> dict[str, str]:
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + _VLLM_STARTS_WITHIN_S
+    deadline_s = time.monotonic() + _STARTS_WITHIN_S
     while not _is_healthy(url):
         if process.poll() is not None or time.monotonic() > deadline_s:
             end = log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"vLLM's server did not come up:\n{end}")
+            raise RuntimeError(f"the server did not come up:\n{end}")
         time.sleep(_POLL_S)
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as answer:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

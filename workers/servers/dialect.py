@@ -26,17 +26,23 @@ class Command(NamedTuple):
     environment: dict[str, str]
 
 
-class PortAddress(NamedTuple):
-    """Where a server listens on this machine, and the key that it asks for. ``folder`` is for files
-    that only this user may read."""
+class ServerAddress(NamedTuple):
+    """Where a server that the worker starts is to listen: on the Unix socket ``socket``, or, if it
+    cannot, on ``port`` of this machine, where it asks for ``api_key``, which keeps other users
+    away. ``folder`` is for files that only this user may read."""
 
-    port: int
-    api_key: str
     folder: Path
+    port: int = 0
+    api_key: str = ""
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "server.sock"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """That of the port. The host of a URL is of no meaning on a Unix socket."""
+        return f"http://127.0.0.1:{self.port}" if self.port else "http://localhost"
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,33 +122,20 @@ class Dialect(ABC):
     oldest_version: ClassVar[tuple[int, ...]] = ()
     health_path: ClassVar[str] = "/health"
     on_port: ClassVar[bool] = False
-    """It cannot listen on a Unix socket: it is given a port of this machine and a key to ask for,
-    which keeps other users away."""
+    """Whether it cannot listen on a Unix socket."""
     native_grammars: frozenset[GrammarKind] = frozenset()
-    """What the server keeps to by itself, from the first token on. For others, and behind tokens
-    that are there already, ``guided`` sees to it where it ``takes_allowed_tokens``."""
-    takes_allowed_tokens: ClassVar[bool] = False
-    """Whether ``call_one_of`` is there."""
-    takes_logit_bias: ClassVar[bool] = False
-    """Whether ``biased`` is there, without which presence and frequency penalties begin anew where
-    a completion goes on."""
-    takes_cache_salt: ClassVar[bool] = False
-    """Whether prompts of one salt are kept apart from those of others in its prefix cache; if not,
-    a request with a salt is sent so that it shares nothing."""
+    """What the server keeps to by itself, from the first token on. To others, and behind tokens
+    that are there already, ``guided`` sees."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         self.model = model
         self.config = config
         self.owned = owned
 
-    def command(self, program: Path, socket: Path) -> Command:
-        """What starts the server so that it listens on the Unix socket at ``socket``. Raises
-        ConfigError for a setting that it does not have."""
-        raise NotImplementedError
-
-    def command_on_port(self, program: Path, address: PortAddress) -> Command:
-        """The same, for one that is ``on_port``."""
-        raise NotImplementedError
+    @abstractmethod
+    def command(self, program: Path, address: ServerAddress) -> Command:
+        """What starts the server so that it listens there. Raises ConfigError for a setting that it
+        does not have."""
 
     @abstractmethod
     async def read_facts(self, client: ServerClient) -> ServerFacts:
@@ -156,34 +149,40 @@ class Dialect(ABC):
     @abstractmethod
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         """What is sent to continue ``request``, of which ``token_ids`` were made (those delivered
-        before and since). The grammar is that of a completion that begins, or None. Raises
+        before and since). The grammar is that of a completion that begins, or None. Prompts of one
+        ``cache_salt`` share nothing with those of others in the server's prefix cache. Raises
         ParameterError for what the server cannot do."""
 
+    @abstractmethod
     def call_one_of(
         self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
     ) -> Call:
         """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
         others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def biased(self, call: Call, bias: dict[int, float]) -> Call:
         """The same call with these added to the logits, too."""
-        raise NotImplementedError
 
-    def call_whole(self, request: EngineRequest, token_ids: Sequence[int], num_tokens: int) -> Call:
+    def call_whole(
+        self,
+        request: EngineRequest,
+        token_ids: Sequence[int],
+        num_tokens: int,  # noqa: ARG002  (a server that hides none is asked as ever)
+    ) -> Call:
         """As ``call``, for ``num_tokens`` more that no stream tells."""
-        raise NotImplementedError
+        return self.call(request, token_ids)
 
     def abort(self, call: Call) -> Call | None:  # noqa: ARG002  (most need not)
         """What frees at once what the server has of ``call``; None if the end of the connection
         does."""
         return None
 
-    def begin(self, request: EngineRequest) -> None:  # noqa: B027  (most need not know)
-        """The server is given this request from now on."""
+    async def begin(self, request: EngineRequest) -> None:  # noqa: B027  (most need not know)
+        """Returns when the server may be given this request."""
 
     def end(self, request_id: str) -> None:  # noqa: B027  (most need not know)
-        """The server has it no more."""
+        """The server has it no more, or is not given it any more."""
 
     @abstractmethod
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:

@@ -37,9 +37,7 @@ class Question(NamedTuple):
 
 def next_question(dialect: Dialect, live: LiveRequest) -> Question:
     """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
-    penalties = None
-    if dialect.takes_logit_bias:
-        penalties = carried_penalties(live.request.sampling, live.token_ids)
+    penalties = carried_penalties(live.request.sampling, live.token_ids)
     request = live.request
     if penalties is not None:
         sampling = msgspec.structs.replace(request.sampling, presence_penalty=0.0)

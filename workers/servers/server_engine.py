@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import cast
@@ -85,7 +85,8 @@ class ServerEngine(EngineLike):
         self._clock = clock
         self._vocab_size = model.vocab_size
         self._context_window_tokens = model.context_window_tokens
-        self._capacity_tokens = facts.kv_capacity_tokens or self._context_window_tokens
+        longest = facts.context_window_tokens or self._context_window_tokens
+        self._capacity_tokens = min(longest, facts.kv_capacity_tokens or longest)
         self._live: dict[str, LiveRequest] = {}
         self._shares = TokenShares()
         self._prefixes = PrefixEstimate(
@@ -135,7 +136,6 @@ class ServerEngine(EngineLike):
             self._put(refusal(request, error))
             return
         self._live[request.request_id] = live
-        self._dialect.begin(request)
         self._shares.begin(request.request_id, self._clock.monotonic())
         live.task = self._tasks.spawn(self._serve(live), f"stream {request.request_id}")
         self._has_work.set()
@@ -169,6 +169,7 @@ class ServerEngine(EngineLike):
     async def _serve(self, live: LiveRequest) -> None:
         request_id = live.request.request_id
         try:
+            await self._dialect.begin(live.request)
             num_breaks = 0
             while num_breaks <= _MAX_BREAKS:
                 await self._guide(live)
@@ -194,11 +195,6 @@ class ServerEngine(EngineLike):
         if not live.token_ids and grammar.kind in self._dialect.native_grammars:
             await self._guides.check(grammar)
             return
-        if not self._dialect.takes_allowed_tokens:
-            raise ServerStreamError(
-                f"The {self._dialect.kind} engine cannot go on in the midst of a grammar after a "
-                f"crash; send the request again."
-            )
         live.guide = await self._guides.start(live.request, live.token_ids)
         if live.guide.complete:
             self._accept(live, Part())
@@ -262,9 +258,12 @@ class ServerEngine(EngineLike):
         """Returns once the server is known to live. If it does not, the engine ends, and with it
         the task that calls this."""
         await self._clock.sleep(_DYING_S)
-        if not await self._client.is_healthy(self._dialect.health_path):
+        if not await self._is_healthy():
             self._end("the server does not answer any more")
             await asyncio.Event().wait()
+
+    async def _is_healthy(self) -> bool:
+        return await self._client.is_healthy(self._dialect.health_path)
 
     def _accept(self, live: LiveRequest, part: Part) -> bool:
         """Take what an event says; whether the request is over by it."""
@@ -316,8 +315,6 @@ class ServerEngine(EngineLike):
 
     def _note_prefix(self, live: LiveRequest) -> None:
         request = live.request
-        if request.cache_salt and not self._dialect.takes_cache_salt:
-            return
         token_ids = (*request.prompt_token_ids, *live.token_ids)
         changes = self._prefixes.note(token_ids, request.cache_salt)
         if changes is not None:
@@ -369,13 +366,12 @@ class ServerEngine(EngineLike):
         while not self._closed.done():
             if not self._live:
                 await self._wait_for_work()
-            try:
+            # Some tell their figures between two steps only, however long these take.
+            with suppress(MillraceError):
                 self._stats.load = await self._dialect.read_load(self._client)
-                num_failed = 0
-            except MillraceError as error:
-                num_failed += 1
-                if num_failed >= _MAX_FAILED_CHECKS:
-                    self._end(f"the server does not answer any more: {error.message}")
+            num_failed = 0 if await self._is_healthy() else num_failed + 1
+            if num_failed >= _MAX_FAILED_CHECKS:
+                self._end("the server does not answer any more")
             self._report_shares()
             await self._clock.sleep(_LOAD_INTERVAL_S)
 

@@ -62,11 +62,6 @@ class ServerProcess:
         return Path(self._folder.name)
 
     @property
-    def socket(self) -> Path:
-        """Where the server listens."""
-        return self.folder / "server.sock"
-
-    @property
     def tail(self) -> str:
         """The last lines that it printed while it loaded."""
         return "\n".join(self._tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 from pathlib import Path
@@ -16,15 +17,15 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError, MillraceError
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
-from workers.servers.dialect import Dialect, PortAddress, ServerFacts
+from workers.servers.dialect import Dialect, ServerAddress, ServerFacts
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
 from workers.servers.server_process import ServerProcess, find_program
 from workers.servers.versions import version_of
 
 _POLL_S = 0.1
-# The host of a URL is of no meaning on a Unix socket.
-_SOCKET_URL = "http://localhost"
+
+logger = logging.getLogger(__name__)
 
 
 async def start_server_engine(
@@ -81,19 +82,11 @@ async def _launch(dialect: Dialect, clock: Clock) -> ServerEngine:
     config = dialect.config
     program = find_program(dialect.program, config.command, dialect.package)
     process = ServerProcess.prepare()
-    address = _free_address(process.folder)
-    client = (
-        ServerClient(address.url, api_key=address.api_key)
-        if dialect.on_port
-        else ServerClient(_SOCKET_URL, socket=process.socket)
-    )
+    address = _free_address(process.folder) if dialect.on_port else ServerAddress(process.folder)
+    socket_path = None if dialect.on_port else address.socket
+    client = ServerClient(address.url, socket=socket_path, api_key=address.api_key)
     try:
-        command = (
-            dialect.command_on_port(program, address)
-            if dialect.on_port
-            else dialect.command(program, process.socket)
-        )
-        await process.start(command)
+        await process.start(dialect.command(program, address))
         await _until_loaded(dialect, client, process, clock)
         facts = await _checked_facts(dialect, client)
         process.is_ready()
@@ -104,10 +97,10 @@ async def _launch(dialect: Dialect, clock: Clock) -> ServerEngine:
         raise
 
 
-def _free_address(folder: Path) -> PortAddress:
+def _free_address(folder: Path) -> ServerAddress:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return PortAddress(listener.getsockname()[1], secrets.token_urlsafe(32), folder)
+        return ServerAddress(folder, listener.getsockname()[1], secrets.token_urlsafe(32))
 
 
 async def _until_loaded(
@@ -159,7 +152,15 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
             f"{model.entry.name} has {model.vocab_size}: they are not the same model."
         )
     window = facts.context_window_tokens
-    if window is not None and window < model.context_window_tokens:
+    if window is None or window >= model.context_window_tokens:
+        return facts
+    if dialect.owned:
+        # It is what its memory has room for; longer requests are refused one by one.
+        logger.warning(
+            "the engine's sequences are shorter than the model's window",
+            extra={"tokens": window, "window": model.context_window_tokens},
+        )
+    else:
         raise ConfigError(
             f"The {kind} server's context window is {window} tokens, the catalogue's "
             f"{model.entry.name} has {model.context_window_tokens}. Start the server with a larger "

@@ -24,6 +24,7 @@ from workers.servers.dialect import (
     Dialect,
     Part,
     Reader,
+    ServerAddress,
     ServerFacts,
     ServerLoad,
     ServerStreamError,
@@ -40,12 +41,16 @@ class RandomServer:
     breaks: set[int] = field(default_factory=set)
     status: int = 200
     healthy: bool = True
+    tells_load: bool = True
     token_s: float = 0.0
     calls: list[dict[str, Any]] = field(default_factory=list)
     num_running: int = 0
 
     async def health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def load(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.tells_load else 503)
 
     async def facts(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": "1.2", "vocab_size": self.vocab_size})
@@ -97,6 +102,7 @@ async def serving(server: RandomServer) -> AsyncIterator[str]:
     app.add_routes(
         [
             web.get("/health", server.health),
+            web.get("/load", server.load),
             web.get("/facts", server.facts),
             web.post("/generate", server.generate),
         ]
@@ -120,10 +126,9 @@ class RandomDialect(Dialect):
     package = "random-server"
     program = "random-server"
     oldest_version = (1, 1)
-    takes_allowed_tokens = True
 
-    def command(self, program: Path, socket: Path) -> Command:
-        return Command((str(program), str(socket)), {})
+    def command(self, program: Path, address: ServerAddress) -> Command:
+        return Command((str(program), str(address.socket)), {})
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         said = await client.get_json("/facts")
@@ -132,7 +137,7 @@ class RandomDialect(Dialect):
         )
 
     async def read_load(self, client: ServerClient) -> ServerLoad:
-        await client.get("/health")
+        await client.get("/load")
         return ServerLoad(kv_usage=0.5)
 
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
@@ -142,6 +147,10 @@ class RandomDialect(Dialect):
         self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
     ) -> Call:
         return Call("/generate", _body(request, token_ids) | {"max_tokens": 1, "allowed": allowed})
+
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        assert not bias, "what is drawn at random has no logits"
+        return call
 
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
         return _RandomReader()

@@ -130,6 +130,23 @@ async def test_a_server_that_does_not_answer_ends_the_engine(model: ServedModel)
         assert heard.end("lost") is None
 
 
+async def test_a_server_without_figures_lives_as_long_as_it_is_healthy(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.servers.server_engine._LOAD_INTERVAL_S", 0.02)
+    server = RandomServer(model.vocab_size, token_s=0.01, tells_load=False)
+    async with _engine(model, server) as engine:
+        heard = Heard(engine)
+        engine.add(request("r", max_tokens=60))
+        await heard.ended("r")
+        assert len(heard.tokens("r")) == 60
+        server.token_s = 1.0
+        engine.add(request("lost", max_tokens=60))
+        await eventually(lambda: bool(heard.tokens("lost")))
+        server.healthy = False
+        assert "does not answer" in await asyncio.wait_for(engine.wait_closed(), 5.0)
+
+
 async def test_a_cancel_closes_the_connection(model: ServedModel) -> None:
     server = RandomServer(model.vocab_size, token_s=0.02)
     async with _engine(model, server) as engine:

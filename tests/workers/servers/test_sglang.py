@@ -30,8 +30,8 @@ from tests.workers.servers.sglang_server import SglangServer, serving
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import (
     Part,
-    PortAddress,
     RefusedByServerError,
+    ServerAddress,
     ServerStreamError,
 )
 from workers.servers.dialects.sglang import SglangDialect
@@ -82,7 +82,7 @@ class TestSglang(EngineConformance):
 def _options(model: ServedModel, folder: Path, **config: Any) -> tuple[list[str], dict[str, str]]:
     dialect = SglangDialect(model, EngineConfig(kind=EngineKind.SGLANG, **config), owned=True)
     program = Path(config.get("command", "/bin/sglang"))
-    command = dialect.command_on_port(program, PortAddress(4711, "secret", folder))
+    command = dialect.command(program, ServerAddress(folder, 4711, "secret"))
     return list(command.arguments), command.environment
 
 

@@ -300,7 +300,7 @@ class TestVllm(EngineConformance):
         heard = Heard(engine)
         engine.add(request("here"))
         await heard.ended("here")
-        async with port_of(engine._process.socket) as url:
+        async with port_of(engine._process.folder / "server.sock") as url:
             config = EngineConfig(kind=EngineKind.VLLM, url=url, start_timeout_s=20.0)
             other = await start_server_engine(model, config, SystemClock())
             heard_there = Heard(other)
@@ -313,7 +313,7 @@ class TestVllm(EngineConformance):
         assert engine._process is not None
         larger = _checkpoint(tmp_path / "larger", vocab_size=engine._vocab_size + 8)
         longer = _checkpoint(tmp_path / "longer", max_position_embeddings=8192)
-        async with port_of(engine._process.socket) as url:
+        async with port_of(engine._process.folder / "server.sock") as url:
             config = EngineConfig(kind=EngineKind.VLLM, url=url, start_timeout_s=20.0)
             named = msgspec.structs.replace(config, served_name="llama-70b")
             for other, settings, says in (

@@ -25,7 +25,12 @@ from tests.workers.scripted import served_model
 from tests.workers.servers.transcripts import Played, Transcript, playing
 from workers.engine.grammar.library import start
 from workers.engine_like import EngineFailedError
-from workers.servers.dialect import Part, RefusedByServerError, ServerStreamError
+from workers.servers.dialect import (
+    Part,
+    RefusedByServerError,
+    ServerAddress,
+    ServerStreamError,
+)
 from workers.servers.dialects.vllm import VllmDialect
 from workers.servers.dialects.vllm_answers import VllmReader
 from workers.servers.server_engine import ServerEngine
@@ -110,7 +115,7 @@ async def _attached(
 
 
 def _options(model: ServedModel, **config: Any) -> tuple[list[str], dict[str, str]]:
-    command = _dialect(model, **config).command(Path("/bin/vllm"), Path("/run/s.sock"))
+    command = _dialect(model, **config).command(Path("/bin/vllm"), ServerAddress(Path("/run")))
     return list(command.arguments), command.environment
 
 
@@ -131,7 +136,7 @@ def test_the_command_has_what_the_settings_say(model: ServedModel) -> None:
     )
     assert arguments[:3] == ["/bin/vllm", "serve", str(model.path)]
     options = dict(pairwise(arguments))
-    assert options["--uds"] == "/run/s.sock"
+    assert options["--uds"] == "/run/server.sock"
     assert options["--served-model-name"] == "demo"
     assert options["--max-model-len"] == "128"
     assert options["--max-num-seqs"] == "12"

@@ -26,13 +26,14 @@ from workers.servers.dialect import (
     Call,
     Command,
     Dialect,
-    PortAddress,
     Reader,
+    ServerAddress,
     ServerFacts,
     ServerLoad,
 )
 from workers.servers.dialects.json_grammars import guidance_schema
 from workers.servers.dialects.logit_bias import add_bias
+from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
 from workers.servers.dialects.settings import check_settings
 from workers.servers.dialects.sglang_answers import SglangReader
 from workers.servers.prometheus_text import read_samples
@@ -40,7 +41,6 @@ from workers.servers.prometheus_text import read_samples
 _GENERATE = "/generate"
 _ABORT = "/abort_request"
 _KV_USAGE = "sglang:token_usage"
-_PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."
 _NOT_FOUND = 404
 # What is added to logits: more than models set two of them apart.
 _DECISIVE = 200.0
@@ -55,9 +55,6 @@ class SglangDialect(Dialect):
     program = "sglang"
     oldest_version = (0, 5, 4)
     on_port = True
-    takes_cache_salt = True
-    takes_allowed_tokens = True
-    takes_logit_bias = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
@@ -66,7 +63,7 @@ class SglangDialect(Dialect):
         self._reads_guidance = owned
         self.native_grammars = frozenset(GrammarKind)
 
-    def command_on_port(self, program: Path, address: PortAddress) -> Command:
+    def command(self, program: Path, address: ServerAddress) -> Command:
         config = self.config
         check_settings(config, self.kind, "deterministic")
         if config.kv_cache_bytes:
@@ -155,32 +152,20 @@ class SglangDialect(Dialect):
     async def _model_of(self, client: ServerClient) -> tuple[str, int | None]:
         """The model's name, and the longest sequence. Raises EngineFailedError or ConfigError."""
         models = await client.get_json("/v1/models")
-        try:
-            listed = {str(one["id"]): one.get("max_model_len") for one in models["data"]}
-        except (TypeError, KeyError, AttributeError):
-            listed = {}
-        if not listed:
-            raise EngineFailedError("The SGLang server lists no models.")
-        wanted = self.config.served_name or next(iter(listed))
-        if wanted not in listed:
-            raise ConfigError(
-                f"The SGLang server has no model {wanted!r} (worker.engine.served_name); it has "
-                f"{', '.join(listed)}."
-            )
-        window = listed[wanted]
-        return wanted, window if isinstance(window, int) else None
+        model = chosen_model(models, self.config.served_name, "SGLang")
+        window = model.get("max_model_len")
+        return str(model["id"]), window if isinstance(window, int) else None
 
     async def _check_tokenizer(self, client: ServerClient) -> None:
         """Raises ConfigError if it cuts a text into other tokens than the catalogue's model: they
         come with the log-probabilities of a prompt."""
         body = {
-            "text": _PROBE_TEXT,
+            "text": PROBE_TEXT,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
         answer = await client.post_json(_GENERATE, body)
-        own = list(self.model.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False))
         try:
             entries = answer["meta_info"]["input_token_logprobs"]
             theirs = [int(entry[1]) for entry in entries]
@@ -188,12 +173,7 @@ class SglangDialect(Dialect):
             raise EngineFailedError(
                 f"The server answers {_GENERATE} as SGLang's does not."
             ) from None
-        # It may put a beginning of the sequence before it.
-        if theirs[-len(own) :] != own:
-            raise ConfigError(
-                f"The SGLang server's tokenizer is not that of the catalogue's "
-                f"{self.model.entry.name}: they are not the same model."
-            )
+        check_probe(self.model, theirs, "SGLang")
 
     async def read_load(self, client: ServerClient) -> ServerLoad:
         if not self._has_metrics:

@@ -25,11 +25,13 @@ from workers.servers.dialect import (
     Command,
     Dialect,
     Reader,
+    ServerAddress,
     ServerFacts,
     ServerLoad,
 )
 from workers.servers.dialects.json_grammars import guidance_schema
 from workers.servers.dialects.logit_bias import add_bias
+from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
 from workers.servers.dialects.vllm_answers import VllmReader
 from workers.servers.dialects.vllm_command import SCHEDULING_POLICY, num_sequences, vllm_command
 from workers.servers.prometheus_text import read_labels, read_samples
@@ -38,7 +40,6 @@ from workers.servers.versions import version_of
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 _GENERATE_SINCE = (0, 32)
-_PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _STEPS = "vllm:iteration_tokens_total_count"
@@ -53,9 +54,6 @@ class VllmDialect(Dialect):
     package = "vllm"
     program = "vllm"
     oldest_version = (0, 11)
-    takes_cache_salt = True
-    takes_allowed_tokens = True
-    takes_logit_bias = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
@@ -70,15 +68,15 @@ class VllmDialect(Dialect):
             "priority",
         )
 
-    def command(self, program: Path, socket: Path) -> Command:
-        return vllm_command(program, socket, self.model, self.config)
+    def command(self, program: Path, address: ServerAddress) -> Command:
+        return vllm_command(program, address.socket, self.model, self.config)
 
     # --- what it says of itself ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         version = _text(await client.get_json("/version"), "version")
         models = await client.get_json("/v1/models")
-        model = _chosen(models, self.config.served_name)
+        model = chosen_model(models, self.config.served_name, "vLLM")
         self._name = str(model["id"])
         window = model.get("max_model_len")
         facts = ServerFacts(
@@ -97,14 +95,9 @@ class VllmDialect(Dialect):
 
     async def _check_tokenizer(self, client: ServerClient) -> None:
         """Raises ConfigError if it cuts a text into other tokens than the catalogue's model."""
-        body = {"model": self._name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
+        body = {"model": self._name, "prompt": PROBE_TEXT, "add_special_tokens": False}
         answer = await client.post_json("/tokenize", body)
-        own = self.model.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
-        if answer.get("tokens") != list(own):
-            raise ConfigError(
-                f"The vLLM server's tokenizer is not that of the catalogue's "
-                f"{self.model.entry.name}: they are not the same model."
-            )
+        check_probe(self.model, answer.get("tokens"), "vLLM")
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
         """Whether it takes the model's last token id, and none behind it. Raises ConfigError."""
@@ -256,25 +249,6 @@ def _wants_prompt_logprobs(request: EngineRequest, token_ids: Sequence[int]) -> 
     """They come with the first tokens of an engine, and not again."""
     return request.sampling.prompt_logprobs is not None and len(token_ids) == len(
         request.output_token_ids
-    )
-
-
-def _chosen(models: Any, served_name: str) -> dict[str, Any]:
-    """The model to ask for, of those that /v1/models lists. Raises EngineFailedError or
-    ConfigError."""
-    listed: list[dict[str, Any]] = []
-    if isinstance(models, dict) and isinstance(models.get("data"), list):
-        listed = [one for one in models["data"] if isinstance(one, dict) and "id" in one]
-    if not listed:
-        raise EngineFailedError("The vLLM server lists no models.")
-    if not served_name:
-        return listed[0]
-    for one in listed:
-        if one["id"] == served_name:
-            return one
-    raise ConfigError(
-        f"The vLLM server has no model {served_name!r} (worker.engine.served_name); it has "
-        f"{', '.join(str(one['id']) for one in listed)}."
     )
 
 
