@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.checkpoints import write_llama
+from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.engines.killed import KilledFigures, measure_kill
 from benchmarks.engines.servers import serving
 from benchmarks.peers.loads import LOADS
@@ -37,6 +37,8 @@ from tests.support.system import System
 
 _RESULTS = Path(__file__).parents[1] / "results" / "engines"
 _KINDS = (EngineKind.VLLM, EngineKind.LLAMACPP)
+# A window that every slot of llama.cpp has the memory for.
+_SHAPE = LlamaShape(context_window_tokens=1_024)
 _LOADS = tuple(load for load in LOADS if not load.num_shared_tokens)
 
 
@@ -99,11 +101,13 @@ def _print(result: Result) -> None:
             f"{direct.ttft_p99_ms:.1f} and {behind.ttft_p99_ms:.1f} ms"
         )
     if result.killed is not None:
-        gaps_s = result.killed.gaps_s
+        gaps_s, alone_s = result.killed.gaps_s, result.killed.alone_s
         print(
             f"  killed under {len(gaps_s)} streams: the next was ready after "
             f"{result.killed.ready_after_s:.1f} s, and the streams' next tokens came "
-            f"{gaps_s[len(gaps_s) // 2]:.2f} (p50) and {gaps_s[-1]:.2f} s (longest) behind that"
+            f"{gaps_s[len(gaps_s) // 2]:.2f} (p50) and {gaps_s[-1]:.2f} s (longest) behind that; "
+            f"the server alone takes {alone_s[len(alone_s) // 2]:.2f} and {alone_s[-1]:.2f} s to "
+            f"the first tokens of prompts of these lengths"
         )
 
 
@@ -123,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     result = Result(engine=EngineKind(parsed.engine), cpu=_cpu())
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_llama(Path(folder) / "llama-100m")
+        checkpoint = write_llama(Path(folder) / "llama-100m", _SHAPE)
         model = parsed.model or checkpoint
         if result.engine is EngineKind.LLAMACPP and parsed.model is None:
             model = write_gguf(Path(folder) / "llama-100m.gguf", checkpoint)

@@ -16,6 +16,7 @@ from workers.servers.dialect import ServerAddress
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_process import find_program
 
+MAX_NUM_SEQUENCES = 32
 # What precedes the path of the socket in the arguments.
 _SOCKET_OPTIONS = {EngineKind.VLLM: "--uds", EngineKind.LLAMACPP: "--host"}
 
@@ -27,7 +28,9 @@ def serving(kind: str, model: Path, folder: Path) -> Iterator[str]:
     engine, port = EngineKind(kind), free_port()
     catalogue = Catalogue({}).with_model(str(model))
     served = ServedModel.load(catalogue, catalogue.names()[0])
-    dialect = DIALECTS[engine](served, EngineConfig(kind=engine), owned=True)
+    dialect = DIALECTS[engine](
+        served, EngineConfig(kind=engine, max_num_sequences=MAX_NUM_SEQUENCES), owned=True
+    )
     program = find_program(dialect.program, "", dialect.package)
     address = ServerAddress(folder)
     command = dialect.command(program, address)

@@ -10,7 +10,8 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class System:
     data: Path
     arguments: tuple[str, ...] = ()
     starts_within_s: float = 90.0
+    environment: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> System:
@@ -37,6 +39,7 @@ class System:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=os.environ | self.environment,
             )
         deadline = time.monotonic() + self.starts_within_s
         while not self._endpoints_file.exists():
