@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, settings
+from playwright.async_api import Browser
 
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
+from tests.support.chromium import CHROMIUM, chromium
 from tests.support.engine_servers import is_there
 from tests.support.nats.streams import delete_streams
 from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
@@ -43,6 +46,13 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
     server.stop()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """For tests whose event loop is their module's."""
+    async with chromium() as launched:
+        yield launched
+
+
 @pytest.fixture
 async def nats_config(nats_server: NatsServer) -> NatsConfig:
     """Configuration of a bus on the real server, which holds no stream when the test starts."""
@@ -71,10 +81,11 @@ def pytest_runtest_makereport(
     return report
 
 
-# What installs the program of another engine, by the marker of the tests that need it.
-_ENGINE_PROGRAMS = {
-    "llamacpp": ("llama-server", "make engines"),
-    "vllm": ("vllm", "make engines-vllm"),
+# What is lacking where it is not there, by the marker of the tests that need it.
+_NEEDED = {
+    "browser": (CHROMIUM is not None, "Chromium, or TEST_CHROMIUM set"),
+    "llamacpp": (is_there("llama-server"), "llama-server: make engines"),
+    "vllm": (is_there("vllm"), "vllm: make engines-vllm"),
 }
 
 
@@ -84,11 +95,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("vllm")]
         items[:] = [item for item in items if not item.get_closest_marker("vllm")]
         config.hook.pytest_deselected(items=left_out)
-    for marker, (program, target) in _ENGINE_PROGRAMS.items():
-        if not is_there(program):
+    for marker, (has_it, what) in _NEEDED.items():
+        if not has_it:
             for item in items:
                 if item.get_closest_marker(marker) is not None:
-                    item.add_marker(pytest.mark.skip(reason=f"needs {program}: {target}"))
+                    item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
     if hasattr(config, "workerinput"):  # one of several processes
         items[:] = longest_first(items)
 

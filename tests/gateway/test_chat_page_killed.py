@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import expect
 
 from bus import nats
 from schemas.config import NatsConfig
 from tests.gateway.test_process import ready
+from tests.support.chromium import chromium
 from tests.support.echo_worker import EchoWorker
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import RedisServer, free_port
 
-_CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")
-_ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, or TEST_CHROMIUM set"),
-]
+pytestmark = pytest.mark.browser
 
 
 class Valve(asyncio.Event):
@@ -79,8 +73,7 @@ async def test_a_killed_gateway_costs_no_token(
     others: list[asyncio.subprocess.Process] = []
     try:
         await ready(first)
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(executable_path=_CHROMIUM, args=_ARGUMENTS)
+        async with chromium() as browser:
             page = await browser.new_page()
             await page.goto(f"http://127.0.0.1:{port}/")
             await expect(page.locator("#model")).to_be_enabled()
@@ -97,7 +90,6 @@ async def test_a_killed_gateway_costs_no_token(
             await expect(page.locator(".said")).to_have_text("abcdefgh", timeout=20_000)
             await expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
             await expect(page.locator(".facts")).to_contain_text("resumed once")
-            await browser.close()
     finally:
         for process in (first, *others):
             if process.returncode is None:

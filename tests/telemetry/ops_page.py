@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from telemetry.http.answers import Answers
 from telemetry.store.store import Store
 from tests.support.running_gateway import RunningGateway, running_gateway
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
 
 # What charts write on their canvases, which is no part of the document.

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright, expect
+from playwright.async_api import Browser, expect
 
 from telemetry.store.store import Store
 from telemetry.store.tables import REFUSALS
-from tests.telemetry.ops_page import CHROMIUM, OpsPage, count_charts_with_marks, serving, shoot
+from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, serving, shoot
 from tests.telemetry.records import refusal_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 
@@ -21,18 +21,9 @@ _MANY_ROWS = 200_000
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.browser,
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.browser,
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        await launched.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -15,30 +15,21 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, Route, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, expect
 from playwright.async_api import Error as PlaywrightError
 
 from schemas.records import RequestRecord
 from telemetry.store.store import Store
 from tests.support.waiting import eventually
-from tests.telemetry.ops_page import CHROMIUM, OpsPage, serving, shoot
+from tests.telemetry.ops_page import OpsPage, serving, shoot
 from tests.telemetry.stores import empty_store
 from tests.telemetry.traffic import MOVED_ID, NUM_REQUESTS, fill
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.browser,
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.browser,
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        await launched.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 
 import pytest
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import expect
 
+from tests.support.chromium import chromium
 from tests.support.system import System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-_CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")
-_ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
 
 @pytest.mark.browser
-@pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, or TEST_CHROMIUM set")
 async def test_the_chat_in_one_file_keeps_a_conversation(system: System, examples: str) -> None:
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=_CHROMIUM, args=_ARGUMENTS)
+    async with chromium() as browser:
         page = await browser.new_page()
         await page.goto(f"{examples}/chat.html?gateway={system.http}")
         await expect(page.locator("small")).to_have_text("open")
@@ -32,7 +26,6 @@ async def test_the_chat_in_one_file_keeps_a_conversation(system: System, example
             answers = page.locator("output.answer")
             await expect(answers).to_have_count(number)
             await expect(answers.last).to_contain_text(".", timeout=20_000)
-        await browser.close()
 
 
 def test_a_stream_is_read_to_its_end(system: System) -> None:

@@ -11,12 +11,13 @@ import uuid
 
 import httpx
 import pytest
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import expect
 from websockets.asyncio.client import connect
 
+from tests.support.chromium import chromium
 from tests.support.system import System
 from tests.support.waiting import eventually
-from tests.telemetry.ops_page import CHROMIUM, shoot
+from tests.telemetry.ops_page import shoot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -43,6 +44,7 @@ async def _refused_by_websocket(system: System, token: str) -> None:
             assert json.loads(await socket.recv())["code"] == "model_not_found"
 
 
+@pytest.mark.browser
 async def test_refusals_by_http_and_websocket_are_rows(
     system: System, http: httpx.AsyncClient
 ) -> None:
@@ -84,10 +86,7 @@ async def test_refusals_by_http_and_websocket_are_rows(
 
 
 async def _seen_on_the_page(system: System, tenant: str) -> None:
-    if CHROMIUM is None:
-        return
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    async with chromium() as browser:
         page = await browser.new_page(viewport={"width": 1440, "height": 1250})
         await page.goto(f"{system.http}/ops/#range=15m&tenant={tenant}")
         rows = page.locator("#refusals tbody tr")
@@ -95,4 +94,3 @@ async def _seen_on_the_page(system: System, tenant: str) -> None:
         await expect(rows.first).to_contain_text("context_tokens")
         await page.locator("#refusals").scroll_into_view_if_needed()
         await shoot(page, "ops-refusals-of-a-tenant")
-        await browser.close()

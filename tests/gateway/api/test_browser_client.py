@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import http.server
-import os
-import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page
 
 from schemas.config import GatewayConfig, RedisConfig
 from tests.support.running_gateway import RunningGateway, running_gateway
@@ -20,8 +18,6 @@ from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
-_CHROMIUM = os.environ.get("TEST_CHROMIUM") or shutil.which("chromium")
-_ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 _QUICK = {"firstPauseMs": 10, "longestPauseMs": 50}
 _IMPATIENT = {**_QUICK, "pingMs": 50, "pongWaitMs": 100}
 
@@ -62,16 +58,7 @@ async ([url, token, timing]) => {
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.browser,
-    pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, or TEST_CHROMIUM set"),
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=_CHROMIUM, args=_ARGUMENTS)
-        yield launched
-        await launched.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page
 
 from schemas.config import RedisConfig
 from tests.gateway.page.windows import (
-    ARGUMENTS,
-    CHROMIUM,
     Watched,
     ready,
     watched,
@@ -18,14 +16,6 @@ from tests.gateway.page.windows import (
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
 from tests.support.servers import RedisServer
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield launched
-        await launched.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

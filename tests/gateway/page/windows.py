@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,8 +12,6 @@ from playwright.async_api import Browser, BrowserContext, Locator, Page, expect
 
 from tests.support.running_gateway import RunningGateway
 
-CHROMIUM = os.environ.get("TESTCHROMIUM") or shutil.which("chromium")
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PHONE: dict[str, Any] = {
     "viewport": {"width": 360, "height": 640},
     "has_touch": True,
@@ -25,7 +21,6 @@ PHONE: dict[str, Any] = {
 MARKS = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, or TESTCHROMIUM set"),
 ]
 
 
