@@ -14,10 +14,14 @@ import httpx
 import jsonschema
 import openai
 import psutil
+import pytest
+from playwright.async_api import expect
 
 from schemas.engines import PROMISES, EngineKind
 from schemas.sampling import GrammarKind
 from tests.e2e.clients import Answer, ask_sse, ask_websocket
+from tests.gateway.page.windows import ask, ready
+from tests.support.chromium import chromium
 from tests.support.engine_servers import server_process
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -110,6 +114,20 @@ class EngineSystemChecks:
         over_sse = await ask_sse(http, QUESTION)
         over_socket = await ask_websocket(system.websocket, QUESTION)
         assert over_sse.text == over_socket.text
+
+    @pytest.mark.browser
+    async def test_the_chat_page_shows_the_same_answer(
+        self, system: System, http: httpx.AsyncClient
+    ) -> None:
+        over_sse = await ask_sse(http, QUESTION)
+        async with chromium() as browser:
+            page = await browser.new_page()
+            await page.goto(system.http)
+            await ready(page)
+            await page.locator("#temperature").select_option("0")
+            await ask(page, QUESTION)
+            await expect(page.locator(".said")).to_contain_text(over_sse.text[:20])
+            await expect(page.locator(".facts")).to_contain_text("tokens")
 
     async def test_what_it_cannot_do_is_refused_by_name(self, http: httpx.AsyncClient) -> None:
         card = (await http.get("/v1/models/demo")).json()["engine"]
