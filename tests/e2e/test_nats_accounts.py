@@ -25,7 +25,7 @@ from runtime.redis.link import RedisLink
 from schemas.jobs import Tier
 from schemas.records import RequestRecord
 from schemas.tenants import LimitOverrides, TenantRecord
-from tests.support.guarded_system import GuardedSystem, guarded_system
+from tests.e2e.guarded_system import GuardedSystem, guarded_system
 from tests.support.nats.users import ACME
 from tests.support.waiting import eventually
 

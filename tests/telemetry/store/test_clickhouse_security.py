@@ -22,7 +22,7 @@ from telemetry.store.clickhouse_server import raise_refusal, server_connect
 from telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.servers import free_port
-from tests.support.tls_proxy import tls_proxy
+from tests.telemetry.tls_proxy import tls_proxy
 
 
 @pytest.fixture
