@@ -24,6 +24,7 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     LLAMACPP = "llamacpp"
+    OPENAI = "openai"
     CUSTOM = "custom"
 
 
@@ -39,11 +40,11 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     """What streams of an engine can rely on.
 
     ``exact_token_ids``: token ids and their indexes are the engine's own; otherwise they are made
-    anew from its text. ``continues_sampling``: after the engine died, a sampled stream goes on with
-    the tokens that it would have had; otherwise with others, at the same index.
-    ``continues_grammars``: and one with a grammar goes on within it. ``unsupported`` are the fields
-    of the sampling parameters, and ``pooling``, that it refuses; ``grammars`` those kinds that it
-    takes.
+    anew from its text, and it counts ``max_tokens`` by its own. ``continues_sampling``: after the
+    engine died, a sampled stream goes on with the tokens that it would have had; otherwise with
+    others, at the same index. ``continues_grammars``: and one with a grammar goes on within it.
+    ``unsupported`` are the fields of the sampling parameters, and ``pooling``, that it refuses;
+    ``grammars`` those kinds that it takes.
     """
 
     exact_token_ids: bool = True
@@ -82,6 +83,18 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             }
         ),
         continues_grammars=True,
+    ),
+    # What the API does not have, and what is told by token ids, which are not the server's here.
+    EngineKind.OPENAI: EnginePromises(
+        exact_token_ids=False,
+        unsupported=frozenset(
+            {
+                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
+                *("stop_token_ids", "ignore_eos", "min_tokens"),
+                *("top_k", "min_p", "typical_p", "repetition_penalty"),
+            }
+        ),
+        grammars=frozenset(),
     ),
     # Such an engine refuses by itself what it cannot do.
     EngineKind.CUSTOM: EnginePromises(),

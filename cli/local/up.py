@@ -152,6 +152,8 @@ def _settings(arguments: argparse.Namespace) -> Config:
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
     engine = msgspec.structs.replace(config.worker.engine, **_engine_arguments(arguments))
+    if engine.kind is EngineKind.OPENAI and not engine.url:
+        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,

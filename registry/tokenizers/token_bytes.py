@@ -53,6 +53,11 @@ class TokenBytes(msgspec.Struct, frozen=True):
         """The bytes of one token within a text; none for an id beyond the vocabulary."""
         return _as_bytes(self.pieces[token_id]) if 0 <= token_id < len(self.pieces) else b""
 
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token at the beginning of a text."""
+        pieces = self.pieces if self.first_pieces is None else self.first_pieces
+        return _as_bytes(pieces[token_id]) if 0 <= token_id < len(pieces) else b""
+
 
 def token_bytes(decoder: dict[str, Any] | None, tokens: Iterable[str | None]) -> TokenBytes:
     """The table for ``tokens`` (by id, None where there is no such id) under ``decoder`` as

@@ -125,7 +125,7 @@ class Tokenizer:
     def _encode_long(
         self, text: str, add_special_tokens: bool, max_tokens: int | None
     ) -> list[int]:
-        around = self._special_around if add_special_tokens else ([], [])
+        around = self.special_around if add_special_tokens else ([], [])
         if around is None:
             return self._encode(text, add_special_tokens)
         before, after = around
@@ -151,7 +151,7 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def _special_around(self) -> tuple[list[int], list[int]] | None:
+    def special_around(self) -> tuple[list[int], list[int]] | None:
         """What is expected before and behind a prompt; None: it cannot be told apart from it."""
         bare = self._encode("a", add_special_tokens=False)
         whole = self._encode("a", add_special_tokens=True)
@@ -197,6 +197,39 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, special or not; they need not be whole characters."""
         return self.table.bytes_of(token_id)
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """Those that it has at the beginning of a text."""
+        return self.table.first_bytes_of(token_id)
+
+    @cached_property
+    def silent_token_ids(self) -> frozenset[int]:
+        """Those that no text is made of: special tokens, and those that end a sequence."""
+        return self.special_token_ids.union(self.eos_token_ids)
+
+    @cached_property
+    def ids_by_bytes(self) -> dict[bytes, int]:
+        """A token that has these bytes within a text, of those that texts are made of."""
+        made = (one for one in range(self.vocab_size) if one not in self.silent_token_ids)
+        ids = {self.table.bytes_of(token_id): token_id for token_id in made}
+        ids.pop(b"", None)
+        return ids
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Of ``ids_by_bytes``."""
+        return max(map(len, self.ids_by_bytes), default=0)
+
+    @cached_property
+    def spells_every_text(self) -> bool:
+        """Whether there is a token for each byte."""
+        return all(bytes((byte,)) in self.ids_by_bytes for byte in range(256))
+
+    def word_ends(self, text: str) -> list[int]:
+        """Where the pieces end into which ``text`` is split before tokens are made of each; none if
+        it is not split."""
+        splitter = self._backend.pre_tokenizer
+        return [] if splitter is None else [end for _, (_, end) in splitter.pre_tokenize_str(text)]
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:

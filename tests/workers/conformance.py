@@ -38,6 +38,7 @@ _REFUSED: dict[str, Any] = {
     "bad_words": ("x",),
     "min_tokens": 2,
     "ignore_eos": True,
+    "stop_token_ids": (30,),
     "typical_p": 0.5,
     "top_k": 4,
     "min_p": 0.1,
@@ -139,7 +140,9 @@ class EngineConformance:
         end = heard.end("a")
         assert end is not None
         assert end.error is None, end.error
-        assert len(heard.tokens("a")) == 12 or end.finish_reason is FinishReason.STOP
+        if self._promised().exact_token_ids:
+            assert len(heard.tokens("a")) == 12 or end.finish_reason is FinishReason.STOP
+        assert heard.tokens("a")
         assert [output.started for output in heard.of("a")].count(True) == 1
         assert heard.of("a")[0].started
         assert end.device_us > 0 or end.owes
@@ -151,18 +154,27 @@ class EngineConformance:
         tokens = heard.tokens("whole")
         engine.add(request("rest", output_token_ids=tuple(tokens[:5])))
         await heard.ended("rest")
-        assert heard.tokens("rest") == tokens[5:]
+        if self._promised().exact_token_ids:
+            assert heard.tokens("rest") == tokens[5:]
+        end = heard.end("rest")
+        assert end is not None
+        assert end.error is None
 
     async def test_one_that_had_all_its_tokens_ends_at_once(self, engine: EngineLike) -> None:
         heard = Heard(engine)
         engine.add(request("over", output_token_ids=tuple(range(30, 42))))
-        engine.add(request("stopped", output_token_ids=(31,), stop_token_ids=(31,)))
-        await heard.ended("over", "stopped")
+        expected = {"over": FinishReason.LENGTH}
+        if self._can("stop_token_ids"):
+            engine.add(request("stopped", output_token_ids=(31,), stop_token_ids=(31,)))
+            expected["stopped"] = FinishReason.STOP
+        await heard.ended(*expected)
         ends = {output.request_id: output.finish_reason for output in heard.outputs}
-        assert ends == {"over": FinishReason.LENGTH, "stopped": FinishReason.STOP}
+        assert ends == expected
         assert heard.tokens("over") == heard.tokens("stopped") == []
 
     async def test_a_stop_token_ends_it(self, engine: EngineLike) -> None:
+        if not self._can("stop_token_ids"):
+            return  # that it is refused by name is tested below
         heard = Heard(engine)
         engine.add(request("free"))
         await heard.ended("free")
@@ -188,7 +200,7 @@ class EngineConformance:
             engine.add(request(name, prompt=(*PROMPT, 20 + number)))
         await heard.ended(*names)
         for name in names:
-            assert len(heard.tokens(name)) <= 12
+            assert len(heard.tokens(name)) <= 12 or not self._promised().exact_token_ids
             assert heard.tokens(name)
         counters = [(stats.decode_tokens, stats.prefill_tokens) for stats in heard.stats]
         assert counters == sorted(counters)
@@ -221,7 +233,7 @@ class EngineConformance:
         engine.add(request("twice", max_tokens=_LONG_TOKENS))
         engine.add(request("twice", max_tokens=3))
         await heard.ended("twice")
-        assert len(heard.tokens("twice")) == 3
+        assert len(heard.tokens("twice")) == 3 or not self._promised().exact_token_ids
         await self._at_rest(engine)
 
     @pytest.mark.parametrize(
@@ -280,7 +292,7 @@ class EngineConformance:
         if not self.has_prefix_cache:
             return
         heard = Heard(engine)
-        prompt = tuple(range(70, 70 + 48))
+        prompt = tuple(range(45, 45 + 48))
         engine.add(request("p", prompt=prompt))
         await heard.ended("p")
         keys: list[bytes] = []

@@ -120,7 +120,6 @@ class Dialect(ABC):
     package: ClassVar[str]
     program: ClassVar[str]
     oldest_version: ClassVar[tuple[int, ...]] = ()
-    health_path: ClassVar[str] = "/health"
     on_port: ClassVar[bool] = False
     """Whether it cannot listen on a Unix socket."""
     native_grammars: frozenset[GrammarKind] = frozenset()
@@ -131,6 +130,11 @@ class Dialect(ABC):
         self.model = model
         self.config = config
         self.owned = owned
+
+    @property
+    def health_path(self) -> str:
+        """What is answered with success by a server that is well."""
+        return "/health"
 
     @abstractmethod
     def command(self, program: Path, address: ServerAddress) -> Command:

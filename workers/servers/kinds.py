@@ -5,6 +5,7 @@ from __future__ import annotations
 from schemas.engines import EngineKind
 from workers.servers.dialect import Dialect
 from workers.servers.dialects.llamacpp import LlamaCppDialect
+from workers.servers.dialects.openai import OpenAiDialect
 from workers.servers.dialects.sglang import SglangDialect
 from workers.servers.dialects.vllm import VllmDialect
 
@@ -12,4 +13,5 @@ DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.LLAMACPP: LlamaCppDialect,
     EngineKind.VLLM: VllmDialect,
     EngineKind.SGLANG: SglangDialect,
+    EngineKind.OPENAI: OpenAiDialect,
 }

@@ -12,9 +12,16 @@ from workers.servers.guided import Guide
 
 class LiveRequest:
     """What is known of it: ``token_ids`` are all of its completion, those delivered before it came
-    here included, and ``max_total_tokens`` bounds prompt and completion."""
+    here included, and ``max_total_tokens`` bounds prompt and completion. Where the server decides
+    by tokens of its own that there are as many as were asked for, ``window_tokens`` does."""
 
-    def __init__(self, request: EngineRequest, max_total_tokens: int, added_s: float) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        max_total_tokens: int,
+        added_s: float,
+        window_tokens: int | None = None,
+    ) -> None:
         self.request = request
         self.token_ids = list(request.output_token_ids)
         self.added_s = added_s
@@ -26,7 +33,10 @@ class LiveRequest:
         self.task: asyncio.Task[None] | None = None
         self.guide: Guide | None = None
         self.num_hidden = 0
-        self._max_tokens = max_total_tokens - len(request.prompt_token_ids)
+        self._server_counts = window_tokens is not None
+        self._wanted_tokens = max_total_tokens - len(request.prompt_token_ids)
+        longest_tokens = max_total_tokens if window_tokens is None else window_tokens
+        self._max_tokens = longest_tokens - len(request.prompt_token_ids)
         sampling = request.sampling
         self._ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -51,7 +61,7 @@ class LiveRequest:
     def num_outstanding_tokens(self) -> int:
         """Still to be computed, if nothing stops early."""
         prefill = 0 if self.first_token_s is not None else self.num_prompt_tokens
-        return prefill + self._max_tokens - len(self.token_ids)
+        return prefill + max(0, self._wanted_tokens - len(self.token_ids))
 
     def accept(
         self, part: Part, *, is_complete: bool = False
@@ -73,7 +83,7 @@ class LiveRequest:
                 return tuple(accepted), FinishReason.LENGTH
         if is_complete:
             return tuple(accepted), FinishReason.STOP
-        if part.finish_reason is FinishReason.LENGTH:
+        if part.finish_reason is FinishReason.LENGTH and not self._server_counts:
             return tuple(accepted), None
         if part.finish_reason is FinishReason.STOP and not self.request.sampling.ignore_eos:
             # Many servers keep the token by which a sequence ends to themselves.

@@ -14,7 +14,7 @@ import msgspec
 
 from runtime.clock import Clock
 from runtime.tasks import Tasks, wait_or_sleep
-from schemas.engines import check_supported
+from schemas.engines import PROMISES, check_supported
 from schemas.errors import MillraceError
 from workers.engine.outputs import finished_output, refusal
 from workers.engine.scheduling.admission import finished_before, longest_total_tokens
@@ -83,6 +83,7 @@ class ServerEngine(EngineLike):
         self._client = client
         self._process = process
         self._clock = clock
+        self._has_exact_ids = PROMISES[dialect.kind].exact_token_ids
         self._vocab_size = model.vocab_size
         self._context_window_tokens = model.context_window_tokens
         longest = facts.context_window_tokens or self._context_window_tokens
@@ -130,7 +131,8 @@ class ServerEngine(EngineLike):
             if reason is not None:
                 self._put(finished_output(request, reason))
                 return
-            live = LiveRequest(request, max_total_tokens, self._clock.monotonic())
+            window_tokens = None if self._has_exact_ids else self._context_window_tokens
+            live = LiveRequest(request, max_total_tokens, self._clock.monotonic(), window_tokens)
             self._dialect.call(request, live.token_ids)
         except MillraceError as error:
             self._put(refusal(request, error))

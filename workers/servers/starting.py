@@ -14,9 +14,10 @@ from registry.source import gguf_file
 from runtime.clock import Clock
 from runtime.tasks import outcome_unless
 from schemas.config import EngineConfig
+from schemas.engines import PROMISES
 from schemas.errors import ConfigError, MillraceError
 from workers.engine_like import EngineFailedError
-from workers.servers.client import ServerClient
+from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from workers.servers.dialect import Dialect, ServerAddress, ServerFacts
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
@@ -24,6 +25,8 @@ from workers.servers.server_process import ServerProcess, find_program
 from workers.servers.versions import version_of
 
 _POLL_S = 0.1
+# These are of no server that still loads.
+_OF_ANOTHER = frozenset({401, 403, 404, 405})
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,13 @@ async def start_server_engine(
     does not have, for one that serves another model and for a program that is not there, and
     EngineFailedError for a server that dies or does not get ready in time."""
     dialect = DIALECTS[config.kind](model, config, owned=not config.url)
+    promises = PROMISES[config.kind]
+    if not promises.exact_token_ids:
+        logger.warning(
+            "this engine takes and gives text: token ids are made anew, and what goes on after a "
+            "crash may differ",
+            extra={"kind": config.kind, "refused": sorted(promises.unsupported)},
+        )
     if config.url:
         engine = await _attach(dialect, clock)
         # What a server that was started elsewhere has loaded, nobody here can tell.
@@ -65,7 +75,7 @@ async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
     client = ServerClient(config.url, api_key=config.api_key)
     try:
         async with asyncio.timeout(config.start_timeout_s):
-            await _until_healthy(dialect, client, clock)
+            await _until_it_answers(dialect, client, clock)
         return ServerEngine(dialect, client, await _checked_facts(dialect, client), None, clock)
     except TimeoutError:
         await client.close()
@@ -125,9 +135,30 @@ def _failed(process: ServerProcess, what: str) -> EngineFailedError:
     return EngineFailedError(f"The engine's server {what}. Its last words:\n{process.tail}")
 
 
+async def _until_it_answers(dialect: Dialect, client: ServerClient, clock: Clock) -> None:
+    """Raises EngineFailedError if what is there is something else."""
+    while True:
+        try:
+            await client.get(dialect.health_path)
+        except AnswerError as error:
+            if error.status in _OF_ANOTHER:
+                raise _is_another(dialect, client, error) from error
+        except ServerUnreachableError:
+            pass
+        else:
+            return
+        await clock.sleep(_POLL_S)
+
+
 async def _until_healthy(dialect: Dialect, client: ServerClient, clock: Clock) -> None:
     while not await client.is_healthy(dialect.health_path):
         await clock.sleep(_POLL_S)
+
+
+def _is_another(dialect: Dialect, client: ServerClient, error: MillraceError) -> EngineFailedError:
+    return EngineFailedError(
+        f"What listens at {client.url} is no {dialect.kind} server: {error.message}"
+    )
 
 
 async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
@@ -138,9 +169,7 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
     except (EngineFailedError, ConfigError):
         raise
     except MillraceError as error:
-        raise EngineFailedError(
-            f"What listens at {client.url} is no {kind} server: {error.message}"
-        ) from error
+        raise _is_another(dialect, client, error) from error
     if facts.version and version_of(facts.version) < dialect.oldest_version:
         oldest = ".".join(map(str, dialect.oldest_version))
         raise ConfigError(

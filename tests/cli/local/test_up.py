@@ -111,6 +111,13 @@ def test_an_address_of_other_servers_is_refused_by_name(
     assert "MILLRACE_NATS__URL" in capsys.readouterr().err
 
 
+def test_an_openai_server_has_to_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--data", str(tmp_path), "--engine", "openai"]) == 2
+    assert "--engine openai needs --engine-url" in capsys.readouterr().err
+
+
 def test_an_unknown_setting_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,9 +27,9 @@ from schemas.engines import EngineKind
 from schemas.errors import CheckpointError, ConfigError
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.engine.checkpoints_made import write_checkpoint
-from tests.support.servers import free_port
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
+from tests.workers.servers.llamacpp_server import llamacpp_server
 from workers.engine.engine import Engine
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError, EngineLike
@@ -38,7 +38,6 @@ from workers.servers.dialect import ServerAddress
 from workers.servers.dialects.llamacpp import LlamaCppDialect
 from workers.servers.dialects.llamacpp_answers import LlamaReader
 from workers.servers.server_engine import ServerEngine
-from workers.servers.server_process import find_program
 from workers.servers.starting import start_server_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamacpp]
@@ -224,7 +223,10 @@ def _servers() -> set[psutil.Process]:
 
 
 async def test_a_cancel_frees_the_slot(model: ServedModel, tmp_path: Path) -> None:
-    async with _server(model, tmp_path) as url, _engine(model, url=url) as engine:
+    async with (
+        llamacpp_server(model, tmp_path) as (url, _),
+        _engine(model, url=url) as engine,
+    ):
         heard = Heard(engine)
         engine.add(request("gone", max_tokens=100, ignore_eos=True))
         await eventually(lambda: len(heard.tokens("gone")) > 2, timeout_s=30.0)
@@ -237,26 +239,6 @@ async def test_a_cancel_frees_the_slot(model: ServedModel, tmp_path: Path) -> No
         await eventually(is_idle)
 
 
-@asynccontextmanager
-async def _server(model: ServedModel, folder: Path) -> AsyncIterator[str]:
-    """One that somebody else started."""
-
-    port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        str(find_program("llama-server", "", "llama.cpp")),
-        *("--model", model.entry.source, "--host", "127.0.0.1", "--port", str(port), "--slots"),
-        *("--parallel", "2", "--ctx-size", "256", "--threads", "1", "--no-kv-unified", "--metrics"),
-        cwd=folder,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        await process.wait()
-
-
 async def test_another_model_behind_a_url_is_refused(
     model: ServedModel, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -264,7 +246,7 @@ async def test_another_model_behind_a_url_is_refused(
     file = write_gguf(tmp_path / "other.gguf", other, "float32")
     catalogue = Catalogue({}).with_model(str(file))
     wide = ServedModel.load(catalogue, catalogue.names()[0])
-    async with _server(model, tmp_path) as url:
+    async with llamacpp_server(model, tmp_path) as (url, _):
         with pytest.raises(ConfigError, match="context window is 128 tokens"):
             await start_server_engine(wide, _config(url=url), SystemClock())
 

@@ -1,0 +1,105 @@
+"""Token ids of a text that comes bit by bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from registry.tokenizers.tokenizer import Tokenizer
+
+# Where a tokenizer's own rules are not known.
+_WORD_END = re.compile(r"\S(?=\s)")
+# What comes next may join the last words: an apostrophe and letters, or blanks around a line's end.
+_NUM_OPEN_WORDS = 3
+# Nobody is to wait for the end of a longer word.
+_MAX_HELD_CHARACTERS = 16
+
+
+class IncrementalTokenizer:
+    """The token ids of a text as it comes, behind ``token_ids``.
+
+    Whatever ``push`` and the final ``flush`` returned, joined, is decoded to exactly the text that
+    they were given, and no id that was returned changes by what comes later. Where the tokenizer's
+    rules are known, they are the ids of the whole text, unless it has very long words, or spells a
+    token that was added to the vocabulary. None of them is a special token or ends a sequence,
+    though the text may spell one.
+
+    Raises ValueError for a tokenizer that has no token for some bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int] = ()) -> None:
+        if not tokenizer.spells_every_text:
+            raise ValueError("this tokenizer cannot spell every text")
+        self._tokenizer = tokenizer
+        self._held = ""
+        # The first word of a text may lose the space before it.
+        self._is_first = tokenizer.table.first_pieces is not None and not any(
+            token_id not in tokenizer.special_token_ids and tokenizer.token_bytes(token_id)
+            for token_id in token_ids
+        )
+
+    def push(self, text: str) -> list[int]:
+        """The ids that ``text`` makes certain; often there are none."""
+        self._held += text
+        end = self._num_certain()
+        certain, self._held = self._held[:end], self._held[end:]
+        return self._encode(certain)
+
+    def flush(self) -> list[int]:
+        """Those of the rest; nothing follows."""
+        rest, self._held = self._held, ""
+        return self._encode(rest)
+
+    def _num_certain(self) -> int:
+        held = self._held
+        cut = self._tokenizer.rules.cut or _WORD_END
+        end = max((found.end() for found in cut.finditer(held)), default=0)
+        words = self._tokenizer.word_ends(held)
+        if len(words) > _NUM_OPEN_WORDS:
+            end = max(end, words[-1 - _NUM_OPEN_WORDS])
+        return end if len(held) - end <= _MAX_HELD_CHARACTERS else len(held)
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        spelled = text.encode()
+        for candidate in _candidates(text):
+            ids = self._tokenizer.encode(candidate, add_special_tokens=False)
+            if self._is_decoded_to(ids, spelled):
+                break
+        else:
+            ids = list(self._spell(spelled))
+        self._is_first = False
+        return ids
+
+    def _is_decoded_to(self, ids: Sequence[int], spelled: bytes) -> bool:
+        """Whether they are tokens of a text, and of this one."""
+        tokenizer = self._tokenizer
+        if not tokenizer.silent_token_ids.isdisjoint(ids):
+            return False
+        pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
+        if self._is_first and ids:
+            pieces[0] = tokenizer.first_token_bytes(ids[0])
+        return b"".join(pieces) == spelled
+
+    def _spell(self, spelled: bytes) -> Iterator[int]:
+        """From the left, the longest token that fits each time."""
+        ids, longest = self._tokenizer.ids_by_bytes, self._tokenizer.longest_token_bytes
+        if self._is_first:
+            # This one is lost.
+            yield ids[b" "]
+        at = 0
+        while at < len(spelled):
+            end = min(at + longest, len(spelled))
+            while spelled[at:end] not in ids:
+                end -= 1
+            yield ids[spelled[at:end]]
+            at = end
+
+
+def _candidates(text: str) -> Iterator[str]:
+    """What may be encoded in place of ``text``: many tokenizers put a space before each text."""
+    yield text
+    if text.startswith(" "):
+        yield text[1:]
+    yield f" {text}"

@@ -1,0 +1,168 @@
+"""Token ids of a text that comes in pieces spell that text, for every kind of vocabulary."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from registry.tokenizers.detokenizer import IncrementalDetokenizer
+from registry.tokenizers.incremental import IncrementalTokenizer
+from registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+from registry.tokenizers.tokenizer import Tokenizer
+from tests.support.engine.tokenizers_made import (
+    byte_fallback,
+    byte_level,
+    metaspace,
+    write_tokenizer,
+)
+
+_MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+_KINDS = pytest.mark.parametrize("kind", list(_MAKERS))
+_WORDS = [
+    *(
+        "the",
+        " mill",
+        " stream",
+        "'",
+        "'re",
+        "'ll",
+        " ",
+        "  ",
+        "\n",
+        " \n",
+        "\r\n",
+        "\t",
+        "12",
+        "7",
+    ),
+    *(
+        "naïve",
+        "你好",
+        "、",
+        "こんにちは",
+        "👩‍👩‍👧",
+        "\u0301",
+        "�",
+        "▁",
+        "<",
+        "|",
+        ".",
+        "a b",
+        "工具",
+    ),
+    *("<|end|>", "<|user|>", "</s>", "<s>", "<tool>", "<0x41>", "x" * 40, "print('", "():"),
+]
+_PIECES = st.lists(
+    st.one_of(st.sampled_from(_WORDS), st.text(st.characters(exclude_categories=["Cs"]))),
+    max_size=20,
+)
+_LAST = {"byte_level": "<|end|>", "byte_fallback": "</s>"}
+
+
+@cache
+def _made(kind: str) -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        return Tokenizer.load(
+            write_tokenizer(Path(folder), _MAKERS[kind](), eos=_LAST[kind]),
+        )
+
+
+def _ids_of(tokenizer: Tokenizer, pieces: list[str], before: list[int]) -> list[int]:
+    incremental = IncrementalTokenizer(tokenizer, before)
+    ids = [token_id for piece in pieces for token_id in incremental.push(piece)]
+    return ids + incremental.flush()
+
+
+@_KINDS
+@pytest.mark.parametrize("before", ["", "The stream", "a "])
+@settings(max_examples=150, deadline=None)
+@given(pieces=_PIECES)
+def test_what_is_given_is_spelled(kind: str, before: str, pieces: list[str]) -> None:
+    tokenizer = _made(kind)
+    prompt = tokenizer.encode(before)
+    ids = _ids_of(tokenizer, pieces, prompt)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    text = "".join(detokenizer.push(token_id) for token_id in ids)
+    assert text + detokenizer.flush() == "".join(pieces)
+    assert tokenizer.silent_token_ids.isdisjoint(ids)
+
+
+@_KINDS
+@settings(max_examples=100, deadline=None)
+@given(pieces=_PIECES, at=st.integers(0, 20))
+def test_it_goes_on_behind_what_another_gave(kind: str, pieces: list[str], at: int) -> None:
+    tokenizer = _made(kind)
+    first = IncrementalTokenizer(tokenizer)
+    given_ids = [token_id for piece in pieces[:at] for token_id in first.push(piece)]
+    start = IncrementalDetokenizer(tokenizer)
+    told = "".join(start.push(token_id) for token_id in given_ids)
+    rest = "".join(pieces)[len(told) :]
+    ids = given_ids + _ids_of(tokenizer, [rest], given_ids)
+    assert tokenizer.decode(ids) == "".join(pieces)
+
+
+@cache
+def _with_known_rules(pattern: str) -> Tokenizer:
+    """One that splits as well-known ones do, and has no tokens that were added."""
+    trained = byte_level()
+    backend = tokenizers.Tokenizer(trained.model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = trained.decoder
+    with TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(write_tokenizer(Path(folder), backend))
+    assert tokenizer.rules.cut is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", [GPT_2, LLAMA_3, QWEN_2])
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [word for word in _WORDS if len(word) < 12 and "|" not in word]
+            + ["don", "t ", "I", "ve", " and", "\n\n", " \t", "3.14"]
+        ),
+        max_size=24,
+    )
+)
+def test_by_known_rules_they_are_the_ids_of_the_whole_text(pattern: str, pieces: list[str]) -> None:
+    tokenizer = _with_known_rules(pattern)
+    text = "".join(pieces)
+    longest = max((len(word) for word in text.split()), default=0)
+    ids = _ids_of(tokenizer, pieces, [])
+    assert tokenizer.decode(ids) == text
+    if longest <= 12:
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_words_are_given_as_soon_as_they_are_certain() -> None:
+    tokenizer = _with_known_rules(LLAMA_3)
+    incremental = IncrementalTokenizer(tokenizer)
+    said = [
+        tokenizer.decode(incremental.push(piece))
+        for piece in ("The", " mill", " st", "ands", " by")
+    ]
+    assert said == ["", "The", " mill", "", " stands"]
+    assert tokenizer.decode(incremental.flush()) == " by"
+
+
+def test_a_long_word_is_not_held_back() -> None:
+    incremental = IncrementalTokenizer(_made("byte_level"))
+    assert [bool(incremental.push("aaaa")) for _ in range(5)] == [False, False, False, False, True]
+
+
+def test_a_vocabulary_without_bytes_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, metaspace(), eos="</s>"))
+    with pytest.raises(ValueError, match="every text"):
+        IncrementalTokenizer(tokenizer)

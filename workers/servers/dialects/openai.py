@@ -1,0 +1,146 @@
+"""Any server that has /v1/completions of OpenAI's API: text in and text out.
+
+It is the last resort, since the token ids are made anew from the server's text: where that has
+other tokens than those that the model drew, a stream that goes on after a crash may take another
+turn. The server is asked for nothing that this API does not have, and counts ``max_tokens`` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from registry.served import ServedModel
+from registry.tokenizers.incremental import IncrementalTokenizer
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError, ParameterError
+from workers.engine.types import EngineRequest
+from workers.engine_like import EngineFailedError
+from workers.servers.client import ServerClient
+from workers.servers.dialect import (
+    Call,
+    Command,
+    Dialect,
+    Reader,
+    ServerAddress,
+    ServerFacts,
+    ServerLoad,
+)
+from workers.servers.dialects.logit_bias import add_bias
+from workers.servers.dialects.openai_answers import TextReader
+from workers.servers.dialects.prompt_text import check_spelling, prompt_text
+from workers.servers.dialects.same_model import PROBE_TEXT, chosen_model
+
+_VERSION = "/v1"
+# Some servers keep a seed in 32 bits, one of them for the sign.
+_MAX_SEED = 2**31 - 1
+# Tokens that a server may put around a prompt beyond those of its tokenizer.
+_MOST_AROUND = 2
+
+
+class OpenAiDialect(Dialect):
+    """See the module. The URL may end with /v1, as clients of OpenAI write it."""
+
+    kind = EngineKind.OPENAI
+
+    def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
+        super().__init__(model, config, owned=owned)
+        if owned:
+            raise _no_url()
+        check_spelling(model, self.kind)
+        is_versioned = config.url.rstrip("/").endswith(_VERSION)
+        self._root = "" if is_versioned else _VERSION
+        self._name = model.entry.name
+
+    @property
+    def health_path(self) -> str:
+        """All of these servers have it."""
+        return f"{self._root}/models"
+
+    def command(self, program: Path, address: ServerAddress) -> Command:  # noqa: ARG002
+        """Nobody knows how it is started."""
+        raise _no_url()
+
+    async def read_facts(self, client: ServerClient) -> ServerFacts:
+        models = await client.get_json(self.health_path)
+        model = chosen_model(models, self.config.served_name, "OpenAI-compatible")
+        self._name = str(model["id"])
+        await self._check_completions(client)
+        window = model.get("max_model_len")
+        return ServerFacts(
+            model=self._name, context_window_tokens=window if isinstance(window, int) else None
+        )
+
+    async def _check_completions(self, client: ServerClient) -> None:
+        """Raises EngineFailedError if it completes no text, and ConfigError if it cuts one into
+        more or fewer tokens than the catalogue's model."""
+        body = {"model": self._name, "prompt": PROBE_TEXT, "max_tokens": 1, "temperature": 0.0}
+        answer = await client.post_json(f"{self._root}/completions", body)
+        try:
+            text, usage = answer["choices"][0]["text"], answer.get("usage") or {}
+            num_tokens = usage.get("prompt_tokens")
+        except (TypeError, KeyError, IndexError, AttributeError):
+            text, num_tokens = None, None
+        if not isinstance(text, str):
+            raise EngineFailedError(
+                f"The server at {client.url} answers {self._root}/completions with no completion."
+            )
+        own = len(self.model.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+        if isinstance(num_tokens, int) and not own <= num_tokens <= own + _MOST_AROUND:
+            raise ConfigError(
+                f"The server counts {num_tokens} tokens in a text that has {own} by the tokenizer "
+                f"of the catalogue's {self.model.entry.name}: they are not the same model."
+            )
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:  # noqa: ARG002
+        """Nothing that all of these servers tell."""
+        return ServerLoad()
+
+    # --- requests ---
+
+    def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
+        sampling = request.sampling
+        max_tokens = sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
+        body: dict[str, Any] = {
+            "model": self._name,
+            "prompt": prompt_text(self.model.tokenizer, request, token_ids),
+            "max_tokens": max(1, max_tokens - len(token_ids)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % _MAX_SEED
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        return Call(f"{self._root}/completions", body)
+
+    def call_one_of(
+        self,
+        request: EngineRequest,  # noqa: ARG002
+        token_ids: Sequence[int],  # noqa: ARG002
+        allowed: Sequence[int],  # noqa: ARG002
+    ) -> Call:
+        raise ParameterError("grammar", "What an OpenAI-compatible server may write is its own.")
+
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:
+        add_bias(call.body, bias)
+        return call
+
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+        before = (*request.prompt_token_ids, *token_ids)
+        return TextReader(IncrementalTokenizer(self.model.tokenizer, before))
+
+
+def _no_url() -> ConfigError:
+    return ConfigError(
+        "An engine of the kind openai is a server that runs already: say where in "
+        "worker.engine.url (--engine-url)."
+    )

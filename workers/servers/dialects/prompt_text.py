@@ -1,0 +1,43 @@
+"""Prompts for servers that take them as text only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from registry.served import ServedModel
+from registry.tokenizers.tokenizer import Tokenizer
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError, ParameterError
+from workers.engine.types import EngineRequest
+
+
+def check_spelling(model: ServedModel, kind: EngineKind) -> None:
+    """Raise ConfigError for a model whose tokenizer has no token ids for some texts."""
+    if not model.tokenizer.spells_every_text:
+        raise ConfigError(
+            f"The tokenizer of {model.entry.name} has no tokens for some bytes, so that what a "
+            f"server of the kind {kind} writes has no token ids: use another engine."
+        )
+
+
+def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequence[int]) -> str:
+    """The text of a prompt and of what was made behind it, special tokens spelled out, less those
+    that a server puts before each prompt itself. Raises ParameterError for a prompt that is no
+    text."""
+    prompt = _less_begin(tokenizer, request.prompt_token_ids)
+    spelled = b"".join(map(tokenizer.token_bytes, prompt))
+    try:
+        spelled.decode()
+    except UnicodeDecodeError:
+        raise ParameterError(
+            "prompt_token_ids",
+            "prompt_token_ids begins or ends within a character; the engine of this model takes "
+            "prompts as text.",
+        ) from None
+    return tokenizer.decode((*prompt, *token_ids), skip_special_tokens=False)
+
+
+def _less_begin(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    before = (tokenizer.special_around or ([], []))[0]
+    num = len(before)
+    return token_ids[num:] if list(token_ids[:num]) == before else token_ids
