@@ -25,6 +25,7 @@ class EngineKind(StrEnum):
     SGLANG = "sglang"
     LLAMACPP = "llamacpp"
     OPENAI = "openai"
+    TGI = "tgi"
     CUSTOM = "custom"
 
 
@@ -40,14 +41,17 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     """What streams of an engine can rely on.
 
     ``exact_token_ids``: token ids and their indexes are the engine's own; otherwise they are made
-    anew from its text, and it counts ``max_tokens`` by its own. ``continues_sampling``: after the
-    engine died, a sampled stream goes on with the tokens that it would have had; otherwise with
-    others, at the same index. ``continues_grammars``: and one with a grammar goes on within it.
+    anew from its text, and it counts ``max_tokens`` by its own. ``takes_token_ids``: so it does
+    with those of prompts and of what was made before; otherwise it gets their text.
+    ``continues_sampling``: after the engine died, a sampled stream goes on with the tokens that it
+    would have had; otherwise with others, at the same index. ``continues_grammars``: and one with a
+    grammar goes on within it.
     ``unsupported`` are the fields of the sampling parameters, and ``pooling``, that it refuses;
     ``grammars`` those kinds that it takes.
     """
 
     exact_token_ids: bool = True
+    takes_token_ids: bool = True
     continues_sampling: bool = False
     continues_grammars: bool = False
     cost_method: CostMethod = CostMethod.TOKENS
@@ -87,11 +91,23 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     # What the API does not have, and what is told by token ids, which are not the server's here.
     EngineKind.OPENAI: EnginePromises(
         exact_token_ids=False,
+        takes_token_ids=False,
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens"),
                 *("top_k", "min_p", "typical_p", "repetition_penalty"),
+            }
+        ),
+        grammars=frozenset(),
+    ),
+    EngineKind.TGI: EnginePromises(
+        takes_token_ids=False,
+        unsupported=frozenset(
+            {
+                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
+                *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
+                *("presence_penalty", "frequency_penalty"),
             }
         ),
         grammars=frozenset(),

@@ -334,6 +334,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: EngineKind
     exact_token_ids: bool
+    takes_token_ids: bool
     continues_sampling: bool
     continues_grammars: bool
     unsupported: tuple[str, ...]
@@ -345,6 +346,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             kind=kind,
             exact_token_ids=promises.exact_token_ids,
+            takes_token_ids=promises.takes_token_ids,
             continues_sampling=promises.continues_sampling,
             continues_grammars=promises.continues_grammars,
             unsupported=tuple(sorted(promises.unsupported)),

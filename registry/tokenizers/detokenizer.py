@@ -59,6 +59,11 @@ class IncrementalDetokenizer:
         self._unfinished = bool(self._decoder.getstate()[0])
         return text
 
+    @property
+    def is_within_character(self) -> bool:
+        """Whether the last token left a character unfinished."""
+        return self._unfinished
+
     def flush(self) -> str:
         """What is left after the last token: U+FFFD for a character that was never finished."""
         self._unfinished = False

@@ -32,6 +32,12 @@ class AnswerError(MillraceError, code="engine_failed"):
         super().__init__(message)
         self.status = status
 
+    @property
+    def blames_caller(self) -> bool:
+        """Whether the request is at fault, and would be at any time."""
+        is_busy = self.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+        return self.status < HTTPStatus.INTERNAL_SERVER_ERROR and not is_busy
+
 
 class ServerClient:
     """Asks a server at ``url``, or behind the Unix socket ``socket``. Owns its connections until

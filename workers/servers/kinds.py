@@ -7,6 +7,7 @@ from workers.servers.dialect import Dialect
 from workers.servers.dialects.llamacpp import LlamaCppDialect
 from workers.servers.dialects.openai import OpenAiDialect
 from workers.servers.dialects.sglang import SglangDialect
+from workers.servers.dialects.tgi import TgiDialect
 from workers.servers.dialects.vllm import VllmDialect
 
 DIALECTS: dict[EngineKind, type[Dialect]] = {
@@ -14,4 +15,5 @@ DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.VLLM: VllmDialect,
     EngineKind.SGLANG: SglangDialect,
     EngineKind.OPENAI: OpenAiDialect,
+    EngineKind.TGI: TgiDialect,
 }

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from enum import Enum, auto
-from http import HTTPStatus
 from typing import cast
 
 import msgspec
@@ -237,7 +236,7 @@ class ServerEngine(EngineLike):
                         return _StreamEnd.CONTINUES
         except AnswerError as error:
             is_answered = True
-            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if error.blames_caller:
                 raise RefusedByServerError(error.message) from error
             await self._check_alive()
         except (ServerUnreachableError, ServerStreamError):

@@ -39,11 +39,14 @@ async def start_server_engine(
     EngineFailedError for a server that dies or does not get ready in time."""
     dialect = DIALECTS[config.kind](model, config, owned=not config.url)
     promises = PROMISES[config.kind]
-    if not promises.exact_token_ids:
+    if not promises.takes_token_ids:
         logger.warning(
-            "this engine takes and gives text: token ids are made anew, and what goes on after a "
-            "crash may differ",
-            extra={"kind": config.kind, "refused": sorted(promises.unsupported)},
+            "this engine takes prompts as text: what goes on after a crash may differ",
+            extra={
+                "kind": config.kind,
+                "exact_token_ids": promises.exact_token_ids,
+                "refused": sorted(promises.unsupported),
+            },
         )
     if config.url:
         engine = await _attach(dialect, clock)

@@ -146,7 +146,8 @@ async def test_what_cannot_be_promised_is_said_at_start(
     with caplog.at_level(logging.WARNING):
         async with _attached(model, _transcript()):
             pass
-    [record] = [one for one in caplog.records if "made anew" in one.message]
+    [record] = [one for one in caplog.records if "prompts as text" in one.message]
+    assert record.__dict__["exact_token_ids"] is False
     assert "stop_token_ids" in record.__dict__["refused"]
 
 
@@ -301,3 +302,20 @@ def test_what_is_wrong_is_told(model: ServedModel, event: Any, error: type, says
     reader = TextReader(IncrementalTokenizer(model.tokenizer))
     with pytest.raises(error, match=says):
         reader.read(event if isinstance(event, bytes) else msgspec.json.encode(event))
+
+
+async def test_a_server_that_is_busy_is_asked_again(model: ServedModel) -> None:
+    def complete(body: dict[str, Any]) -> Played:
+        if not body.get("stream"):
+            return Played(_chunk("x", "length"))
+        if len(transcript.bodies(_COMPLETIONS)) < 3:
+            return Played({"error": {"message": "too many requests"}}, status=429)
+        return Played(events=[_chunk("Yes"), _chunk("", "stop"), b"[DONE]"])
+
+    transcript = Transcript({_MODELS: Played({"data": [{"id": "a"}]}), _COMPLETIONS: complete})
+    async with _attached(model, transcript) as engine:
+        heard = Heard(engine)
+        engine.add(request("r"))
+        await heard.ended("r")
+    assert len(transcript.bodies(_COMPLETIONS)) == 3
+    assert model.tokenizer.decode(heard.tokens("r")) == "Yes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from registry.served import ServedModel
+from registry.tokenizers.detokenizer import IncrementalDetokenizer
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, ParameterError
@@ -35,6 +36,20 @@ def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequenc
             "prompts as text.",
         ) from None
     return tokenizer.decode((*prompt, *token_ids), skip_special_tokens=False)
+
+
+def num_whole(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+) -> int:
+    """How many of ``token_ids`` there are up to the last one that does not end within a
+    character."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=False)
+    num = 0
+    for index, token_id in enumerate(token_ids, 1):
+        detokenizer.push(token_id)
+        if not detokenizer.is_within_character:
+            num = index
+    return num
 
 
 def _less_begin(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:

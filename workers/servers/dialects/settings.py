@@ -20,9 +20,14 @@ _UNKNOWN = (
 def check_settings(config: EngineConfig, kind: EngineKind, *known: str) -> None:
     """Raises ConfigError, naming the setting, for one that the server does not have and that is not
     among ``known``."""
+    check_usual(config, kind, *(name for name in _UNKNOWN if name not in known))
+
+
+def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:
+    """Raises ConfigError for one of these settings that is not as it is by default."""
     usual = EngineConfig()
-    for name in _UNKNOWN:
-        if name not in known and getattr(config, name) != getattr(usual, name):
+    for name in names:
+        if getattr(config, name) != getattr(usual, name):
             raise ConfigError(
                 f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
                 f"see worker.engine.arguments for those of {kind}."

@@ -1,0 +1,320 @@
+"""Text Generation Inference as an engine, with a server that answers as its documentation says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+
+from registry.served import ServedModel
+from runtime.clock import SystemClock
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError, MillraceError
+from schemas.frames import FinishReason
+from tests.support.waiting import eventually
+from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
+from tests.workers.scripted import EOS, served_model
+from tests.workers.servers.tgi_server import TgiServer, serving
+from workers.engine_like import EngineFailedError, EngineLike
+from workers.servers.dialect import RefusedByServerError, ServerAddress, ServerStreamError
+from workers.servers.dialects.tgi import TgiDialect
+from workers.servers.dialects.tgi_answers import TgiReader
+from workers.servers.server_engine import ServerEngine
+from workers.servers.starting import start_server_engine
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def _attached(
+    model: ServedModel, server: TgiServer, **config: Any
+) -> AsyncIterator[ServerEngine]:
+    async with serving(server) as url:
+        settings = EngineConfig(kind=EngineKind.TGI, url=url, start_timeout_s=5.0, **config)
+        engine = await start_server_engine(model, settings, SystemClock())
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model: ServedModel) -> AsyncIterator[EngineLike]:
+    server = TgiServer(model.tokenizer, token_s=0.002)
+    async with _attached(model, server) as started, running(started):
+        yield started
+
+
+class TestTgi(EngineConformance):
+    kind = EngineKind.TGI
+
+
+# --- how it is started ---
+
+
+def _options(model: ServedModel, folder: Path, **config: Any) -> tuple[list[str], dict[str, str]]:
+    dialect = TgiDialect(model, EngineConfig(kind=EngineKind.TGI, **config), owned=True)
+    program = Path("/bin/text-generation-launcher")
+    command = dialect.command(program, ServerAddress(folder, 4711, "secret"))
+    return list(command.arguments), command.environment
+
+
+def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Path) -> None:
+    arguments, variables = _options(
+        model,
+        tmp_path,
+        max_num_sequences=12,
+        max_batch_tokens=512,
+        gpu_memory_fraction=0.7,
+        kv_cache_dtype="fp8",
+        dtype="bfloat16",
+        prefix_cache=False,
+        cuda_graphs=False,
+        device="cuda:2",
+        num_threads=3,
+        arguments=("--num-shard", "4"),
+    )
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    assert options == {
+        "--model-id": str(model.path),
+        "--hostname": "127.0.0.1",
+        "--port": "4711",
+        "--prometheus-port": "0",
+        "--shard-uds-path": str(tmp_path / "shard"),
+        "--max-input-tokens": "127",
+        "--max-total-tokens": "128",
+        "--max-concurrent-requests": "16",
+        "--usage-stats": "off",
+        "--dtype": "bfloat16",
+        "--kv-cache-dtype": "fp8_e4m3fn",
+        "--cuda-memory-fraction": "0.7",
+        "--max-batch-prefill-tokens": "512",
+        "--cuda-graphs": "0",
+        "--num-shard": "4",
+    }
+    assert variables == {
+        "API_KEY": "secret",
+        "CUDA_VISIBLE_DEVICES": "2",
+        "OMP_NUM_THREADS": "3",
+        "PREFIX_CACHING": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kernels", "torch"), ("kv_cache_bytes", 1), ("overlap", False), ("load_format", "dummy")],
+)
+def test_a_setting_that_it_does_not_have_is_refused_by_name(
+    model: ServedModel, tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
+        _options(model, tmp_path, **{name: value})
+
+
+async def test_it_is_started_on_a_port_with_a_key(model: ServedModel, tmp_path: Path) -> None:
+    """By a program that listens there and wants the key, as TGI does."""
+    program = tmp_path / "text-generation-launcher"
+    module = "tests.workers.servers.tgi_server"
+    program.write_text(f'#!/bin/sh\ncd {_ROOT} && exec {sys.executable} -m {module} "$@"\n')
+    program.chmod(0o755)
+    config = EngineConfig(kind=EngineKind.TGI, command=str(program), start_timeout_s=30.0)
+    engine = await start_server_engine(model, config, SystemClock())
+    try:
+        heard = Heard(engine)
+        engine.add(request("r"))
+        await heard.ended("r")
+        assert len(heard.tokens("r")) == 12
+        url = f"{engine._client.url}/tokenize"
+        async with aiohttp.ClientSession() as others, others.post(url, json={}) as answer:
+            assert answer.status == 401
+    finally:
+        await engine.close()
+
+
+# --- what it says of itself ---
+
+
+async def test_one_that_runs_is_known_by_what_it_says(model: ServedModel) -> None:
+    server = TgiServer(model.tokenizer, api_key="k")
+    async with _attached(model, server, api_key="k") as engine:
+        assert engine.facts.version == "3.3.7"
+        assert engine.facts.model == "demo"
+        assert engine.facts.context_window_tokens == 128
+        assert engine.facts.max_num_sequences == 3
+        assert (await engine._dialect.read_load(engine._client)).num_steps == 43
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "error", "says"),
+    [
+        ({"version": "1.4.5"}, {}, ConfigError, r"2\.0 or newer is needed"),
+        ({"info": {"max_total_tokens": None}}, {}, EngineFailedError, "no tgi server"),
+        ({"window": 64}, {}, ConfigError, "context window is 64 tokens"),
+        ({"info": {"max_input_tokens": 99}}, {}, ConfigError, "context window is 100 tokens"),
+        ({"api_key": "other"}, {"api_key": "k"}, EngineFailedError, "status 401"),
+    ],
+)
+async def test_what_is_not_that_model_on_such_a_server_is_refused(
+    model: ServedModel,
+    changes: dict[str, Any],
+    config: dict[str, Any],
+    error: type[MillraceError],
+    says: str,
+) -> None:
+    with pytest.raises(error, match=says):
+        async with _attached(model, TgiServer(model.tokenizer, **changes), **config):
+            """Never reached."""
+
+
+async def test_another_tokenizer_is_refused(model: ServedModel) -> None:
+    class Other:
+        def encode(self, text: str) -> list[int]:
+            return [ord(character) % 300 for character in text]
+
+    with pytest.raises(ConfigError, match="tokenizer is not that of"):
+        async with _attached(model, TgiServer(Other())):  # type: ignore[arg-type]
+            """Never reached."""
+
+
+# --- requests ---
+
+
+async def test_a_request_and_its_answer(model: ServedModel) -> None:
+    server = TgiServer(model.tokenizer)
+    prompt = tuple(model.tokenizer.encode("<|user|>What?"))
+    async with _attached(model, server) as engine:
+        heard = Heard(engine)
+        engine.add(request("greedy", prompt))
+        engine.add(
+            request(
+                "sampled",
+                prompt,
+                temperature=0.5,
+                seed=2**62,
+                top_k=3,
+                top_p=0.9,
+                typical_p=0.8,
+                repetition_penalty=1.2,
+            )
+        )
+        await heard.ended("greedy", "sampled")
+    assert len(heard.tokens("greedy")) == 12
+    usual = {"max_new_tokens": 12, "details": True}
+    # Without the token that the server's tokenizer puts before each prompt.
+    assert server.calls == [
+        {
+            "inputs": "<|user|>What?",
+            "parameters": usual | {"do_sample": False, "repetition_penalty": 1.0},
+        },
+        {
+            "inputs": "<|user|>What?",
+            "parameters": usual
+            | {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.5}
+            | {"top_k": 3, "top_p": 0.9, "typical_p": 0.8, "seed": 2**62},
+        },
+    ]
+
+
+async def test_an_end_of_the_sequence_is_its_last_token(model: ServedModel) -> None:
+    async with _attached(model, TgiServer(model.tokenizer, end_at=5)) as engine:
+        heard = Heard(engine)
+        engine.add(msgspec.structs.replace(request("r"), eos_token_ids=(EOS,)))
+        await heard.ended("r")
+    end = heard.end("r")
+    assert end is not None
+    assert end.finish_reason is FinishReason.STOP
+    assert len(heard.tokens("r")) == 6
+    assert heard.tokens("r")[-1] == EOS
+
+
+async def test_a_cancel_ends_the_connection(model: ServedModel) -> None:
+    server = TgiServer(model.tokenizer, token_s=0.02)
+    async with _attached(model, server) as engine:
+        heard = Heard(engine)
+        engine.add(request("gone", max_tokens=90))
+        await eventually(lambda: len(heard.tokens("gone")) > 2)
+        engine.cancel("gone")
+        await eventually(lambda: server.num_running == 0)
+
+
+async def test_it_is_given_no_more_than_it_takes(model: ServedModel) -> None:
+    server = TgiServer(model.tokenizer, max_concurrent_requests=3, token_s=0.002)
+    async with _attached(model, server) as engine:
+        heard = Heard(engine)
+        names = [f"r{number}" for number in range(7)]
+        for name in names:
+            engine.add(request(name))
+        engine.cancel("r3")
+        await heard.ended(*(name for name in names if name != "r3"))
+    assert all(output.error is None for output in heard.outputs)
+    assert len(server.calls) == 6
+
+
+async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:
+    """Also within a character, wherever that is."""
+    tokens = []
+    for breaks_at in ({}, {number: number for number in range(1, 4)}):
+        server = TgiServer(model.tokenizer, breaks_at=breaks_at)
+        async with _attached(model, server) as engine:
+            heard = Heard(engine)
+            engine.add(request("r", max_tokens=30))
+            await heard.ended("r")
+            assert len(server.calls) == 1 + len(breaks_at)
+            tokens.append(heard.tokens("r"))
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 30
+
+
+def test_a_character_that_was_begun_is_made_anew(model: ServedModel) -> None:
+    [first] = [i for i in range(5, 261) if model.tokenizer.token_bytes(i) == b"\xc3"]
+    [second] = [i for i in range(5, 261) if model.tokenizer.token_bytes(i) == b"\xa9"]
+    dialect = TgiDialect(model, EngineConfig(kind=EngineKind.TGI), owned=True)
+    asked = request("r", output_token_ids=(40, first))
+    body = dialect.call(asked, asked.output_token_ids).body
+    assert body["inputs"] == model.tokenizer.decode((*PROMPT, 40))
+    assert body["parameters"]["max_new_tokens"] == 11
+    for told, kept in (((first, second, 50), [second, 50]), ((41, first), [41, first])):
+        reader = dialect.reader(asked, asked.output_token_ids)
+        parts = [reader.read(msgspec.json.encode({"token": {"id": one}})) for one in told]
+        assert [one for part in parts if part is not None for one in part.token_ids] == kept
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "says"),
+    [
+        (b"{", ServerStreamError, "no event of a stream"),
+        ({"index": 1}, ServerStreamError, "without a token"),
+        ({"error": "no", "error_type": "validation"}, RefusedByServerError, "TGI says: no"),
+        ({"error": "out of memory", "error_type": "generation"}, ServerStreamError, "out of"),
+        (
+            {"token": {"id": 1}, "details": {"finish_reason": "tired"}},
+            ServerStreamError,
+            "reason of its own: tired",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(event: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        TgiReader().read(event if isinstance(event, bytes) else msgspec.json.encode(event))
+
+
+async def test_a_server_that_is_busy_is_asked_again(model: ServedModel) -> None:
+    busy = {"error": "Model is overloaded", "error_type": "overloaded"}
+    async with _attached(model, TgiServer(model.tokenizer, errors={1: busy})) as engine:
+        heard = Heard(engine)
+        engine.add(request("r"))
+        await heard.ended("r")
+    assert len(heard.tokens("r")) == 12
