@@ -14,7 +14,7 @@ from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
-from schemas.sampling import GrammarKind
+from schemas.sampling import Grammar, GrammarKind
 from workers.engine.types import EngineRequest
 from workers.servers.client import ServerClient
 
@@ -149,6 +149,11 @@ class Dialect(ABC):
     @abstractmethod
     async def read_load(self, client: ServerClient) -> ServerLoad:
         """Its figures as of now. Raises ServerUnreachableError."""
+
+    def as_read(self, grammar: Grammar) -> Grammar:
+        """One that says to the own library what the server makes of ``grammar``: what follows a
+        completion in the server's stead keeps to the same."""
+        return grammar
 
     @abstractmethod
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:

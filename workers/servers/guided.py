@@ -103,14 +103,16 @@ class Guides:
         self._library: GrammarLibrary | None = None
         self._good: dict[Grammar, None] = {}
 
-    async def start(self, request: EngineRequest, token_ids: Sequence[int]) -> Guide:
-        """One that stands behind ``token_ids``. Raises GrammarError for a grammar that cannot be
-        compiled, ServerStreamError for one that does not lead there."""
+    async def start(self, request: EngineRequest, read: Grammar, token_ids: Sequence[int]) -> Guide:
+        """One that stands behind ``token_ids``: in ``read``, which is what the server makes of the
+        request's grammar, or in that itself, if they come from an engine that reads it otherwise.
+        Raises GrammarError for a grammar that cannot be compiled, ServerStreamError if none leads
+        there."""
         grammar = request.sampling.grammar
         assert grammar is not None
         loop = asyncio.get_running_loop()
         compiled: asyncio.Future[Matcher] = loop.create_future()
-        work = partial(self._compile, grammar, tuple(token_ids))
+        work = partial(self._compile, tuple(dict.fromkeys((read, grammar))), tuple(token_ids))
         self._threads.submit(partial(_run, work, loop, compiled))
         matcher = await compiled
         assert self._library is not None
@@ -134,19 +136,22 @@ class Guides:
         """End what compiles."""
         self._probe.close()
 
-    def _compile(self, grammar: Grammar, token_ids: tuple[int, ...]) -> Matcher:
+    def _compile(self, grammars: Sequence[Grammar], token_ids: tuple[int, ...]) -> Matcher:
         if self._library is None:
             self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
-        self._probe.check(grammar)
-        matcher = self._library.compile(grammar)
-        try:
-            matcher.accept(token_ids)
-        except GrammarError as error:
-            raise ServerStreamError(
-                f"The engine's server reads the grammar otherwise than this worker, which cannot "
-                f"go on behind what it made: {error.message}"
-            ) from error
-        return matcher
+        for grammar in grammars:
+            self._probe.check(grammar)
+            matcher = self._library.compile(grammar)
+            try:
+                matcher.accept(token_ids)
+            except GrammarError as error:
+                why = error.message
+            else:
+                return matcher
+        raise ServerStreamError(
+            f"The engine's server reads the grammar otherwise than this worker, which cannot go on "
+            f"behind what it made: {why}"
+        )
 
 
 def _run(

@@ -193,10 +193,11 @@ class ServerEngine(EngineLike):
         grammar = live.request.sampling.grammar
         if grammar is None or live.guide is not None:
             return
+        read = self._dialect.as_read(grammar)
         if not live.token_ids and grammar.kind in self._dialect.native_grammars:
-            await self._guides.check(grammar)
+            await self._guides.check(read)
             return
-        live.guide = await self._guides.start(live.request, live.token_ids)
+        live.guide = await self._guides.start(live.request, read, live.token_ids)
         if live.guide.complete:
             self._accept(live, Part())
 

@@ -19,7 +19,7 @@ from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError
 from schemas.frames import FinishReason, TokenLogprob
-from schemas.sampling import Grammar, GrammarKind
+from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from tests.workers.conformance import PROMPT, Heard, request
 from tests.workers.scripted import served_model
 from tests.workers.servers.transcripts import Played, Transcript, playing
@@ -37,6 +37,9 @@ from workers.servers.server_engine import ServerEngine
 from workers.servers.starting import start_server_engine
 
 _GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+# What there is nothing to add to.
+_ODD = '{"x-guidance": 5}'
+_LONG = json.dumps({"const": "a" * (MAX_GRAMMAR_CHARACTERS - 20)})
 _METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
@@ -393,6 +396,8 @@ async def test_a_grammar_that_cannot_be_compiled_never_gets_to_the_server(
         (Grammar(kind=GrammarKind.JSON_OBJECT), False, {"json_object": True}),
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"a": 1}'), False, {"json": '{"a": 1}'}),
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text="no JSON"), True, {"json": "no JSON"}),
+        (Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ODD), True, {"json": _ODD}),
+        (Grammar(kind=GrammarKind.JSON_SCHEMA, text=_LONG), True, {"json": _LONG}),
     ],
 )
 def test_a_grammar_goes_to_its_field(
@@ -404,11 +409,12 @@ def test_a_grammar_goes_to_its_field(
     assert sampling["structured_outputs"] == sent
 
 
-def test_json_has_few_blanks_and_all_of_it_fits_the_own_engine(model: ServedModel) -> None:
+def test_json_has_few_blanks_and_so_has_what_goes_on_behind_it(model: ServedModel) -> None:
     """A completion that goes on is followed by the own engine's matcher."""
     grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
-    body = _dialect(model).call(request("r", grammar=grammar), ()).body
-    schema = json.dumps(body["sampling_params"]["structured_outputs"]["json"])
+    dialect = _dialect(model)
+    body = dialect.call(request("r", grammar=grammar), ()).body
+    schema = body["sampling_params"]["structured_outputs"]["json"]
     theirs = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
     vocabulary = LLTokenizer("byte")
     for text, fits in (
@@ -421,9 +427,11 @@ def test_json_has_few_blanks_and_all_of_it_fits_the_own_engine(model: ServedMode
         read = LLMatcher(vocabulary, theirs, log_level=0)
         token_ids = list(text.encode())
         assert (read.validate_tokens(token_ids) == len(token_ids)) is fits
+        own = start(vocabulary, dialect.as_read(grammar))
+        assert (own.validate_tokens(token_ids) == len(token_ids)) is fits
         if fits:
-            own = start(vocabulary, grammar)
-            assert own.validate_tokens(token_ids) == len(token_ids)
+            given = start(vocabulary, grammar)
+            assert given.validate_tokens(token_ids) == len(token_ids)
 
 
 def test_one_token_out_of_those_that_are_allowed(model: ServedModel) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from llguidance import (
     LLMatcher,
     LLParserLimits,
@@ -28,6 +29,8 @@ _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
 ANY_OBJECT = '{"type": "object"}'
 # Unbounded blanks between the parts of a document are where a model gets stuck.
 JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
+# Where a schema says how the library is to read it.
+JSON_SETTINGS = "x-guidance"
 # Some 1 to 2 kB each; the library's own bound would let one grammar fill half a gigabyte.
 _MAX_LEXER_STATES = 50_000
 # What the library puts before the bytes of a token that is no text; never in UTF-8.
@@ -139,7 +142,20 @@ def _source(grammar: Grammar) -> str:
 
 
 def _json_source(schema: str) -> str:
+    if _is_rigid(schema):
+        return LLMatcher.grammar_from_json_schema(schema)
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_BLANKS})
+
+
+def _is_rigid(schema: str) -> bool:
+    """Whether it says itself that there are no blanks but those of its separators."""
+    if f'"{JSON_SETTINGS}"' not in schema:
+        return False
+    try:
+        settings = msgspec.json.decode(schema, type=dict[str, Any]).get(JSON_SETTINGS)
+    except msgspec.MsgspecError:
+        return False
+    return isinstance(settings, dict) and settings.get("whitespace_flexible") is False
 
 
 def raise_error_of(matcher: LLMatcher) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from schemas.sampling import Grammar, GrammarKind
-from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
+from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS, JSON_SETTINGS
 
 _BLANKS = {
     "whitespace_flexible": False,
@@ -16,17 +14,26 @@ _BLANKS = {
 }
 
 
-def guidance_schema(grammar: Grammar) -> str | dict[str, Any]:
-    """With blanks only behind a colon and a comma, and no more of them than the own engine allows:
-    older versions of the library bound no other blanks, where a model gets stuck. What is no JSON
-    stays as it is, for the server to say."""
-    text = ANY_OBJECT if grammar.kind is GrammarKind.JSON_OBJECT else grammar.text
+def with_few_blanks(grammar: Grammar) -> Grammar:
+    """One for JSON with blanks only behind a colon and a comma, and no more of them than the own
+    engine allows: older versions of the library bound no other blanks, where a model gets stuck.
+    What is no JSON schema stays as it is, for the server to say, as do other grammars and those
+    that there is no room in for more."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            text = ANY_OBJECT
+        case GrammarKind.JSON_SCHEMA:
+            text = grammar.text
+        case _:
+            return grammar
     try:
         schema = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return text
-    if not isinstance(schema, dict):
-        return text
-    given = schema.get("x-guidance")
-    options = given if isinstance(given, dict) else {}
-    return schema | {"x-guidance": _BLANKS | options}
+        return grammar
+    given = schema.get(JSON_SETTINGS, {}) if isinstance(schema, dict) else None
+    if not isinstance(given, dict):
+        return grammar
+    text = msgspec.json.encode(schema | {JSON_SETTINGS: _BLANKS | given}).decode()
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        return grammar
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
 from registry.served import ServedModel
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError
 from schemas.sampling import Grammar, GrammarKind
+from workers.engine.grammar.library import ANY_OBJECT
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError
 from workers.servers.client import AnswerError, ServerClient
@@ -31,7 +30,7 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.json_grammars import guidance_schema
+from workers.servers.dialects.json_grammars import with_few_blanks
 from workers.servers.dialects.logit_bias import add_bias
 from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
 from workers.servers.dialects.settings import check_settings
@@ -271,6 +270,9 @@ class SglangDialect(Dialect):
             said |= self._grammar(sampling.grammar)
         return said
 
+    def as_read(self, grammar: Grammar) -> Grammar:
+        return with_few_blanks(grammar) if self._reads_guidance else grammar
+
     def _grammar(self, grammar: Grammar) -> dict[str, str]:
         match grammar.kind:
             case GrammarKind.REGEX:
@@ -278,9 +280,7 @@ class SglangDialect(Dialect):
             case GrammarKind.EBNF:
                 return {"ebnf": grammar.text}
             case GrammarKind.JSON_OBJECT | GrammarKind.JSON_SCHEMA:
-                schema = guidance_schema(grammar)
-                text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-                return {"json_schema": text}
+                return {"json_schema": self.as_read(grammar).text or ANY_OBJECT}
 
 
 def _wants_prompt_logprobs(request: EngineRequest, token_ids: Sequence[int]) -> bool:

@@ -29,7 +29,7 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.json_grammars import guidance_schema
+from workers.servers.dialects.json_grammars import with_few_blanks
 from workers.servers.dialects.logit_bias import add_bias
 from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
 from workers.servers.dialects.vllm_answers import VllmReader
@@ -221,18 +221,21 @@ class VllmDialect(Dialect):
             said["structured_outputs"] = self._structured_outputs(sampling.grammar)
         return said
 
+    def as_read(self, grammar: Grammar) -> Grammar:
+        # The worker starts its server with the library of the own engine.
+        return with_few_blanks(grammar) if self.owned else grammar
+
     def _structured_outputs(self, grammar: Grammar) -> dict[str, Any]:
-        match grammar.kind:
+        read = self.as_read(grammar)
+        match read.kind:
             case GrammarKind.REGEX:
-                return {"regex": grammar.text}
+                return {"regex": read.text}
             case GrammarKind.EBNF:
-                return {"grammar": grammar.text}
-            case _ if self.owned:
-                return {"json": guidance_schema(grammar)}
+                return {"grammar": read.text}
             case GrammarKind.JSON_OBJECT:
                 return {"json_object": True}
             case GrammarKind.JSON_SCHEMA:
-                return {"json": grammar.text}
+                return {"json": read.text}
 
 
 _ABSENT = frozenset({403, 404, 405})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import sys
 import threading
@@ -114,6 +115,16 @@ def test_blanks_between_the_parts_of_a_document_are_bounded(bytes_tokenizer: Tok
     matcher.accept(bytes_tokenizer.encode("{" + " " * 64, add_special_tokens=False))
     blanks = [bytes_tokenizer.token_bytes(t) for t in mask_of(matcher, library.num_words)]
     assert not any(blank.isspace() for blank in blanks)
+
+
+def test_a_schema_that_wants_no_blanks_gets_none(bytes_tokenizer: Tokenizer) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
+    for flexible in (False, True):
+        text = json.dumps({"type": "object", "x-guidance": {"whitespace_flexible": flexible}})
+        matcher = library.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=text))
+        matcher.accept(bytes_tokenizer.encode("{", add_special_tokens=False))
+        blank = bytes_tokenizer.encode(" ", add_special_tokens=False)[0]
+        assert matcher.fits(blank) is flexible
 
 
 def test_messages_are_short_and_without_pictures() -> None:

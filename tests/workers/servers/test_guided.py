@@ -1,0 +1,56 @@
+"""Where a guide stands whose completion somebody else began."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from registry.served import ServedModel
+from schemas.sampling import Grammar, GrammarKind
+from tests.workers.conformance import request
+from tests.workers.scripted import served_model
+from workers.servers.dialect import ServerStreamError
+from workers.servers.dialects.json_grammars import with_few_blanks
+from workers.servers.guided import Guides
+
+_ANY = Grammar(kind=GrammarKind.JSON_OBJECT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture
+async def guides(model: ServedModel) -> AsyncIterator[Guides]:
+    made = Guides(model)
+    yield made
+    made.close()
+
+
+def _tokens(model: ServedModel, text: str) -> list[int]:
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("begun", "has_blanks"),
+    [('{"a": 1', False), ('{ "a": 1', True)],
+    ids=["by the server", "by another engine"],
+)
+async def test_it_reads_the_grammar_as_who_began_did(
+    model: ServedModel, guides: Guides, begun: str, has_blanks: bool
+) -> None:
+    guide = await guides.start(
+        request("r", grammar=_ANY), with_few_blanks(_ANY), _tokens(model, begun)
+    )
+    allowed = {int(token_id) for token_id in guide.allowed()}
+    assert set(_tokens(model, "}")) <= allowed
+    assert (set(_tokens(model, "\n")) <= allowed) is has_blanks
+
+
+async def test_what_no_reading_leads_to_cannot_go_on(model: ServedModel, guides: Guides) -> None:
+    asked, read = request("r", grammar=_ANY), with_few_blanks(_ANY)
+    with pytest.raises(ServerStreamError, match="reads the grammar otherwise"):
+        await guides.start(asked, read, _tokens(model, '["a"'))
