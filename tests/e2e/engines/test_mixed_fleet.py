@@ -1,0 +1,84 @@
+"""Workers of one model on two engines, vLLM and our own: what one drops the other goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.clients import ask_websocket
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+_NUM_STREAMS = 12
+_NUM_TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    arguments = ("--port", "18440", "--engine", "vllm", "--model", "demo")
+    running = System(tmp_path_factory.mktemp("mixed"), arguments, starts_within_s=400.0).start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def own_worker(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker with our own engine beside the one with vLLM."""
+    beside = psutil.Process(system.pid("worker-1"))
+    settings = {
+        "MILLRACE_WORKER__NAME": "own",
+        "MILLRACE_WORKER__ENGINE__KIND": "real",
+        "MILLRACE_METRICS__PORT": "0",
+    }
+    with (tmp_path / "own.log").open("wb") as log:
+        command = [sys.executable, *beside.cmdline()[1:]]
+        worker = subprocess.Popen(command, env=beside.environ() | settings, stdout=log, stderr=log)
+    yield worker
+    worker.terminate()
+    assert worker.wait(30.0) == 0, (tmp_path / "own.log").read_text()
+
+
+async def test_streams_of_a_killed_worker_go_on_in_another_engine(
+    system: System, own_worker: subprocess.Popen[bytes]
+) -> None:
+    def num_running(worker: str) -> int:
+        rows = system.sql(
+            "SELECT num_running FROM worker_samples FINAL "
+            f"WHERE name = '{worker}' ORDER BY sampled_at DESC LIMIT 1"
+        )
+        return int(rows[0]["num_running"]) if rows else 0
+
+    async def ask(number: int) -> tuple[int, str]:
+        answer = await ask_websocket(
+            system.websocket, f"What is TTFT? {number}", max_tokens=_NUM_TOKENS, ignore_eos=True
+        )
+        return answer.completion_tokens, answer.request_id
+
+    await eventually(lambda: _serves(system, "own"), timeout_s=180.0)
+    asked = [asyncio.create_task(ask(number)) for number in range(_NUM_STREAMS)]
+    await eventually(lambda: num_running("worker-1") > 1, timeout_s=30.0)
+    assert own_worker.poll() is None
+    system.kill("worker-1")
+    answers = await asyncio.wait_for(asyncio.gather(*asked), timeout=120.0)
+    assert [count for count, _ in answers] == [_NUM_TOKENS] * _NUM_STREAMS
+    ids = ", ".join(f"'{name}'" for _, name in answers)
+
+    def rows() -> list[dict[str, object]]:
+        return system.sql(
+            f"SELECT request_id, worker FROM requests FINAL WHERE request_id IN ({ids})"
+        )
+
+    await eventually(lambda: len(rows()) == _NUM_STREAMS, timeout_s=20.0)
+    assert all(str(row["worker"]).startswith("own-") for row in rows())
+
+
+def _serves(system: System, worker: str) -> bool:
+    return bool(system.sql(f"SELECT 1 FROM worker_samples WHERE name = '{worker}' LIMIT 1"))
