@@ -26,6 +26,7 @@ class EngineKind(StrEnum):
     LLAMACPP = "llamacpp"
     OPENAI = "openai"
     TGI = "tgi"
+    TRTLLM = "trtllm"
     CUSTOM = "custom"
 
 
@@ -108,6 +109,16 @@ PROMISES: dict[EngineKind, EnginePromises] = {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
                 *("presence_penalty", "frequency_penalty"),
+            }
+        ),
+        grammars=frozenset(),
+    ),
+    EngineKind.TRTLLM: EnginePromises(
+        unsupported=frozenset(
+            {
+                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
+                *("min_tokens", "typical_p"),
+                *("repetition_penalty", "presence_penalty", "frequency_penalty"),
             }
         ),
         grammars=frozenset(),

@@ -8,6 +8,7 @@ from workers.servers.dialects.llamacpp import LlamaCppDialect
 from workers.servers.dialects.openai import OpenAiDialect
 from workers.servers.dialects.sglang import SglangDialect
 from workers.servers.dialects.tgi import TgiDialect
+from workers.servers.dialects.trtllm import TrtllmDialect
 from workers.servers.dialects.vllm import VllmDialect
 
 DIALECTS: dict[EngineKind, type[Dialect]] = {
@@ -16,4 +17,5 @@ DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.SGLANG: SglangDialect,
     EngineKind.OPENAI: OpenAiDialect,
     EngineKind.TGI: TgiDialect,
+    EngineKind.TRTLLM: TrtllmDialect,
 }

@@ -17,7 +17,6 @@ from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, ParameterError
 from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
 from workers.servers.dialect import (
     Call,
@@ -28,16 +27,15 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
+from workers.servers.dialects.completions_probe import check_completions
 from workers.servers.dialects.logit_bias import add_bias
 from workers.servers.dialects.openai_answers import TextReader
 from workers.servers.dialects.prompt_text import check_spelling, prompt_text
-from workers.servers.dialects.same_model import PROBE_TEXT, chosen_model
+from workers.servers.dialects.same_model import chosen_model
 
 _VERSION = "/v1"
 # Some servers keep a seed in 32 bits, one of them for the sign.
 _MAX_SEED = 2**31 - 1
-# Tokens that a server may put around a prompt beyond those of its tokenizer.
-_MOST_AROUND = 2
 
 
 class OpenAiDialect(Dialect):
@@ -67,32 +65,12 @@ class OpenAiDialect(Dialect):
         models = await client.get_json(self.health_path)
         model = chosen_model(models, self.config.served_name, "OpenAI-compatible")
         self._name = str(model["id"])
-        await self._check_completions(client)
+        path = f"{self._root}/completions"
+        await check_completions(client, path, self._name, self.model)
         window = model.get("max_model_len")
         return ServerFacts(
             model=self._name, context_window_tokens=window if isinstance(window, int) else None
         )
-
-    async def _check_completions(self, client: ServerClient) -> None:
-        """Raises EngineFailedError if it completes no text, and ConfigError if it cuts one into
-        more or fewer tokens than the catalogue's model."""
-        body = {"model": self._name, "prompt": PROBE_TEXT, "max_tokens": 1, "temperature": 0.0}
-        answer = await client.post_json(f"{self._root}/completions", body)
-        try:
-            text, usage = answer["choices"][0]["text"], answer.get("usage") or {}
-            num_tokens = usage.get("prompt_tokens")
-        except (TypeError, KeyError, IndexError, AttributeError):
-            text, num_tokens = None, None
-        if not isinstance(text, str):
-            raise EngineFailedError(
-                f"The server at {client.url} answers {self._root}/completions with no completion."
-            )
-        own = len(self.model.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
-        if isinstance(num_tokens, int) and not own <= num_tokens <= own + _MOST_AROUND:
-            raise ConfigError(
-                f"The server counts {num_tokens} tokens in a text that has {own} by the tokenizer "
-                f"of the catalogue's {self.model.entry.name}: they are not the same model."
-            )
 
     async def read_load(self, client: ServerClient) -> ServerLoad:  # noqa: ARG002
         """Nothing that all of these servers tell."""

@@ -1,6 +1,10 @@
-"""What a server answers to /v1/completions of OpenAI's API: text, in the events of a stream."""
+"""What a server answers to /v1/completions of OpenAI's API: the events of a stream, with text or
+with token ids."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,6 +19,7 @@ _CALLERS_FAULT = frozenset(map(str, range(400, 500)))
 
 class _Choice(msgspec.Struct):
     text: str | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -40,16 +45,16 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class TextReader(Reader):
-    """Makes token ids of the text by ``tokenizer``.
+class CompletionsReader(Reader):
+    """How many tokens of the prompt were cached is said with the end or behind it, so the end is
+    held back for so long."""
 
-    How many tokens of the prompt were cached is said with the end or behind it, so the end is held
-    back for so long.
-    """
-
-    def __init__(self, tokenizer: IncrementalTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._last: Part | None = None
+
+    @abstractmethod
+    def token_ids_of(self, choice: _Choice) -> Sequence[int]:
+        """Those that a part of the answer makes certain."""
 
     def read(self, event: bytes) -> Part | None:
         if event == _DONE:
@@ -74,7 +79,7 @@ class TextReader(Reader):
         return last._replace(num_cached_tokens=_cached_of(said.usage))
 
     def _part(self, choice: _Choice) -> Part:
-        token_ids = self._tokenizer.push(choice.text or "")
+        token_ids = self.token_ids_of(choice)
         if choice.finish_reason is None:
             return Part(token_ids=token_ids)
         reason = _REASONS.get(choice.finish_reason)
@@ -82,7 +87,28 @@ class TextReader(Reader):
             raise ServerStreamError(
                 f"The server ended the answer for a reason of its own: {choice.finish_reason}"
             )
-        return Part(token_ids=(*token_ids, *self._tokenizer.flush()), finish_reason=reason)
+        return Part(token_ids=token_ids, finish_reason=reason)
+
+
+class TextReader(CompletionsReader):
+    """Makes token ids of the text by ``tokenizer``."""
+
+    def __init__(self, tokenizer: IncrementalTokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def token_ids_of(self, choice: _Choice) -> Sequence[int]:
+        token_ids = self._tokenizer.push(choice.text or "")
+        return token_ids if choice.finish_reason is None else token_ids + self._tokenizer.flush()
+
+
+class TokenIdsReader(CompletionsReader):
+    """Of a server that was asked for ids in place of text."""
+
+    def token_ids_of(self, choice: _Choice) -> Sequence[int]:
+        if choice.text:
+            raise ServerStreamError("The server sent text where it was asked for token ids.")
+        return choice.token_ids or ()
 
 
 def _cached_of(usage: _Usage) -> int | None:

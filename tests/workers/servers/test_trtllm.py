@@ -1,0 +1,291 @@
+"""TensorRT-LLM's server as an engine, with one that answers as its documentation says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+import yaml
+
+from registry.served import ServedModel
+from runtime.clock import SystemClock
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.errors import ConfigError, MillraceError
+from schemas.frames import FinishReason
+from tests.support.waiting import eventually
+from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
+from tests.workers.scripted import EOS, served_model
+from tests.workers.servers.trtllm_server import TrtllmServer, serving
+from workers.engine_like import EngineFailedError, EngineLike
+from workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
+from workers.servers.dialects.openai_answers import TokenIdsReader
+from workers.servers.dialects.trtllm import TrtllmDialect
+from workers.servers.server_engine import ServerEngine
+from workers.servers.starting import start_server_engine
+
+_ROOT = Path(__file__).resolve().parents[3]
+# As its documentation shows it.
+_STEP = {
+    "gpuMemUsage": 76665782272,
+    "iter": 154,
+    "iterLatencyMS": 7.0,
+    "kvCacheStats": {"freeNumBlocks": 75, "maxNumBlocks": 100, "usedNumBlocks": 25},
+    "numActiveRequests": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def _attached(
+    model: ServedModel, server: TrtllmServer, **config: Any
+) -> AsyncIterator[ServerEngine]:
+    async with serving(server) as url:
+        settings = EngineConfig(kind=EngineKind.TRTLLM, url=url, start_timeout_s=5.0, **config)
+        engine = await start_server_engine(model, settings, SystemClock())
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model: ServedModel) -> AsyncIterator[EngineLike]:
+    server = TrtllmServer(model.tokenizer, token_s=0.002)
+    async with _attached(model, server, max_num_sequences=4) as started, running(started):
+        yield started
+
+
+class TestTrtllm(EngineConformance):
+    kind = EngineKind.TRTLLM
+
+
+# --- how it is started ---
+
+
+def _command(
+    model: ServedModel, folder: Path, **config: Any
+) -> tuple[list[str], dict[str, str], dict[str, Any]]:
+    dialect = TrtllmDialect(model, EngineConfig(kind=EngineKind.TRTLLM, **config), owned=True)
+    command = dialect.command(Path("/bin/trtllm-serve"), ServerAddress(folder, 4711, "secret"))
+    settings = yaml.safe_load((folder / "trtllm.yaml").read_text())
+    return list(command.arguments), command.environment, settings
+
+
+def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Path) -> None:
+    arguments, variables, settings = _command(
+        model,
+        tmp_path,
+        max_num_sequences=12,
+        max_batch_tokens=512,
+        gpu_memory_fraction=0.7,
+        kv_cache_dtype="fp8",
+        dtype="bfloat16",
+        load_format="dummy",
+        prefix_cache=False,
+        cuda_graphs=False,
+        overlap=False,
+        device="cuda:2",
+        num_threads=3,
+        arguments=("--tp_size", "4"),
+    )
+    assert arguments[:3] == ["/bin/trtllm-serve", "serve", str(model.path)]
+    assert dict(zip(arguments[3::2], arguments[4::2], strict=True)) == {
+        "--host": "127.0.0.1",
+        "--port": "4711",
+        "--max_seq_len": "128",
+        "--max_batch_size": "12",
+        "--max_num_tokens": "512",
+        "--extra_llm_api_options": str(tmp_path / "trtllm.yaml"),
+        "--tp_size": "4",
+    }
+    assert arguments[-2:] == ["--tp_size", "4"]
+    assert settings == {
+        "kv_cache_config": {
+            "enable_block_reuse": False,
+            "free_gpu_memory_fraction": 0.7,
+            "dtype": "fp8",
+        },
+        "enable_chunked_prefill": True,
+        "enable_iter_perf_stats": True,
+        "disable_overlap_scheduler": True,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "cuda_graph_config": None,
+    }
+    assert variables == {"CUDA_VISIBLE_DEVICES": "2", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kernels", "torch"), ("kv_cache_bytes", 1), ("device", "cpu")]
+)
+def test_a_setting_that_it_does_not_have_is_refused_by_name(
+    model: ServedModel, tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
+        _command(model, tmp_path, **{name: value})
+
+
+async def test_it_is_started_on_a_port(model: ServedModel, tmp_path: Path) -> None:
+    program = tmp_path / "trtllm-serve"
+    module = "tests.workers.servers.trtllm_server"
+    program.write_text(f'#!/bin/sh\ncd {_ROOT} && exec {sys.executable} -m {module} "$@"\n')
+    program.chmod(0o755)
+    config = EngineConfig(kind=EngineKind.TRTLLM, command=str(program), start_timeout_s=30.0)
+    engine = await start_server_engine(model, config, SystemClock())
+    try:
+        assert engine.stats.max_num_sequences == 64
+        heard = Heard(engine)
+        engine.add(request("r"))
+        await heard.ended("r")
+        assert len(heard.tokens("r")) == 12
+    finally:
+        await engine.close()
+
+
+# --- what it says of itself ---
+
+
+async def test_one_that_runs_is_known_by_what_it_says(model: ServedModel) -> None:
+    server = TrtllmServer(model.tokenizer)
+    async with _attached(model, server, max_num_sequences=3) as engine:
+        assert engine.facts.version == "1.2.0"
+        assert engine.facts.model == "demo"
+        assert engine.stats.max_num_sequences == 3
+
+
+async def test_its_load_is_that_of_the_last_step_that_it_told(model: ServedModel) -> None:
+    server = TrtllmServer(model.tokenizer)
+    async with _attached(model, server) as engine:
+        read_load = engine._dialect.read_load
+        assert await read_load(engine._client) == ServerLoad()
+        server.steps = [{"iter": 153}, _STEP]
+        for _ in range(2):
+            assert await read_load(engine._client) == ServerLoad(kv_usage=0.25, num_steps=154)
+        server.steps = [{"iter": 155, "kvCacheStats": None}]
+        assert await read_load(engine._client) == ServerLoad(num_steps=155)
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "error", "says"),
+    [
+        ("0.20.0", {}, ConfigError, r"1\.0 or newer is needed"),
+        (None, {}, EngineFailedError, "does not say its version"),
+        ("1.2.0", {"served_name": "llama"}, ConfigError, "no model 'llama'"),
+    ],
+)
+async def test_what_is_not_that_model_on_such_a_server_is_refused(
+    model: ServedModel,
+    version: str | None,
+    config: dict[str, Any],
+    error: type[MillraceError],
+    says: str,
+) -> None:
+    with pytest.raises(error, match=says):
+        async with _attached(model, TrtllmServer(model.tokenizer, version=version), **config):
+            """Never reached."""
+
+
+async def test_another_model_is_seen_by_how_it_cuts_a_text(model: ServedModel) -> None:
+    class Other:
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    with pytest.raises(ConfigError, match="they are not the same model"):
+        async with _attached(model, TrtllmServer(Other())):  # type: ignore[arg-type]
+            """Never reached."""
+
+
+# --- requests ---
+
+
+async def test_a_request_and_its_answer(model: ServedModel) -> None:
+    server = TrtllmServer(model.tokenizer)
+    async with _attached(model, server) as engine:
+        heard = Heard(engine)
+        asked = request("r", max_tokens=4, stop_token_ids=(5,), logit_bias={7: 1.5}, top_k=3)
+        engine.add(msgspec.structs.replace(asked, eos_token_ids=(EOS,)))
+        await heard.ended("r")
+    end = heard.end("r")
+    assert end is not None
+    assert end.finish_reason is FinishReason.LENGTH
+    assert len(heard.tokens("r")) == 4
+    assert end.num_cached_tokens == 16
+    assert server.calls == [
+        {
+            "model": "demo",
+            "prompt": list(PROMPT),
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 3,
+            "min_p": 0.0,
+            "seed": 7,
+            "stop_token_ids": [5, EOS],
+            "include_stop_str_in_output": True,
+            "ignore_eos": True,
+            "detokenize": False,
+            "logit_bias": {"7": 1.5},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+async def test_an_end_of_the_sequence_is_its_last_token(model: ServedModel) -> None:
+    async with _attached(model, TrtllmServer(model.tokenizer, end_at=5)) as engine:
+        heard = Heard(engine)
+        engine.add(msgspec.structs.replace(request("r"), eos_token_ids=(EOS,)))
+        await heard.ended("r")
+    end = heard.end("r")
+    assert end is not None
+    assert end.finish_reason is FinishReason.STOP
+    assert len(heard.tokens("r")) == 6
+    assert heard.tokens("r")[-1] == EOS
+
+
+async def test_a_cancel_ends_the_connection(model: ServedModel) -> None:
+    server = TrtllmServer(model.tokenizer, token_s=0.02)
+    async with _attached(model, server) as engine:
+        heard = Heard(engine)
+        engine.add(request("gone", max_tokens=90))
+        await eventually(lambda: len(heard.tokens("gone")) > 2)
+        engine.cancel("gone")
+        await eventually(lambda: server.num_running == 0)
+
+
+async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:
+    tokens = []
+    for breaks_at in ({}, {1: 1, 2: 5}):
+        server = TrtllmServer(model.tokenizer, breaks_at=breaks_at)
+        async with _attached(model, server) as engine:
+            heard = Heard(engine)
+            engine.add(request("r", max_tokens=30))
+            await heard.ended("r")
+            assert len(server.calls) == 1 + len(breaks_at)
+            tokens.append(heard.tokens("r"))
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 30
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        ({"choices": [{"text": "word"}]}, "text where it was asked for token ids"),
+        ({"choices": [{"text": "", "finish_reason": "timeout"}]}, "reason of its own: timeout"),
+        ({"choices": [{"token_ids": ["a"]}]}, "no event of a stream"),
+    ],
+)
+def test_what_is_wrong_is_told(event: Any, says: str) -> None:
+    with pytest.raises(ServerStreamError, match=says):
+        TokenIdsReader().read(msgspec.json.encode(event))
