@@ -52,11 +52,10 @@ _SCHEMA: dict[str, Any] = {
 }
 
 
-class EngineSystemChecks:
-    """See the module. ``program`` is the name of the server's program."""
+class EngineAnswerChecks:
+    """What holds with every engine."""
 
     kind: ClassVar[EngineKind]
-    program: ClassVar[str]
 
     async def test_the_openai_client_streams_a_sensible_answer(self, system: System) -> None:
         async with _client(system) as client:
@@ -69,6 +68,61 @@ class EngineSystemChecks:
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert len(pieces) > 2, "it did not stream"
         assert "first token" in "".join(pieces).lower()
+
+    async def test_a_stop_string_ends_an_answer(self, http: httpx.AsyncClient) -> None:
+        whole = await ask_sse(http, QUESTION)
+        stopped = await ask_sse(http, QUESTION, stop=[whole.text[10:14]])
+        assert stopped.text == whole.text[: whole.text.index(whole.text[10:14])]
+        assert stopped.finish_reason == "stop"
+
+    async def test_a_websocket_gets_the_same_answer(
+        self, system: System, http: httpx.AsyncClient
+    ) -> None:
+        over_sse = await ask_sse(http, QUESTION)
+        over_socket = await ask_websocket(system.websocket, QUESTION)
+        assert over_sse.text == over_socket.text
+
+    @pytest.mark.browser
+    async def test_what_it_cannot_do_is_refused_by_name(self, http: httpx.AsyncClient) -> None:
+        card = (await http.get("/v1/models/demo")).json()["engine"]
+        promises = PROMISES[self.kind]
+        assert card["kind"] == self.kind
+        assert card["exact_token_ids"] is promises.exact_token_ids
+        assert card["takes_token_ids"] is promises.takes_token_ids
+        assert card["unsupported"] == sorted(promises.unsupported)
+        body = {"model": "demo", "prompt": "a", "max_tokens": 2}
+        if "typical_p" in promises.unsupported:
+            answer = await http.post("/v1/completions", json=body | {"typical_p": 0.5})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "typical_p"
+        if GrammarKind.REGEX not in promises.grammars:
+            answer = await http.post("/v1/completions", json=body | {"guided_regex": "a+"})
+            assert answer.status_code == 400
+
+    async def test_each_request_leaves_one_row_that_says_how_it_was_charged(
+        self, system: System, http: httpx.AsyncClient
+    ) -> None:
+        answer = await ask_sse(http, QUESTION)
+
+        def rows() -> list[dict[str, Any]]:
+            return system.sql(
+                "SELECT completion_tokens, device_us, cost_method, resampled FROM requests FINAL "
+                f"WHERE request_id = '{answer.request_id}'"
+            )
+
+        await eventually(lambda: bool(rows()))
+        [row] = rows()
+        assert row["completion_tokens"] == answer.completion_tokens
+        assert int(row["device_us"]) > 0
+        assert row["cost_method"] == PROMISES[self.kind].cost_method
+        assert not row["resampled"]
+
+
+class EngineSystemChecks(EngineAnswerChecks):
+    """And with those that take grammars, by a server that the worker starts: ``program`` is the
+    name of its program."""
+
+    program: ClassVar[str]
 
     async def test_the_openai_client_gets_the_call_that_it_demands(self, system: System) -> None:
         async with _client(system) as client:
@@ -102,20 +156,6 @@ class EngineSystemChecks:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content or ""), _SCHEMA)
 
-    async def test_a_stop_string_ends_an_answer(self, http: httpx.AsyncClient) -> None:
-        whole = await ask_sse(http, QUESTION)
-        stopped = await ask_sse(http, QUESTION, stop=[whole.text[10:14]])
-        assert stopped.text == whole.text[: whole.text.index(whole.text[10:14])]
-        assert stopped.finish_reason == "stop"
-
-    async def test_a_websocket_gets_the_same_answer(
-        self, system: System, http: httpx.AsyncClient
-    ) -> None:
-        over_sse = await ask_sse(http, QUESTION)
-        over_socket = await ask_websocket(system.websocket, QUESTION)
-        assert over_sse.text == over_socket.text
-
-    @pytest.mark.browser
     async def test_the_chat_page_shows_the_same_answer(
         self, system: System, http: httpx.AsyncClient
     ) -> None:
@@ -128,39 +168,6 @@ class EngineSystemChecks:
             await ask(page, QUESTION)
             await expect(page.locator(".said")).to_contain_text(over_sse.text[:20])
             await expect(page.locator(".facts")).to_contain_text("tokens")
-
-    async def test_what_it_cannot_do_is_refused_by_name(self, http: httpx.AsyncClient) -> None:
-        card = (await http.get("/v1/models/demo")).json()["engine"]
-        promises = PROMISES[self.kind]
-        assert card["kind"] == self.kind
-        assert card["exact_token_ids"] is promises.exact_token_ids
-        assert card["unsupported"] == sorted(promises.unsupported)
-        body = {"model": "demo", "prompt": "a", "max_tokens": 2}
-        if "typical_p" in promises.unsupported:
-            answer = await http.post("/v1/completions", json=body | {"typical_p": 0.5})
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "typical_p"
-        if GrammarKind.REGEX not in promises.grammars:
-            answer = await http.post("/v1/completions", json=body | {"guided_regex": "a+"})
-            assert answer.status_code == 400
-
-    async def test_each_request_leaves_one_row_that_says_how_it_was_charged(
-        self, system: System, http: httpx.AsyncClient
-    ) -> None:
-        answer = await ask_sse(http, QUESTION)
-
-        def rows() -> list[dict[str, Any]]:
-            return system.sql(
-                "SELECT completion_tokens, device_us, cost_method, resampled FROM requests FINAL "
-                f"WHERE request_id = '{answer.request_id}'"
-            )
-
-        await eventually(lambda: bool(rows()))
-        [row] = rows()
-        assert row["completion_tokens"] == answer.completion_tokens
-        assert int(row["device_us"]) > 0
-        assert row["cost_method"] == PROMISES[self.kind].cost_method
-        assert not row["resampled"]
 
     async def test_all_streams_go_on_when_the_server_is_killed(
         self, system: System, http: httpx.AsyncClient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from registry.served import ServedModel
 from registry.tokenizers.incremental import IncrementalTokenizer
@@ -125,13 +128,31 @@ async def test_another_model_is_seen_by_how_it_cuts_a_text(model: ServedModel) -
         if fits:
             async with _attached(model, transcript):
                 continue
-        with pytest.raises(ConfigError, match=r"counts 12 tokens .* not the same model"):
+        with pytest.raises(ConfigError, match=r"counts 12 tokens .* another model"):
             async with _attached(model, transcript):
                 pass
 
 
 def _num_own(model: ServedModel) -> int:
     return len(model.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+
+
+async def test_a_server_that_completes_nothing_is_told(model: ServedModel) -> None:
+    async def hang(_request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("never reached")
+
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "a"}]})
+
+    app = web.Application()
+    app.add_routes([web.get(_MODELS, models), web.post(_COMPLETIONS, hang)])
+    async with TestServer(app) as server:
+        config = EngineConfig(
+            kind=EngineKind.OPENAI, url=str(server.make_url("/")), start_timeout_s=0.2
+        )
+        with pytest.raises(EngineFailedError, match=r"completes no text within 0\.2 s"):
+            await start_server_engine(model, config, SystemClock())
 
 
 async def test_a_shorter_window_is_refused(model: ServedModel) -> None:

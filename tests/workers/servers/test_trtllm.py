@@ -201,7 +201,7 @@ async def test_another_model_is_seen_by_how_it_cuts_a_text(model: ServedModel) -
         def encode(self, text: str) -> list[int]:
             return list(text.encode())
 
-    with pytest.raises(ConfigError, match="they are not the same model"):
+    with pytest.raises(ConfigError, match="it has another model"):
         async with _attached(model, TrtllmServer(Other())):  # type: ignore[arg-type]
             """Never reached."""
 

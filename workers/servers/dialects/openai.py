@@ -66,7 +66,8 @@ class OpenAiDialect(Dialect):
         model = chosen_model(models, self.config.served_name, "OpenAI-compatible")
         self._name = str(model["id"])
         path = f"{self._root}/completions"
-        await check_completions(client, path, self._name, self.model)
+        timeout_s = self.config.start_timeout_s
+        await check_completions(client, path, self._name, self.model, timeout_s)
         window = model.get("max_model_len")
         return ServerFacts(
             model=self._name, context_window_tokens=window if isinstance(window, int) else None

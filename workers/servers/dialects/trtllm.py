@@ -116,7 +116,8 @@ class TrtllmDialect(Dialect):
         models = await client.get_json("/v1/models")
         model = chosen_model(models, self.config.served_name, "TensorRT-LLM")
         self._name = str(model["id"])
-        await check_completions(client, _COMPLETIONS, self._name, self.model)
+        timeout_s = self.config.start_timeout_s
+        await check_completions(client, _COMPLETIONS, self._name, self.model, timeout_s)
         own = self.config.max_num_sequences or _NUM_SEQUENCES
         return ServerFacts(
             version=version, model=self._name, max_num_sequences=own if self.owned else 0
