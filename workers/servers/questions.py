@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from schemas.engines import PROMISES
 from schemas.frames import FinishReason
 from schemas.sampling import MAX_SEED
 from workers.engine.types import EngineRequest
@@ -37,7 +38,10 @@ class Question(NamedTuple):
 
 def next_question(dialect: Dialect, live: LiveRequest) -> Question:
     """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
-    penalties = carried_penalties(live.request.sampling, live.token_ids)
+    has_exact_ids = PROMISES[dialect.kind].exact_token_ids
+    penalties = carried_penalties(
+        live.request.sampling, live.token_ids, keeps_parts=not has_exact_ids
+    )
     request = live.request
     if penalties is not None:
         sampling = msgspec.structs.replace(request.sampling, presence_penalty=0.0)

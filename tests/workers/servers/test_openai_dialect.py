@@ -340,3 +340,27 @@ async def test_a_server_that_is_busy_is_asked_again(model: ServedModel) -> None:
         await heard.ended("r")
     assert len(transcript.bodies(_COMPLETIONS)) == 3
     assert model.tokenizer.decode(heard.tokens("r")) == "Yes"
+
+
+async def test_penalties_that_are_carried_on_leave_characters_whole(model: ServedModel) -> None:
+    whole = "The mill 👍🏽 by Ünïcödé 你好 streams 👍🏽 ends."
+
+    def complete(body: dict[str, Any]) -> Played:
+        if not body.get("stream"):
+            return Played(_chunk("x", "length"))
+        asked.append(body["presence_penalty"])
+        told = body["prompt"].removeprefix(model.tokenizer.decode(PROMPT))
+        assert whole.startswith(told)
+        rest = map(_chunk, whole.removeprefix(told))
+        return Played(events=[*rest, _chunk("", "stop"), b"[DONE]"])
+
+    asked: list[float] = []
+    transcript = Transcript({_MODELS: Played({"data": [{"id": "a"}]}), _COMPLETIONS: complete})
+    async with _attached(model, transcript) as engine:
+        heard = Heard(engine)
+        begun = tuple(model.tokenizer.encode("The mill", add_special_tokens=False))
+        engine.add(request("r", max_tokens=90, presence_penalty=1.0, output_token_ids=begun))
+        await heard.ended("r")
+    assert model.tokenizer.decode([*begun, *heard.tokens("r")]) == whole
+    assert len(asked) > 2
+    assert set(asked) == {0.0}
