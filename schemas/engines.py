@@ -11,7 +11,11 @@ from schemas.pooling import Pooling
 from schemas.sampling import GrammarKind, SamplingParams
 
 _DEFAULTS = SamplingParams()
-_REASONS = {"pooling": "makes no embeddings", "n": "makes one completion of a request"}
+_REASONS = {
+    "pooling": "makes no embeddings",
+    "n": "makes one completion of a request",
+    "grammar": "keeps no answer to a grammar, a response_format or a demanded tool call",
+}
 
 
 class EngineKind(StrEnum):
