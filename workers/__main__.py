@@ -49,8 +49,6 @@ from workers.host.weights import check_weights
 from workers.host.worker import Worker
 from workers.process.engine_process import EngineClient
 from workers.process.keeper import EngineKeeper
-from workers.servers.kinds import DIALECTS
-from workers.servers.starting import start_server_engine
 from workers.simulated.engine import SimulatedEngine
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
@@ -209,9 +207,12 @@ def _engine_starter(
         if config.engine.kind is EngineKind.CUSTOM:
             engine_class = load_engine_class(config.engine.command)
             return await engine_class.start(served_model, config.engine, clock)
-        if config.engine.kind in DIALECTS:
-            return await start_server_engine(served_model, config.engine, clock)
-        return await EngineClient.start(served_model.path, config.engine)
+        if config.engine.kind is EngineKind.REAL:
+            return await EngineClient.start(served_model.path, config.engine)
+        # Not before: what only these need is a third of a worker's start, and of its memory.
+        from workers.servers.starting import start_server_engine
+
+        return await start_server_engine(served_model, config.engine, clock)
 
     return start
 

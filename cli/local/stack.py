@@ -334,18 +334,21 @@ async def _listens(port: int) -> bool:
     return True
 
 
+def _any_certificate() -> ssl.SSLContext:
+    """Nothing is told to our own parts: whether the certificate suits the name by which others know
+    this machine is not asked here."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 async def _answers(url: str, gateway: str | None = None) -> bool:
     """Whether a GET says 200, and the gateway of that name said it."""
-
-    # Nothing is told to it: whether the certificate suits the name by which others know this
-    # machine is not asked here.
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
     def get() -> bool:
         try:
             with urllib.request.urlopen(  # noqa: S310 (our own address)
-                url, timeout=2.0, context=context if url.startswith("https:") else None
+                url, timeout=2.0, context=_any_certificate() if url.startswith("https:") else None
             ) as answer:
                 return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
         except (OSError, urllib.error.URLError, ValueError):
