@@ -27,9 +27,10 @@ from cli.local.probe import probe_pooling, serve_one
 from cli.local.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
 from cli.local.server_files import nats_config, redis_config
 from cli.local.store_recovery import StoreRecovery, with_folders
-from cli.local.supervisor import Process, Supervisor, python
+from cli.local.supervisor import Process, StartError, Supervisor, python
 from runtime.binaries import nats_server_path, redis_server_path
 from runtime.clock import SystemClock
+from runtime.tasks import first_error
 from schemas.config import Config, GatewayConfig, RedisConfig
 from schemas.control import WorkerStatus
 
@@ -90,17 +91,19 @@ class Stack:
         config = self._choose_addresses()
         self._write_config(config)
         await self._start_servers(config)
-        kafka = await self._start_kafka()
-        in_memory = msgspec.structs.replace(config.kafka, bootstrap_servers=kafka, partitions=1)
-        config = msgspec.structs.replace(config, kafka=in_memory)
-        self._write_config(config)
         self._bus = bus = await nats_bus.connect(config.nats, "millrace-up")
         await bus.workers.watch(self._note_worker)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
         self._store_recovery.start()
-        await self._start_parts(config)
+        try:
+            async with asyncio.TaskGroup() as group:
+                records = group.create_task(self._start_records(config))
+                group.create_task(self._start_parts(config))
+        except* StartError as failed:
+            raise first_error(failed) from None
+        kafka = records.result()
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
         if config.scheduler.autoscale.max_workers:
@@ -222,18 +225,24 @@ class Stack:
         )
         return file.read_text().strip()
 
+    async def _start_records(self, config: Config) -> str:
+        """What keeps records; the address of Kafka, of which the other parts know nothing."""
+        address = await self._start_kafka()
+        kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address, partitions=1)
+        self._write_config(msgspec.structs.replace(config, kafka=kafka))
+        clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
+        telemetry = self._part(
+            "telemetry-1",
+            "telemetry",
+            ready=lambda: _answers(f"{clickhouse}/ping"),
+            stage=_TELEMETRY,
+        )
+        await self.supervisor.start(telemetry)
+        return address
+
     async def _start_parts(self, config: Config) -> None:
         """All at once, since each loads for a while."""
-        clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         parts = [
-            self._part(
-                "telemetry-1",
-                "telemetry",
-                ready=lambda: _answers(f"{clickhouse}/ping"),
-                stage=_TELEMETRY,
-            ),
-        ]
-        parts += [
             self._part(f"scheduler-{i}", "scheduler", stage=_SCHEDULERS)
             for i in range(1, self.plan.num_schedulers + 1)
         ]
